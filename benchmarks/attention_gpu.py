@@ -1,0 +1,170 @@
+"""Is cuDNN's attention right, and how fast is it? Against the definition in float32, with what must not be
+seen changed to see what moves; then times beside the other backends. Needs one NVIDIA GPU; from the
+repository's root: python benchmarks/attention_gpu.py"""
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from millrace.layers.attention import Mask, attend, choose
+
+AUTO, XLA, CUDNN = (SimpleNamespace(use=name) for name in ("auto", "xla", "cudnn"))
+BLOCKWISE = SimpleNamespace(use="blockwise", block=512)
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    mask: Mask
+    packed: bool = False
+
+
+CASES = [
+    Case("causal", Mask()),
+    Case("bidirectional", Mask(causal=False)),
+    Case("causal window", Mask(window=256)),
+    Case("bidirectional window", Mask(causal=False, window=256)),
+    Case("packed", Mask(), packed=True),
+    Case("packed bidirectional", Mask(causal=False), packed=True),
+    Case("packed window", Mask(window=256), packed=True),
+]
+
+
+def main() -> int:
+    print(f"jax {jax.__version__}, {jax.devices()[0].device_kind}")
+    failures = 0
+    print(
+        f"\n{'s 1024, bf16':22} {'head':>4} {'out':>8} {'dq':>8} {'dk':>8} {'dv':>8}  {'bf16 xla':>8}  probes"
+    )
+    for head_dim in (64, 128):
+        for case in CASES:
+            failures += check(case, head_dim)
+    print("\nwhat auto takes, and why not cuDNN")
+    for case in CASES:
+        refusal(case.name, case, length=1024, dtype=jnp.bfloat16)
+    refusal("causal, odd length", CASES[0], length=1023, dtype=jnp.bfloat16)
+    refusal("packed, odd length", CASES[4], length=1023, dtype=jnp.bfloat16)
+    refusal("float32", CASES[0], length=1024, dtype=jnp.float32)
+    refusal("soft cap", CASES[0], length=1024, dtype=jnp.bfloat16, soft_cap=30.0)
+    print("\nmilliseconds forward and backward at b 4, s 4096, 32 heads, 8 kv heads, head 64, median of 10")
+    print(f"{'':22} {'cudnn':>8} {'blockwise':>10} {'xla':>8}   ratio to cudnn")
+    for case in CASES:
+        times = [measure(cfg, case) for cfg in (CUDNN, BLOCKWISE, XLA)]
+        ratios = " : ".join(f"{seconds / times[0]:.2f}" for seconds in times)
+        print(f"{case.name:22} {times[0] * 1e3:8.2f} {times[1] * 1e3:10.2f} {times[2] * 1e3:8.2f}   {ratios}")
+    print(f"\n{failures} wrong" if failures else "\nall right")
+    return 1 if failures else 0
+
+
+def check(case: Case, head_dim: int) -> int:
+    """Prints a line of errors, relative to the largest value; returns 1 if something is wrong."""
+    arrays, segments = inputs(batch=2, length=1024, heads=(8, 2), head_dim=head_dim)
+    with jax.default_matmul_precision("highest"):
+        exact = run(XLA, case)(*(x.astype(jnp.float32) for x in arrays), segments)
+    found, plain = (run(cfg, case)(*arrays, segments) for cfg in (CUDNN, XLA))
+    errors = [error(x, y) for x, y in zip(found, exact, strict=True)]
+    yardstick = max(error(x, y) for x, y in zip(plain, exact, strict=True))
+    leaks = probe(case, arrays, segments)
+    right = max(errors) < max(3 * yardstick, 2e-2) and not leaks
+    columns = " ".join(f"{x:8.1e}" for x in errors)
+    print(f"{case.name:22} {head_dim:4} {columns}  {yardstick:8.1e}  {'ok' if right else f'WRONG {leaks}'}")
+    return 0 if right else 1
+
+
+def probe(case: Case, arrays: list[Any], segments: Any) -> str:
+    """Changes one key and value, then one document, and names the change if other rows moved than may."""
+    q, k, v, _ = arrays
+    forward = jax.jit(lambda q, k, v: call(CUDNN, case, q, k, v, segments))
+    before = forward(q, k, v)
+    place, length = 600, q.shape[1]
+    positions, ids = jnp.arange(length), segments[0]
+    after = forward(q, k.at[:, place].set(4.0), v.at[:, place].set(4.0))
+    sees = case.mask.allows(positions, positions[place : place + 1])
+    if case.packed:
+        sees &= ids == ids[place]
+    problems = [] if same(moved(before, after), sees) else ["one key"]
+    if case.packed:
+        for document in (0, 1, 2):
+            changed = (segments == document)[..., None, None]
+            after = forward(*(jnp.where(changed, -2 * x, x) for x in (q, k, v)))
+            problems += [] if same(moved(before, after), ids == document) else [f"document {document}"]
+    return ", ".join(problems)
+
+
+def refusal(name: str, case: Case, *, length: int, dtype: Any, soft_cap: float | None = None) -> None:
+    q, k = (jax.ShapeDtypeStruct((2, length, heads, 64), dtype) for heads in (8, 2))
+    options: dict[str, Any] = dict(mask=case.mask, segments=case.packed, soft_cap=soft_cap)
+    taken = choose(AUTO, q, k, **options)
+    reason = ""
+    if taken != "cudnn":
+        try:
+            choose(CUDNN, q, k, **options)
+        except ValueError as problem:
+            reason = str(problem)
+    print(f"{name:22} {taken:10} {reason}")
+
+
+def measure(cfg: Any, case: Case) -> float:
+    arrays, segments = inputs(batch=4, length=4096, heads=(32, 8), head_dim=64)
+    step = run(cfg, case)
+    jax.block_until_ready([step(*arrays, segments) for _ in range(3)])
+    times = []
+    for _ in range(10):
+        start = time.perf_counter()
+        jax.block_until_ready(step(*arrays, segments))
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def run(cfg: Any, case: Case) -> Callable[..., Any]:
+    @jax.jit
+    def both(q: Any, k: Any, v: Any, d_out: Any, segments: Any) -> Any:
+        out, pull = jax.vjp(lambda q, k, v: call(cfg, case, q, k, v, segments), q, k, v)
+        return out, *pull(d_out)
+
+    return both
+
+
+def call(cfg: Any, case: Case, q: Any, k: Any, v: Any, segments: Any) -> Any:
+    return attend(cfg, q, k, v, mask=case.mask, segments=segments if case.packed else None)
+
+
+def inputs(*, batch: int, length: int, heads: tuple[int, int], head_dim: int) -> tuple[list[Any], Any]:
+    """q, k, v and the output's gradient; in every row two documents and padding."""
+    counts = (heads[0], heads[1], heads[1], heads[0])
+    keys = jax.random.split(jax.random.key(0), 4)
+    arrays = [
+        jax.random.normal(key, (batch, length, count, head_dim), jnp.bfloat16)
+        for key, count in zip(keys, counts, strict=True)
+    ]
+    position = jnp.arange(length)
+    row = jnp.where(position < length * 7 // 8, 1 + (position >= length * 3 // 8), 0).astype(jnp.int32)
+    return arrays, jnp.broadcast_to(row, (batch, length))
+
+
+def error(x: Any, y: Any) -> float:
+    x, y = (np.asarray(z, np.float32) for z in (x, y))
+    return float(abs(x - y).max() / abs(y).max())
+
+
+def moved(before: Any, after: Any) -> Any:
+    return np.any(np.asarray(before != after), axis=(0, 2, 3))
+
+
+def same(moved: Any, allowed: Any) -> bool:
+    return bool((moved == np.asarray(allowed)).all())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,221 @@
+"""The command line: one short function a command. JAX is imported only by the commands that compute."""
+
+import argparse
+import difflib
+import os
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from millrace import __version__
+from millrace.errors import UserError
+
+EXAMPLES = """\
+examples:
+  millrace data prepare recipes/data/demo.yaml
+  millrace train recipes/demo.yaml schedule.steps=200
+  millrace generate runs/demo --prompt "def main("
+  millrace export runs/demo exported
+exit codes: 0 done, 2 a mistake in what was asked, 75 stopped early (run it again), 1 anything else"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    try:
+        args = parser().parse_args(argv)
+        code = args.command(args) or 0
+        sys.stdout.flush()
+        return code
+    except UserError as error:
+        print(f"millrace: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("millrace: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # `millrace ... | head`: Python would complain once more at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def train(args: argparse.Namespace) -> int:
+    from millrace import recipe
+
+    cfg = recipe.load(args.recipe, args.overrides)
+    from millrace import train
+
+    return train.run(cfg)
+
+
+def data_prepare(args: argparse.Namespace) -> None:
+    from millrace import recipe
+
+    cfg = recipe.load_data(args.recipe, args.overrides)
+    from millrace.data.prepare import prepare
+
+    prepare(cfg, print)
+
+
+def data_verify(args: argparse.Namespace) -> None:
+    from millrace.data.stream import verify
+
+    verify(args.folder)
+    print(f"{args.folder}: every file is as it was written")
+
+
+def evaluate(args: argparse.Namespace) -> None:
+    from millrace import evaluate, folder
+
+    result = evaluate.evaluate_run(folder.open_run(args.run, args.overrides))
+    print(evaluate.spoken(result))
+
+
+def generate(args: argparse.Namespace) -> None:
+    from millrace import folder, generate
+
+    sampling = generate.Sampling(args.temperature, args.top_k, args.top_p, args.seed)
+    run = folder.open_run(args.run)
+    print(args.prompt, end="", flush=True)
+    for piece in generate.generate(run, args.prompt, args.tokens, sampling):
+        print(piece, end="", flush=True)
+    print()
+
+
+def export(args: argparse.Namespace) -> None:
+    from millrace import folder
+    from millrace.export import huggingface
+
+    files = huggingface.export(folder.open_run(args.run), args.folder, args.dtype)
+    for path in files:
+        print(f"{path}  {path.stat().st_size:,} bytes")
+
+
+def import_(args: argparse.Namespace) -> None:
+    from millrace.export import huggingface
+
+    cfg = huggingface.import_(args.folder, args.run)
+    print(f"{args.run}: {cfg.model.use} imported; `millrace generate {args.run}` tries it, and")
+    print(f"`millrace train {args.run}/recipe.yaml data.path=DATA` trains it further")
+
+
+def recipe_show(args: argparse.Namespace) -> None:
+    from millrace import config, recipe
+
+    print(config.to_yaml(recipe.load_any(args.recipe, args.overrides)), end="")
+
+
+def recipe_check(args: argparse.Namespace) -> None:
+    from millrace import recipe
+
+    recipe.load_any(args.recipe, args.overrides)
+    print(f"{args.recipe}: fine")
+
+
+def recipe_list(args: argparse.Namespace) -> None:
+    paths = sorted(Path(args.folder).rglob("*.yaml"))
+    if not paths:
+        raise UserError(f"{args.folder}: found no .yaml file in it, expected a folder of recipes")
+    width = max(len(str(path)) for path in paths)
+    for path in paths:
+        first = path.read_text(encoding="utf-8", errors="replace").partition("\n")[0]
+        says = first.removeprefix("#").strip() if first.startswith("#") else ""
+        print(f"{path!s:{width}}  {says}".rstrip())
+
+
+def recipe_schema(args: argparse.Namespace) -> None:
+    import json
+
+    from millrace import recipe, schema
+
+    print(json.dumps(schema.schema(recipe.DataRun if args.data else recipe.Run), indent=2))
+
+
+class Parser(argparse.ArgumentParser):
+    """Tells a mistake as the rest of Millrace does: one line, the nearest name, exit code 2."""
+
+    def error(self, message: str) -> NoReturn:
+        if found := re.search(r"invalid choice: '?([^' ]+)'? \(choose from (.+)\)", message):
+            valid = found[2].replace("'", "").split(", ")
+            near = difflib.get_close_matches(found[1], valid, n=1)
+            message = f"found {found[1]}, expected one of {', '.join(valid)}"
+            message += f"; did you mean {near[0]}?" if near else ""
+        elif message.startswith("unrecognized arguments: -"):
+            message += "; settings are given as key=value, e.g. schedule.steps=100"
+        raise UserError(f"command line: {message} (see `{self.prog} --help`)")
+
+
+def parser() -> argparse.ArgumentParser:
+    top = Parser(
+        prog="millrace",
+        description="Trains language models on TPUs, GPUs and CPUs, from raw text to an exported model.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    top.add_argument("--version", action="version", version=f"millrace {__version__}")
+    commands = top.add_subparsers(metavar="COMMAND", required=True)
+
+    def add(group: Any, name: str, function: Any, summary: str) -> argparse.ArgumentParser:
+        one = group.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
+        one.set_defaults(command=function)
+        return one
+
+    def with_overrides(one: argparse.ArgumentParser, whose: str = "the recipe") -> None:
+        text = f"settings that replace those of {whose}"
+        one.add_argument("overrides", metavar="key=value", nargs="*", default=[], help=text)
+
+    def with_recipe(one: argparse.ArgumentParser) -> None:
+        one.add_argument("recipe", metavar="RECIPE", help="a .yaml file")
+        with_overrides(one)
+
+    with_recipe(
+        add(commands, "train", train, "train a model; resumes by itself if the run folder has checkpoints")
+    )
+
+    data = commands.add_parser("data", help="turn text into packed tokens").add_subparsers(
+        metavar="COMMAND", required=True
+    )
+    with_recipe(add(data, "prepare", data_prepare, "read text, train or take a tokenizer, pack tokens"))
+    add(data, "verify", data_verify, "compare packed data with its checksums").add_argument(
+        "folder", metavar="FOLDER"
+    )
+
+    one = add(commands, "eval", evaluate, "print loss, perplexity and bits a byte of the held-out data")
+    one.add_argument("run", metavar="RUN", help="a run folder")
+    with_overrides(one, "the run's recipe")
+
+    one = add(commands, "generate", generate, "continue a text")
+    one.add_argument("run", metavar="RUN", help="a run folder")
+    one.add_argument("--prompt", default="", help="the text to continue")
+    one.add_argument("--tokens", type=int, default=128, help="how many at most (default: 128)")
+    one.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest (default: 0.8)")
+    one.add_argument(
+        "--top-k", type=int, default=50, help="draw among the k likeliest, 0 for all (default: 50)"
+    )
+    one.add_argument(
+        "--top-p", type=float, default=1.0, help="draw among the likeliest that reach p (default: 1)"
+    )
+    one.add_argument("--seed", type=int, default=0)
+
+    one = add(commands, "export", export, "write a Hugging Face model folder")
+    one.add_argument("run", metavar="RUN", help="a run folder")
+    one.add_argument("folder", metavar="DIR", help="a new folder")
+    one.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
+
+    one = add(commands, "import", import_, "make a run folder of a Hugging Face model folder")
+    one.add_argument("folder", metavar="DIR", help="config.json, *.safetensors and tokenizer.json")
+    one.add_argument("run", metavar="RUN", help="a new run folder")
+
+    recipes = commands.add_parser("recipe", help="look at recipes").add_subparsers(
+        metavar="COMMAND", required=True
+    )
+    with_recipe(add(recipes, "show", recipe_show, "print a recipe with every key in it"))
+    with_recipe(add(recipes, "check", recipe_check, "say what is wrong with a recipe, if anything"))
+    one = add(recipes, "list", recipe_list, "list the recipes of a folder")
+    one.add_argument("folder", metavar="FOLDER", nargs="?", default="recipes")
+    one = add(recipes, "schema", recipe_schema, "print every key as a JSON schema, for editors")
+    one.add_argument("--data", action="store_true", help="of data recipes")
+    return top
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,93 @@
+"""Evaluation: mean loss a token over the held-out split, as perplexity and bits a byte."""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+
+from millrace import module
+from millrace.data.stream import Dataset
+from millrace.errors import UserError
+from millrace.folder import Opened
+from millrace.mesh import spec
+from millrace.metrics import fetch
+from millrace.objective import Batch, Vocabulary, file, make_task
+from millrace.step import eval_step
+
+
+def evaluate(
+    score: Callable[[Batch, jax.Array], Any],
+    dataset: Dataset,
+    mesh: Mesh,
+    *,
+    sequences: int,
+    batches: int = 0,
+) -> dict[str, float]:
+    """`score` is an eval_step with its weights. `batches` 0 takes the whole split. What an objective draws at
+    random (which tokens to mask) depends only on the batch's number, so that evaluations can be compared."""
+    rows = dataset.rows("evaluation")
+    if not rows:
+        raise UserError(
+            "data.path: no document is held out for evaluation; pack again with pack.evaluation above 0"
+        )
+    every = math.ceil(rows / sequences)
+    totals: dict[str, float] = {}
+    for number in range(min(batches or every, every)):
+        batch = place(dataset, mesh, number, split="evaluation", sequences=sequences, seed=0)
+        sums = fetch(score(batch, jax.random.fold_in(jax.random.key(0), number)))
+        totals = {name: totals.get(name, 0.0) + value for name, value in sums.items()}
+    loss = totals["nll"] / max(totals["count"], 1.0)
+    split = dataset.index.splits["evaluation"]
+    return {
+        "loss": loss,
+        "unigram_entropy": dataset.index.unigram_entropy,
+        "perplexity": math.exp(min(loss, 700.0)),
+        "bits_per_byte": loss / math.log(2) * split.tokens / max(split.bytes, 1),
+    }
+
+
+def evaluate_run(run: Opened) -> dict[str, float]:
+    """The held-out data of a run's recipe, through its newest weights."""
+    cfg = run.cfg
+    dataset = Dataset.open(cfg.data.path, sequence_length=cfg.data.sequence_length)
+    if run.tokenizer_sha256 not in (None, dataset.tokenizer_sha256):
+        raise UserError(f"data.path: {cfg.data.path} was made with another tokenizer than {cfg.run}")
+    task = make_task(cfg, vocabulary(dataset))
+    axes = module.axes(file("models", cfg.model).Model, cfg.model)
+    with jax.set_mesh(run.devices):
+        score = functools.partial(jax.jit(eval_step(task, axes)), run.params)
+        return evaluate(score, dataset, run.devices, sequences=cfg.batch.sequences, batches=cfg.eval.batches)
+
+
+def spoken(result: dict[str, float]) -> str:
+    return (
+        f"evaluation loss {result['loss']:.4f} nats, unigram entropy {result['unigram_entropy']:.4f}, "
+        f"perplexity {result['perplexity']:,.2f}, {result['bits_per_byte']:.3f} bits a byte"
+    )
+
+
+def vocabulary(dataset: Dataset) -> Vocabulary:
+    return Vocabulary(dataset.vocab, dataset.pad, dataset.bos, dataset.eos, dataset.mask)
+
+
+def place(dataset: Dataset, mesh: Mesh, step: int, *, split: str, sequences: int, seed: int) -> Batch:
+    """The batch at a step, on the devices. Each host reads just the rows that its devices hold."""
+    shape = (sequences, dataset.sequence_length)
+    sharding = NamedSharding(mesh, spec(("batch", "sequence"), shape, mesh))
+    mine = sharding.addressable_devices_indices_map(shape).values()
+    held = [index[0].indices(sequences) for index in mine if index is not None]
+    first, last = min(start for start, _, _ in held), max(stop for _, stop, _ in held)
+    tokens = dataset.batch(step, split=split, sequences=sequences, seed=seed, rows=slice(first, last))
+    segments = dataset.segments(tokens)
+
+    def put(rows: Any) -> jax.Array:
+        def part(index: Any) -> Any:
+            start, stop, _ = index[0].indices(sequences)
+            return rows[start - first : stop - first, index[1]]
+
+        return jax.make_array_from_callback(shape, sharding, part)
+
+    return Batch(put(tokens), put(segments), put(dataset.positions(segments)))

@@ -1,0 +1,143 @@
+"""config.json, Hugging Face's account of a model, in terms of our own settings: the sizes and rotary
+positions that families share. What is a family's own (its names, its extras) stands in its model file."""
+
+import dataclasses
+import math
+from typing import Any
+
+from millrace.errors import UserError
+
+ACTIVATIONS = {"swiglu": "silu", "geglu": "gelu_pytorch_tanh", "relu2": "relu2"}
+
+# What else config.json may say about a kind of scaling, and the only values we have of it.
+BOUNDS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "linear": {},
+    "llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "yarn": {"beta_fast": 32, "beta_slow": 1, "truncate": True},
+}
+
+
+def write(cfg: Any, sequence: int) -> dict[str, Any]:
+    """Their settings for a model section of ours that was trained on `sequence` tokens at a time."""
+    scaled = cfg.rope_scaling in ("yarn", "llama3")
+    length = max(sequence, round(cfg.rope_factor * cfg.rope_original)) if scaled else sequence
+    return {
+        "vocab_size": cfg.vocab,
+        "hidden_size": cfg.embed,
+        "intermediate_size": cfg.mlp,
+        "num_hidden_layers": cfg.layers,
+        "num_attention_heads": cfg.heads,
+        "num_key_value_heads": cfg.kv_heads,
+        "head_dim": cfg.head_dim,
+        "hidden_act": ACTIVATIONS[cfg.activation],
+        "max_position_embeddings": length,
+        "rms_norm_eps": cfg.norm_eps,
+        "tie_word_embeddings": cfg.tied,
+        "attention_bias": False,
+        "mlp_bias": False,
+    } | write_rope(cfg)
+
+
+def write_rope(cfg: Any) -> dict[str, Any]:
+    """In both spellings: transformers 5 wants `rope_parameters`; what was made for 4 reads the other two, and
+    would otherwise take the positions for unscaled ones of base 10,000."""
+    kind, theta = cfg.rope_scaling, cfg.rope_theta
+    if kind == "ntk":  # a larger base, which is all that it is
+        kind, theta = "none", theta * cfg.rope_factor ** (cfg.head_dim / (cfg.head_dim - 2))
+    if kind == "none":
+        default = {"rope_type": "default", "rope_theta": theta}
+        return {"rope_theta": theta, "rope_scaling": None, "rope_parameters": default}
+    scaling = {"rope_type": kind, "factor": cfg.rope_factor}
+    if kind != "linear":
+        scaling["original_max_position_embeddings"] = cfg.rope_original
+    if kind == "llama3":
+        scaling |= BOUNDS[kind]
+    both = {"rope_scaling": scaling, "rope_parameters": scaling | {"rope_theta": theta}}
+    return {"rope_theta": theta} | both
+
+
+def read(settings: dict[str, Any], config: type, **own: Any) -> dict[str, Any]:
+    """The recipe's model section for their settings and the family's `own` keys. `config` is the family's
+    Config; UserError where the settings say what it cannot be."""
+    heads, embed = need(settings, "num_attention_heads"), need(settings, "hidden_size")
+    found = {
+        "vocab": need(settings, "vocab_size"),
+        "layers": need(settings, "num_hidden_layers"),
+        "embed": embed,
+        "heads": heads,
+        "kv_heads": settings.get("num_key_value_heads") or heads,
+        "head_dim": settings.get("head_dim") or embed // heads,
+        "mlp": need(settings, "intermediate_size"),
+        "norm_eps": settings.get("rms_norm_eps", 1e-6),
+        "activation": read_activation(settings),
+        "tied": settings.get("tie_word_embeddings", False),
+    }
+    found |= read_rope(settings) | own
+    refuse_extras(settings)
+    keys = {field.name for field in dataclasses.fields(config)}
+    section = {key: value for key, value in found.items() if key in keys}
+    try:
+        cfg = config(**section)
+    except ValueError as error:
+        raise UserError(f"config.json: these sizes cannot be imported: {error}") from None
+    for key, value in found.items():
+        fixed = getattr(cfg, key)
+        if fixed != value:
+            raise UserError(
+                f"config.json: {settings['model_type']} with {key} {value}: only {fixed} can be imported"
+            )
+    return section
+
+
+def read_activation(settings: dict[str, Any]) -> str:
+    by_name = {theirs: ours for ours, theirs in ACTIVATIONS.items()}
+    name = need(settings, "hidden_act")
+    if name not in by_name:
+        raise UserError(f"config.json: hidden_act: found {name}, expected one of {', '.join(by_name)}")
+    return by_name[name]
+
+
+def read_rope(settings: dict[str, Any]) -> dict[str, Any]:
+    """Both spellings: `rope_parameters` (transformers 5) and `rope_theta` with `rope_scaling` (4)."""
+    rope = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    out: dict[str, Any] = {
+        "rope_theta": float(rope.get("rope_theta") or settings.get("rope_theta") or 10_000.0)
+    }
+    if kind not in BOUNDS:
+        raise UserError(f"config.json: rope_type: found {kind}, expected one of {', '.join(BOUNDS)}")
+    known = {"rope_type": ..., "type": ..., "rope_theta": ..., "partial_rotary_factor": 1.0} | BOUNDS[kind]
+    if kind != "default":
+        factor = float(need(rope, "factor"))
+        length = rope.get("original_max_position_embeddings") or need(settings, "max_position_embeddings")
+        out |= {"rope_scaling": kind, "rope_factor": factor, "rope_original": length}
+        known |= {"factor": ..., "original_max_position_embeddings": ...}
+        if kind == "yarn":
+            known["attention_factor"] = 0.1 * math.log(max(factor, 1.0)) + 1.0
+    for name, value in rope.items():
+        usual = known.get(name)
+        if usual is not ... and value is not None and value != usual:
+            said = f"only {usual}" if name in known else f"no {kind} scaling with it"
+            raise UserError(f"config.json: rope: {name}: found {value}, {said} can be imported")
+    return out
+
+
+def refuse_extras(settings: dict[str, Any]) -> None:
+    """Settings that change what a model computes, and of which our models have only the usual value."""
+    for name in ("attention_bias", "mlp_bias"):
+        if settings.get(name):
+            raise UserError(f"config.json: {name}: found true, but weights with biases cannot be imported")
+    windows = "sliding_attention" in (settings.get("layer_types") or ())
+    if windows or settings.get("use_sliding_window"):
+        raise UserError("config.json: layers with a sliding window, which cannot be imported")
+    if settings.get("partial_rotary_factor") not in (None, 1, 1.0):
+        raise UserError("config.json: partial_rotary_factor: only 1.0 can be imported")
+    if settings.get("quantization_config"):
+        raise UserError("config.json: quantization_config: quantised weights cannot be imported")
+
+
+def need(settings: dict[str, Any], name: str) -> Any:
+    if settings.get(name) is None:
+        raise UserError(f"config.json: {name}: found nothing, and there is no model without it")
+    return settings[name]

@@ -1,0 +1,218 @@
+"""Hugging Face in and out: safetensors, config.json and the tokenizer. Each model file has the table of names
+and axes (`HF`); a pattern like "(n h) d -> d n h" is read in either direction."""
+
+import importlib
+import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import einops
+import jax
+import jax.numpy as jnp
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from millrace import config, module, recipe
+from millrace.checkpoint import Checkpoints
+from millrace.data import tokenise
+from millrace.errors import UserError
+from millrace.folder import Opened, keep_tokenizer
+from millrace.objective import file
+
+Table = dict[str, tuple[str, str]]
+
+SHARD_BYTES = 5 * 10**9  # what the Hub's tools expect of one file
+
+
+def export(run: Opened, folder: str, dtype: str) -> list[Path]:
+    """Writes the weights so that transformers' AutoModel loads them. Returns the files."""
+    family, cfg = file("models", run.cfg.model), run.cfg
+    if cfg.loss.soft_cap is not None:
+        raise UserError(
+            f"loss.soft_cap: found {cfg.loss.soft_cap}, which transformers has not for this model; take it "
+            f"out of {cfg.run}/recipe.yaml to export the weights without it"
+        )
+    settings = family.to_hf(cfg.model, cfg.data.sequence_length) | {"dtype": dtype, "torch_dtype": dtype}
+    with whole_or_nothing(folder) as made:
+        (made / "config.json").write_text(json.dumps(settings | special_ids(run), indent=2) + "\n")
+        save_shards(to_tensors(family.HF, run.params, dtype), made)
+        if run.tokenizer is not None:
+            keep_tokenizer(cfg.run, made)
+    return sorted(Path(folder).iterdir())
+
+
+def special_ids(run: Opened) -> dict[str, int | None]:
+    """Null where there is none: transformers' defaults are ids of other tokenizers, perhaps beyond our
+    vocabulary. Only for the mask its encoders take no null."""
+    special = run.tokenizer.special if run.tokenizer is not None else None
+    ids = {f"{role}_token_id": getattr(special, role, None) for role in ("bos", "eos", "pad", "mask")}
+    return {name: id for name, id in ids.items() if id is not None or name != "mask_token_id"}
+
+
+def to_tensors(table: Table, params: Any, dtype: str) -> Iterator[tuple[str, np.ndarray]]:
+    """Their names and tensors, one stacked weight in memory at a time."""
+    for path, leaf in module.named(params):
+        theirs, pattern = table[path]
+        left, right = pattern.split(" -> ")
+        array = np.asarray(jax.device_get(leaf.astype(jnp.dtype(dtype))))
+        layers = array if "{}" in theirs else [array]
+        for number, layer in enumerate(layers):
+            yield theirs.format(number), np.ascontiguousarray(einops.rearrange(layer, f"{right} -> {left}"))
+
+
+def save_shards(tensors: Iterator[tuple[str, np.ndarray]], target: Path) -> None:
+    places: dict[str, int] = {}
+    total = 0
+    for number, shard in enumerate(shards(tensors)):
+        save_file(shard, target / f"{number}.safetensors", metadata={"format": "pt"})
+        places |= dict.fromkeys(shard, number)
+        total += sum(tensor.nbytes for tensor in shard.values())
+    count = max(places.values()) + 1
+    names = [f"model-{n:05}-of-{count:05}.safetensors" for n in range(1, count + 1)]
+    if count == 1:
+        names = ["model.safetensors"]
+    else:
+        weight_map = {name: names[number] for name, number in places.items()}
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (target / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+    for number, name in enumerate(names):
+        (target / f"{number}.safetensors").rename(target / name)
+
+
+def shards(tensors: Iterator[tuple[str, np.ndarray]]) -> Iterator[dict[str, np.ndarray]]:
+    shard: dict[str, np.ndarray] = {}
+    held = 0
+    for name, tensor in tensors:
+        if shard and held + tensor.nbytes > SHARD_BYTES:
+            yield shard
+            shard, held = {}, 0
+        shard[name] = tensor
+        held += tensor.nbytes
+    yield shard
+
+
+def import_(folder: str, run: str) -> recipe.Run:
+    """Makes a run folder of a Hugging Face one: a recipe and a checkpoint at step 0, from which to train."""
+    source = Path(folder)
+    settings = read_config(source)
+    family = family_of(settings)
+    tree = {
+        "run": run,
+        "model": family.from_hf(settings),
+        "data": {
+            "path": "data/NAME",
+            "sequence_length": min(settings.get("max_position_embeddings") or 2048, 2048),
+        },
+        "objective": {"use": "causal" if family.Config.causal else "masked"},
+        "optimizer": {"use": "adamw", "learning_rate": 1e-5, "weight_decay": 0.1},
+        "schedule": {"use": "cosine", "steps": 1000, "warmup": 100},
+    }
+    with whole_or_nothing(run) as made:
+        (made / "recipe.yaml").write_text(config.dump(tree))
+        cfg = recipe.load(made / "recipe.yaml")
+        params = from_tensors(family.HF, module.shapes(family.Model, cfg.model), source)
+        keep_tokenizer(source, made)
+        sha256 = tokenise.sha256(made) if (made / "tokenizer.json").is_file() else None
+        checkpoints = Checkpoints(str(made))
+        meta = {"step": 0, "recipe": config.to_dict(cfg), "tokenizer_sha256": sha256}
+        checkpoints.save_params(params, meta)
+        checkpoints.close()
+    return cfg
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    if not path.is_file():
+        raise UserError(f"{folder}: not a Hugging Face model folder: no config.json in it")
+    try:
+        settings = json.loads(path.read_text())
+    except ValueError as error:
+        raise UserError(f"{path}: not valid JSON: {error}") from None
+    if not isinstance(settings, dict):
+        raise UserError(f"{path}: expected names and values in braces")
+    return settings
+
+
+def family_of(settings: dict[str, Any]) -> Any:
+    """The model file that reads this `model_type`."""
+    families = [importlib.import_module(f"millrace.models.{name}") for name in config.names("models")]
+    for family in families:
+        if settings.get("model_type") in family.HF_TYPES:
+            return family
+    known = ", ".join(sorted(kind for family in families for kind in family.HF_TYPES))
+    raise UserError(f"config.json: model_type: found {settings.get('model_type')}, expected one of {known}")
+
+
+def from_tensors(table: Table, shapes: Any, source: Path) -> Any:
+    """Our weights from their files, one tensor at a time, in the host's memory: an import needs no device."""
+    tensors = Tensors(source)
+
+    def leaf(path: Any, wanted: Any) -> np.ndarray:
+        theirs, pattern = table[module.dotted(path)]
+        if "{}" not in theirs:
+            return tensors.read(theirs, pattern, wanted.shape)
+        array = np.empty(wanted.shape, np.float32)
+        for number in range(wanted.shape[0]):
+            array[number] = tensors.read(theirs.format(number), pattern, wanted.shape[1:])
+        return array
+
+    params = jax.tree_util.tree_map_with_path(leaf, shapes)
+    tensors.check_all_read()
+    return params
+
+
+class Tensors:
+    """The tensors of one or several safetensors files by name."""
+
+    def __init__(self, folder: Path):
+        files = sorted(folder.glob("*.safetensors"))
+        if not files:
+            raise UserError(f"{folder}: no .safetensors file in it")
+        self.folder = folder
+        self.places: dict[str, Any] = {}
+        for path in files:
+            try:
+                opened = safe_open(path, framework="np")
+            except SafetensorError as error:
+                raise UserError(f"{path}: not a whole safetensors file: {error}") from None
+            self.places |= dict.fromkeys(opened.keys(), opened)
+        self.unread = set(self.places)
+
+    def read(self, name: str, pattern: str, shape: tuple[int, ...]) -> np.ndarray:
+        """The tensor in float32, rearranged by `pattern` to `shape`."""
+        if name not in self.places:
+            raise UserError(f"{self.folder}: no tensor {name} in its .safetensors files")
+        self.unread.discard(name)
+        tensor = np.asarray(self.places[name].get_tensor(name)).astype(np.float32)
+        sizes = dict(zip(pattern.split(" -> ")[1].split(), shape, strict=True))
+        try:
+            return einops.rearrange(tensor, pattern, **sizes)
+        except einops.EinopsError:
+            raise UserError(
+                f"{self.folder}: {name} is of shape {tensor.shape}, and by config.json its parts are {shape}"
+            ) from None
+
+    def check_all_read(self) -> None:
+        # A tied head is often stored beside the embedding it equals.
+        left = sorted(name for name in self.unread if name != "lm_head.weight" and "rotary_emb" not in name)
+        if left:
+            more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+            raise UserError(f"{self.folder}: no place in this model for the tensor {left[0]}{more}")
+
+
+@contextmanager
+def whole_or_nothing(target: str) -> Iterator[Path]:
+    """A folder that becomes `target` when all went well, and of which nothing is left when not."""
+    final = Path(target).absolute()
+    if final.exists() and not (final.is_dir() and not any(final.iterdir())):
+        raise UserError(f"{target}: there is something already; name a new folder, or remove it")
+    final.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{final.name}-", dir=final.parent) as scratch:
+        made = Path(scratch) / final.name
+        made.mkdir()
+        yield made
+        made.rename(final)

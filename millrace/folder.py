@@ -1,0 +1,61 @@
+"""A run folder, opened for use: its recipe, its tokenizer and its newest weights."""
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from millrace import mesh, module, recipe
+from millrace.checkpoint import Checkpoints
+from millrace.data import tokenise
+from millrace.errors import UserError
+from millrace.objective import file
+
+
+@dataclass(frozen=True)
+class Opened:
+    cfg: recipe.Run
+    params: Any
+    step: int
+    devices: Mesh
+    tokenizer: tokenise.Tokenizer | None
+    tokenizer_sha256: str | None
+
+
+def open_run(path: str, overrides: list[str] | None = None) -> Opened:
+    """Restores the weights of the newest checkpoint, split over all devices there are."""
+    folder = Path(path)
+    if not (folder / "recipe.yaml").is_file():
+        raise UserError(
+            f"{path}: not a run folder: no recipe.yaml in it; make one with `millrace train RECIPE`"
+        )
+    cfg = recipe.load(folder / "recipe.yaml", overrides or [])
+    checkpoints = Checkpoints(path)
+    try:
+        step = checkpoints.latest()
+        if step is None:
+            raise UserError(f"{path}: no checkpoint in it yet")
+        model = file("models", cfg.model).Model
+        devices = mesh.make({"data": 1, "fsdp": jax.device_count(), "tensor": 1, "context": 1})
+        shapes, axes = module.shapes(model, cfg.model), module.axes(model, cfg.model)
+        target = jax.tree.map(
+            lambda leaf, home: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=home),
+            shapes,
+            mesh.shardings(axes, shapes, devices),
+        )
+        params = checkpoints.restore_params(step, target)
+    finally:
+        checkpoints.close()
+    if not (folder / "tokenizer.json").is_file():
+        return Opened(cfg, params, step, devices, None, None)
+    return Opened(cfg, params, step, devices, tokenise.load(folder), tokenise.sha256(folder))
+
+
+def keep_tokenizer(source: str | Path, run: str | Path) -> None:
+    """Copies the tokenizer beside the weights: a run folder needs no data folder to be of use."""
+    for name in tokenise.FILES:
+        if (Path(source) / name).is_file():
+            shutil.copyfile(Path(source) / name, Path(run) / name)

@@ -1,0 +1,196 @@
+"""Attention behind one function: `attend` looks at the shapes and the devices, takes the backend that
+`attention.use` names (one file each in millrace/attention/), and runs it on every device's own part."""
+
+import importlib
+import math
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+
+from millrace.mesh import RULES, current, spec
+
+Array = jax.Array
+
+# What `use: auto` tries, in this order; the last of each refuses nothing. On a CPU see `choose`.
+ORDER = {"gpu": ("cudnn", "blockwise"), "tpu": ("splash", "blockwise")}
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Who may look at whom. A window of w reaches w - 1 keys back, or, looking both ways, w // 2 keys to
+    either side."""
+
+    causal: bool = True
+    window: int | None = None
+
+    @property
+    def reach(self) -> tuple[int | None, int | None]:
+        """How many keys before and after itself a query sees; None is no limit."""
+        if self.causal:
+            return (None if self.window is None else self.window - 1), 0
+        half = None if self.window is None else self.window // 2
+        return half, half
+
+    def allows(self, queries: Array, keys: Array) -> Array:
+        """Which of these positions see which, as booleans of the shape the two broadcast to."""
+        before, after = self.reach
+        seen = jnp.ones(jnp.broadcast_shapes(queries.shape, keys.shape), bool)
+        if before is not None:
+            seen &= queries - keys <= before
+        if after is not None:
+            seen &= keys - queries <= after
+        return seen
+
+
+def attend(
+    cfg: Any,
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    mask: Mask,
+    segments: Array | None = None,
+    soft_cap: float | None = None,
+    scale: float | None = None,
+    offset: int | Array | None = None,
+) -> Array:
+    """Attention of q [b s n h] over k and v [b t k h], n a multiple of k. A query sees only keys of its own
+    segment [b s]. `offset`, the position of the first query among the keys, is for decoding with a cache."""
+    assert q.shape[2] % k.shape[2] == 0 and k.shape == v.shape
+    assert offset is not None or q.shape[1] == k.shape[1]
+    how = dict(mask=mask, soft_cap=soft_cap, scale=q.shape[-1] ** -0.5 if scale is None else scale)
+    if offset is not None:
+        assert segments is None
+        return _backend("xla").attend(cfg, q, k, v, q_segments=None, kv_segments=None, offset=offset, **how)
+    mesh = current()
+    if mesh is None:
+        name = choose(cfg, q, k, mask=mask, segments=segments is not None, soft_cap=soft_cap)
+        local = _local(cfg, name, how, None)
+        return local(q, k, v, segments, segments)
+
+    k, v = (_spread(x, q.shape[2], mesh) for x in (k, v))
+    queries = spec(("batch", "sequence", "heads", None), q.shape, mesh)
+    keys = spec(("batch", None, "kv_heads", None), k.shape, mesh)
+    mine, theirs = _part(q, queries, mesh), _part(k, keys, mesh)
+    name = choose(
+        cfg,
+        mine,
+        theirs,
+        mask=mask,
+        segments=segments is not None,
+        soft_cap=soft_cap,
+        context=q.shape[1] // mine.shape[1],
+    )
+    whole = jax.sharding.PartitionSpec(keys[0], None)
+    split = jax.sharding.PartitionSpec(keys[0], queries[1])
+    return jax.shard_map(
+        _local(cfg, name, how, queries[1]),
+        in_specs=(queries, keys, keys, split, whole),
+        out_specs=queries,
+        # The loops of the backends start from plain zeros, which this check would call a change of type.
+        check_vma=False,
+    )(q, k, v, segments, segments)
+
+
+def choose(
+    cfg: Any,
+    q: Any,
+    k: Any,
+    *,
+    mask: Mask,
+    segments: bool = False,
+    soft_cap: float | None = None,
+    context: int = 1,
+    platform: str | None = None,
+) -> str:
+    """The backend for one device's q and k (arrays or shapes) when the sequence is split over `context`
+    devices. Raises ValueError when the one that `attention.use` names cannot do it."""
+    platform = platform or _platform()
+    short = ("xla",) if k.shape[1] <= 1024 else ("blockwise",)
+    names = ORDER.get(platform, short) if cfg.use == "auto" else (cfg.use,)
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k)]
+    reason = None
+    for name in names:
+        settings = _settings(cfg, name)
+        reason = _backend(name).refuses(
+            settings, platform, *shapes, mask=mask, segments=segments, soft_cap=soft_cap, context=context
+        )
+        if reason is None:
+            return name
+    raise ValueError(f"attention.use: {names[-1]} cannot be used here: {reason}. Set attention.use to auto")
+
+
+def complaint(platform: str, function: Callable[..., Array], *arguments: Any) -> str | None:
+    """What the compiler of `platform` says against `function` and its gradient with respect to the first
+    three arguments (given as shapes), or None if it takes them."""
+
+    def both(q: Array, k: Array, v: Array, *rest: Any) -> Any:
+        out, pull = jax.vjp(lambda q, k, v: function(q, k, v, *rest), q, k, v)
+        return function(q, k, v, *rest), pull(out)
+
+    def trial() -> str | None:
+        try:
+            traced = jax.jit(both).trace(*arguments)
+            if platform == jax.default_backend():
+                traced.lower().compile()
+            else:  # compiling for a slice that is not attached: as far as we get without one
+                traced.lower(lowering_platforms=(platform,))
+        except Exception as error:  # compilers raise errors of every kind
+            return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+        return None
+
+    # In a thread of its own: the caller's trace and mesh, which belong to its thread, stay out of it.
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(trial).result()
+
+
+def _platform() -> str:
+    """What is compiled for: the mesh's devices, which need not be attached here, or else our own."""
+    mesh = jax.sharding.get_abstract_mesh()
+    device = None if mesh.empty else mesh.abstract_device
+    return device.platform if device else jax.default_backend()
+
+
+def _local(cfg: Any, name: str, how: dict[str, Any], rows: Any) -> Callable[..., Array]:
+    """The backend on one device's arrays, whose queries are split over the mesh axes `rows`."""
+
+    def local(q: Array, k: Array, v: Array, q_segments: Array | None, kv_segments: Array | None) -> Array:
+        offset = 0 if rows is None else jax.lax.axis_index(rows) * q.shape[1]
+        return _backend(name).attend(
+            _settings(cfg, name),
+            q,
+            k,
+            v,
+            q_segments=q_segments,
+            kv_segments=kv_segments,
+            offset=offset,
+            **how,
+        )
+
+    return local
+
+
+def _spread(x: Array, heads: int, mesh: Any) -> Array:
+    """Repeats kv heads just often enough to be split like the query heads, where those are split. It comes
+    out even: the query heads are then a multiple both of the kv heads and of the devices."""
+    devices = math.prod(mesh.shape[axis] for axis in RULES["kv_heads"])
+    if heads % devices:
+        return x
+    return jnp.repeat(x, math.lcm(x.shape[2], devices) // x.shape[2], axis=2)
+
+
+def _part(x: Array, split: Any, mesh: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(NamedSharding(mesh, split).shard_shape(x.shape), x.dtype)
+
+
+def _settings(cfg: Any, name: str) -> Any:
+    return _backend(name).Config() if cfg.use == "auto" else cfg
+
+
+def _backend(name: str) -> Any:
+    return importlib.import_module(f"millrace.attention.{name}")

@@ -1,0 +1,79 @@
+"""Which devices hold what. The only file that names mesh axes: models speak of `embed`, `heads`,
+`batch`, and the rules below say over which mesh axes each is split."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from millrace.module import Axes
+
+AXES = ("data", "fsdp", "tensor", "context")
+
+# Weights: split over `tensor` where a matrix has heads, hidden units or vocabulary, and over `fsdp`
+# along the model width. Activations: rows over `data` and `fsdp`, positions over `context`.
+RULES: dict[str, tuple[str, ...]] = {
+    "embed": ("fsdp",),
+    "heads": ("tensor",),
+    "kv_heads": ("tensor",),
+    "mlp": ("tensor",),
+    "vocab": ("tensor",),
+    "batch": ("data", "fsdp"),
+    "sequence": ("context",),
+}
+
+
+def make(sizes: dict[str, int], devices: Sequence[Any] | None = None) -> Mesh:
+    """A mesh of the given sizes, one per axis, over these devices (all of them by default)."""
+    shape = tuple(sizes[axis] for axis in AXES)
+    devices = list(jax.devices() if devices is None else devices)
+    return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
+
+
+def resolve(sizes: dict[str, int | str], devices: int) -> dict[str, int]:
+    """Fills in the one axis that is `auto`. Raises ValueError when the sizes do not multiply to `devices`."""
+    known = {axis: size for axis, size in sizes.items() if isinstance(size, int)}
+    product = math.prod(known.values())
+    free = [axis for axis in sizes if axis not in known]
+    if len(free) > 1:
+        raise ValueError(f"only one mesh axis can be auto, found {' and '.join(free)}")
+    if devices % product or (not free and product != devices):
+        asked = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
+        raise ValueError(f"{asked} cannot be laid over {devices} device{'s' * (devices > 1)}")
+    return known | {axis: devices // product for axis in free}
+
+
+def spec(names: Sequence[str | None], shape: Sequence[int], mesh: Any) -> P:
+    """How an array with these axis names is split. An axis that does not divide evenly stays whole."""
+
+    def axis(name: str | None, size: int) -> tuple[str, ...] | None:
+        rule = RULES.get(name, ()) if name else ()
+        split = math.prod(mesh.shape[axis] for axis in rule)
+        return rule if rule and split > 1 and size % split == 0 else None
+
+    return P(*(axis(name, size) for name, size in zip(names, shape, strict=True)))
+
+
+def shardings(axes: Any, shapes: Any, mesh: Mesh) -> Any:
+    """The sharding of every weight, from a tree of `Axes` and the tree of shapes beside it."""
+    return jax.tree.map(
+        lambda axes, leaf: NamedSharding(mesh, spec(axes.names, leaf.shape, mesh)),
+        axes,
+        shapes,
+        is_leaf=lambda node: isinstance(node, Axes),
+    )
+
+
+def current() -> Any | None:
+    """The mesh set by `jax.set_mesh`, or None outside of one and on a single device."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return None if mesh.empty or mesh.size == 1 else mesh
+
+
+def constrain(x: jax.Array, *names: str | None) -> jax.Array:
+    """Pins an activation's layout, e.g. `constrain(x, "batch", "sequence", None)`."""
+    mesh = current()
+    return x if mesh is None else jax.lax.with_sharding_constraint(x, spec(names, x.shape, mesh))

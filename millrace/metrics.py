@@ -1,0 +1,171 @@
+"""What a run measures about itself: loss, tokens a second, model FLOPs utilisation (MFU as in arXiv
+2204.02311, appendix B), memory and goodput. The one place where the loop waits for device values."""
+
+import contextlib
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+# Dense bf16 FLOP/s of one JAX device, from the data sheets as they stood in 2026. A v2, v3 or TPU7x
+# chip shows up as two devices and each has half of the chip.
+TPU_PEAKS = {
+    "TPU v2": 45e12 / 2,
+    "TPU v3": 123e12 / 2,
+    "TPU v4": 275e12,
+    "TPU v5 lite": 197e12,
+    "TPU v5e": 197e12,
+    "TPU v5": 459e12,
+    "TPU v5p": 459e12,
+    "TPU v6 lite": 918e12,
+    "TPU v6e": 918e12,
+    "TPU7x": 2307e12 / 2,
+}
+# All words of an entry must be in the device's name; the first entry that fits counts.
+GPU_PEAKS = {
+    "GB200": 2500e12,
+    "B200": 2250e12,
+    "H200 NVL": 835e12,
+    "H200": 989e12,
+    "GH200": 989e12,
+    "H100 NVL": 835e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "A40": 150e12,
+    "L40S": 362e12,
+    "L40": 181e12,
+    "L4": 121e12,
+    "RTX 4090": 165e12,
+    "RTX 3090": 71e12,
+    "MI300X": 1307e12,
+}
+
+
+def peak_flops(device: Any) -> float | None:
+    """Dense bf16 FLOP/s of one device; None where it is not known, as on a CPU."""
+    if device.platform == "tpu":
+        return TPU_PEAKS.get(device.device_kind)
+    words = set(device.device_kind.replace("-", " ").split())
+    if words & {"Laptop", "MIG"}:  # a part of the card that the name speaks of
+        return None
+    return next((peak for name, peak in GPU_PEAKS.items() if words.issuperset(name.split())), None)
+
+
+def memory(devices: Sequence[Any] | None = None) -> int | None:
+    """Bytes in use at the peak, on the fullest of this process' devices; on a CPU those of the process."""
+    devices = jax.local_devices() if devices is None else devices
+    if devices[0].platform == "cpu":
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024
+    stats = [device.memory_stats() or {} for device in devices]
+    return max((one["peak_bytes_in_use"] for one in stats if "peak_bytes_in_use" in one), default=None)
+
+
+def fetch(pending: dict[str, Any]) -> dict[str, float]:
+    """Waits for one dict of device scalars."""
+    return {name: float(value) for name, value in jax.device_get(pending).items()}
+
+
+class Late:
+    """Reads the metrics of a step only after the next one has been dispatched, so that the device
+    always has work queued while the host waits. Push every step; the first of the run and every
+    `every`th are read, the rest stay on the device."""
+
+    def __init__(self, every: int = 1) -> None:
+        self.every = every
+        self._held: tuple[int, dict[str, Any]] | None = None
+
+    def push(self, step: int, metrics: dict[str, Any]) -> list[tuple[int, dict[str, float]]]:
+        """Takes the metrics of `step`, counted from 1; gives those of the step before, if it is read."""
+        before, self._held = self._held, (step, metrics)
+        if self._is_read(step):
+            for value in metrics.values():
+                if isinstance(value, jax.Array):
+                    value.copy_to_host_async()
+        return [(before[0], fetch(before[1]))] if before and self._is_read(before[0]) else []
+
+    def flush(self) -> list[tuple[int, dict[str, float]]]:
+        """The last step pushed, read whatever its number: before a pause and at the end."""
+        before, self._held = self._held, None
+        return [(before[0], fetch(before[1]))] if before else []
+
+    def _is_read(self, step: int) -> bool:
+        return step == 1 or step % self.every == 0
+
+
+@dataclass(kw_only=True)
+class Meter:
+    """Turns the metrics of a step into the row that is logged. `begin` when the loop starts, `pause`
+    around all that is not a step (compiling included), `row` as soon as a step's metrics are read.
+    `started` is the clock's reading when the process began."""
+
+    tokens_per_step: int
+    flops_per_token: float
+    total_steps: int
+    devices: int
+    peak: float | None
+    clock: Callable[[], float] = time.perf_counter
+    started: float | None = None
+    paused: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.started = self.clock() if self.started is None else self.started
+        self._productive = 0.0
+        self._pausing = False
+        self.begin(0)
+
+    def begin(self, step: int, skipped: int = 0) -> None:
+        """The loop goes on from `step` finished steps, of which `skipped` left the weights as they were."""
+        self._first = self._step = step
+        self.skipped = skipped
+        self._since = self.clock()
+        self._stepping = self._overhead = self._paused = 0.0
+
+    @contextlib.contextmanager
+    def pause(self, reason: str, pending: Any = None) -> Iterator[None]:
+        """Counts the time inside as no step's. `pending` is awaited first: steps still queued on the
+        device are work of the loop, not of the pause. A pause in a pause counts once."""
+        if self._pausing:
+            yield
+            return
+        jax.block_until_ready(pending)
+        begun, self._pausing = self.clock(), True
+        try:
+            yield
+        finally:
+            seconds, self._pausing = self.clock() - begun, False
+            self.paused[reason] = self.paused.get(reason, 0.0) + seconds
+            self._paused += seconds
+            # Compiling happens once, so it says nothing about the time that is left.
+            self._overhead += seconds if reason != "compile" else 0.0
+
+    def row(self, step: int, values: dict[str, float]) -> dict[str, Any]:
+        """The row of `step`. `values["skipped"]`, if there, counts all skipped updates of the run."""
+        now, steps = self.clock(), step - self._step
+        assert steps > 0, f"step {step} was logged already, the last was {self._step}"
+        seconds = max(now - self._since - self._paused, 1e-9)
+        skipped = int(values.get("skipped", self.skipped))
+        kept = 1 - min(max(skipped - self.skipped, 0), steps) / steps
+        self._productive += kept * seconds
+        self._stepping += seconds
+        self._since, self._paused, self._step, self.skipped = now, 0.0, step, skipped
+
+        assert self.started is not None
+        rate = self.tokens_per_step * steps / seconds
+        pace = (self._stepping + self._overhead) / (step - self._first)
+        measured = {
+            "tokens": step * self.tokens_per_step,
+            "tokens_per_second": rate,
+            "step_seconds": seconds / steps,
+            "mfu": self.flops_per_token * rate / (self.devices * self.peak) if self.peak else None,
+            "memory": memory(),
+            "goodput": min(self._productive / max(now - self.started, 1e-9), 1.0),
+            "eta_seconds": max(self.total_steps - step, 0) * pace,
+            "skipped": skipped,
+        }
+        return {"step": step} | values | measured

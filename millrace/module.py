@@ -1,0 +1,131 @@
+"""Models as frozen dataclasses of arrays. A weight is declared once, by its axis names: the config
+gives each axis its size, mesh.py its sharding, and the initialiser stands beside it."""
+
+import dataclasses
+import math
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar, dataclass_transform
+
+import jax
+import jax.numpy as jnp
+
+Array = jax.Array
+Initialiser = Callable[[Array, "Axes", tuple[int, ...], Any], Array]
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Axes:
+    """The axis names of one weight. The first `stacked` of them count layers; of the weight's own axes
+    the first `inputs` are summed over when it meets an activation."""
+
+    names: tuple[str, ...]
+    stacked: int = 0
+    inputs: int = 1
+
+    @property
+    def own(self) -> tuple[str, ...]:
+        return self.names[self.stacked :]
+
+    @property
+    def is_matrix(self) -> bool:
+        return len(self.own) >= 2
+
+    @property
+    def is_hidden_matrix(self) -> bool:
+        """A matrix inside a stack of layers: what Muon orthogonalises; embeddings and heads are not."""
+        return self.is_matrix and self.stacked > 0
+
+
+def normal(std: float) -> Initialiser:
+    return lambda key, axes, shape, cfg: std * jax.random.normal(key, shape, jnp.float32)
+
+
+def residual_normal(std: float) -> Initialiser:
+    """For the matrices that write to the residual stream: two of them a layer, so 1/sqrt(2 layers)."""
+    return lambda key, axes, shape, cfg: (
+        std / math.sqrt(2 * cfg.layers) * jax.random.normal(key, shape, jnp.float32)
+    )
+
+
+def ones(key: Array, axes: Axes, shape: tuple[int, ...], cfg: Any) -> Array:
+    return jnp.ones(shape, jnp.float32)
+
+
+NORMAL = normal(0.02)
+
+
+def weight(
+    *axes: str,
+    init: Initialiser = NORMAL,
+    inputs: int = 1,
+    when: Callable[[Any], bool] = lambda cfg: True,
+) -> Any:
+    """Declares a weight. `when(cfg)` false leaves the field None (a tied head, an absent norm)."""
+    return dataclasses.field(metadata=dict(axes=axes, init=init, inputs=inputs, when=when))
+
+
+def stack(cls: type[T], axis: str = "layers") -> Any:
+    """Declares `getattr(cfg, axis)` copies of a module, held as one module with a leading axis."""
+    return dataclasses.field(metadata=dict(stack=cls, axis=axis))
+
+
+@dataclass_transform(frozen_default=True)
+def module(cls: type[T]) -> type[T]:
+    return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True)(cls))
+
+
+def build(cls: type[T], cfg: Any, leaf: Callable[[str, Axes, tuple[int, ...], Initialiser], Any]) -> T:
+    """Builds `cls` with `leaf(path, axes, shape, init)` in the place of every weight."""
+
+    def walk(cls: Any, prefix: str, lead: tuple[str, ...]) -> Any:
+        values: dict[str, Any] = {}
+        for field in dataclasses.fields(cls):
+            meta, path = field.metadata, prefix + field.name
+            if "stack" in meta:
+                values[field.name] = walk(meta["stack"], path + ".", (*lead, meta["axis"]))
+            elif not meta["when"](cfg):
+                values[field.name] = None
+            else:
+                axes = Axes(lead + meta["axes"], len(lead), meta["inputs"])
+                shape = tuple(getattr(cfg, name) for name in axes.names)
+                values[field.name] = leaf(path, axes, shape, meta["init"])
+        return cls(**values)
+
+    return walk(cls, "", ())
+
+
+def axes(cls: type[T], cfg: Any) -> T:
+    return build(cls, cfg, lambda path, axes, shape, init: axes)
+
+
+def shapes(cls: type[T], cfg: Any, dtype: Any = jnp.float32) -> T:
+    return build(cls, cfg, lambda path, axes, shape, init: jax.ShapeDtypeStruct(shape, dtype))
+
+
+def init(cls: type[T], cfg: Any, key: Array) -> T:
+    """Fresh weights in float32. Each depends only on the key and its own path, so that adding a weight
+    leaves the others as they were."""
+
+    def leaf(path: str, axes: Axes, shape: tuple[int, ...], initialise: Initialiser) -> Array:
+        # A checksum of the path, not Python's hash, which changes with every process.
+        own = jax.random.fold_in(key, zlib.crc32(path.encode()))
+        return initialise(own, axes, shape, cfg)
+
+    return build(cls, cfg, leaf)
+
+
+def count(cls: type, cfg: Any) -> int:
+    """The number of parameters, from shapes alone."""
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes(cls, cfg)))
+
+
+def named(tree: Any) -> Iterator[tuple[str, Any]]:
+    """Every leaf with its dotted path, e.g. ("blocks.w_q", array)."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        yield dotted(path), leaf
+
+
+def dotted(path: Any) -> str:
+    return ".".join(str(getattr(key, "name", getattr(key, "key", getattr(key, "idx", key)))) for key in path)

@@ -1,0 +1,84 @@
+"""What every training objective works with: a batch, the examples made of it, and the task they belong to."""
+
+import importlib
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+
+from millrace.execution import Execution
+from millrace.kernels.cut_cross_entropy import Totals, bind, cut
+from millrace.module import Array, module
+
+
+@module
+class Batch:
+    """Packed rows as the stream gives them, [b s] each: segments count documents from 1, 0 is padding."""
+
+    tokens: Array
+    segments: Array
+    positions: Array
+
+
+@module
+class Examples:
+    """What the model reads and what it must answer, [b s] each; answers with weight 0 do not count."""
+
+    inputs: Array
+    targets: Array
+    weights: Array
+    segments: Array | None
+    positions: Array
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The ids with a meaning of their own; None where the tokenizer has no such token."""
+
+    size: int
+    pad: int | None
+    bos: int | None
+    eos: int | None
+    mask: int | None
+
+
+@dataclass(frozen=True)
+class Task:
+    """Everything about a run that is fixed when its step is compiled, the optimizer aside."""
+
+    model: Any
+    objective: Any
+    loss: Any
+    how: Execution
+    vocabulary: Vocabulary
+    isolate: bool = True
+
+
+def make_task(run: Any, vocabulary: Vocabulary) -> Task:
+    """The task of a training recipe."""
+    memory = run.memory
+    how = Execution(run.attention, memory.compute, memory.remat, memory.unroll)
+    return Task(run.model, run.objective, run.loss, how, vocabulary, run.data.isolate)
+
+
+def file(folder: str, cfg: Any) -> Any:
+    """The module that a section's `use` names."""
+    return importlib.import_module(f"millrace.{folder}.{cfg.use}")
+
+
+def token_loss(task: Task, model: Any, examples: Examples) -> Totals:
+    """Predicts a token at every position that counts; head and loss in one kernel, without logits."""
+    hidden = model(
+        task.model, examples.inputs, how=task.how, segments=examples.segments, positions=examples.positions
+    )
+    cfg = task.loss
+    per_token = bind(file("losses", cfg).per_token, cfg)
+    targets, weights = examples.targets, examples.weights
+    return cut(per_token, hidden, model.unembed, targets, weights, soft_cap=cfg.soft_cap, chunk=cfg.chunk)
+
+
+def seen(task: Task, batch: Batch) -> tuple[Array | None, Array]:
+    """Segments and positions as the model sees them: told apart by document, or the row as one text."""
+    if task.isolate:
+        return batch.segments, batch.positions
+    return None, jnp.broadcast_to(jnp.arange(batch.tokens.shape[1], dtype=jnp.int32), batch.tokens.shape)

@@ -1,0 +1,20 @@
+"""The one seam through which every weight meets an activation. A weight is an array today; int8, LoRA or
+ternary weights are other types registered here, and models never ask which they hold."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+@functools.singledispatch
+def project(w: Any, x: jax.Array, spec: str) -> jax.Array:
+    """`spec` is an einsum over (x, w), e.g. "bsd,dnh->bsnh". The product has x's dtype."""
+    return jnp.einsum(spec, x, w.astype(x.dtype))
+
+
+@functools.singledispatch
+def lookup(w: Any, tokens: jax.Array, dtype: Any) -> jax.Array:
+    """Rows of an embedding table."""
+    return w.astype(dtype)[tokens]

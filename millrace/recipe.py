@@ -1,0 +1,332 @@
+"""The recipes: which sections and keys there are, and what must hold between them. No JAX in here."""
+
+import dataclasses
+import json
+import math
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from millrace.config import Reader, names
+from millrace.errors import UserError
+from millrace.schedule import duration
+
+
+def part(folder: str, common: type | None = None, use: str | None = None) -> Any:
+    """A section whose `use` names a file in `folder`. Its keys are that file's Config and the common ones."""
+    return field(default=None, metadata=dict(folder=folder, common=common, use=use))
+
+
+def section(cls: type) -> Any:
+    return field(default_factory=cls)
+
+
+def at_least(bound: float, cfg: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(cfg, name)
+        if isinstance(value, int | float) and value < bound:
+            raise ValueError(f"{name}: expected {bound} or more")
+
+
+@dataclass(frozen=True)
+class Data:
+    path: str
+    sequence_length: int
+    isolate: bool = True  # packed documents do not see each other
+
+    def __post_init__(self) -> None:
+        at_least(2, self, "sequence_length")
+
+
+@dataclass(frozen=True)
+class Loss:
+    z_loss: float = 0.0
+    soft_cap: float | None = None
+    chunk: int | str = "auto"  # tokens whose logits are held at a time
+
+    def __post_init__(self) -> None:
+        at_least(0, self, "z_loss")
+        if self.chunk != "auto" and not (isinstance(self.chunk, int) and self.chunk > 0):
+            raise ValueError("chunk: expected auto or a number of tokens")
+        if self.soft_cap is not None and self.soft_cap <= 0:
+            raise ValueError("soft_cap: expected a number above 0, or null for none")
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    learning_rate: float
+    weight_decay: float = 0.0
+    clip: float | None = 1.0  # of the global gradient norm
+    ema: float = 0.0  # decay of the averaged weights; 0 keeps none
+    patience: int = 5  # updates with a NaN or infinite loss in a row before the run stops
+
+    def __post_init__(self) -> None:
+        at_least(0, self, "learning_rate", "weight_decay")
+        at_least(1, self, "patience")
+        if not 0 <= self.ema < 1:
+            raise ValueError("ema: expected a number from 0 up to, but not including, 1")
+        if self.clip is not None and self.clip <= 0:
+            raise ValueError("clip: expected a number above 0, or null for none")
+
+
+@dataclass(frozen=True)
+class Schedule:
+    steps: int | str
+    warmup: int | str = 0
+    floor: float = 0.1  # where decay ends, as a share of the peak
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.floor <= 1:
+            raise ValueError("floor: expected a share from 0 to 1")
+
+
+@dataclass(frozen=True)
+class Batch:
+    sequences: int = 32
+    accumulate: int = 1
+
+    def __post_init__(self) -> None:
+        at_least(1, self, "sequences", "accumulate")
+        if self.sequences % self.accumulate:
+            raise ValueError(f"accumulate: expected a divisor of batch.sequences, which is {self.sequences}")
+
+
+@dataclass(frozen=True)
+class Mesh:
+    data: int | str = 1
+    fsdp: int | str = "auto"
+    tensor: int | str = 1
+    context: int | str = 1
+
+    def __post_init__(self) -> None:
+        at_least(1, self, "data", "fsdp", "tensor", "context")
+        sizes = dataclasses.asdict(self)
+        for name, size in sizes.items():
+            if isinstance(size, str) and size != "auto":
+                raise ValueError(f"{name}: expected a number of devices or auto")
+        free = [name for name, size in sizes.items() if size == "auto"]
+        if len(free) > 1:
+            raise ValueError(f"{free[-1]}: expected a number, since only one axis can be auto ({free[0]} is)")
+
+
+@dataclass(frozen=True)
+class Memory:
+    compute: Literal["bfloat16", "float32"] = "bfloat16"
+    remat: Literal["none", "dots", "full"] = "none"
+    unroll: int = 1  # layers compiled side by side instead of as one loop body
+
+    def __post_init__(self) -> None:
+        at_least(1, self, "unroll")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    every: int = 1000
+    keep: int = 3
+
+    def __post_init__(self) -> None:
+        at_least(1, self, "every", "keep")
+
+
+@dataclass(frozen=True)
+class Eval:
+    every: int = 1000  # 0: only at the end
+    batches: int = 0  # 0: the whole evaluation split
+
+    def __post_init__(self) -> None:
+        at_least(0, self, "every", "batches")
+
+
+@dataclass(frozen=True)
+class Log:
+    every: int = 10
+    tensorboard: bool = True
+    wandb: bool = False
+
+    def __post_init__(self) -> None:
+        at_least(1, self, "every")
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training recipe."""
+
+    run: str
+    seed: int = 0
+    model: Any = part("models")
+    data: Data = section(Data)
+    objective: Any = part("objectives", use="causal")
+    loss: Any = part("losses", Loss, use="cross_entropy")
+    optimizer: Any = part("optim", Optimizer, use="adamw")
+    schedule: Any = part("schedules", Schedule, use="cosine")
+    batch: Batch = section(Batch)
+    mesh: Mesh = section(Mesh)
+    memory: Memory = section(Memory)
+    attention: Any = part("attention", use="auto")
+    checkpoint: Checkpoint = section(Checkpoint)
+    eval: Eval = section(Eval)
+    log: Log = section(Log)
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    use: Literal["bpe", "file"] = "bpe"
+    vocab: int = 32768
+    path: str | None = None  # the tokenizer.json to take, with `use: file`
+
+    def __post_init__(self) -> None:
+        if self.use == "bpe":
+            at_least(260, self, "vocab")  # 256 bytes and 4 special tokens
+            if self.path:
+                raise ValueError("path: expected nothing, since `use: bpe` trains a tokenizer of its own")
+        elif not self.path:
+            raise ValueError("path: expected the path of a tokenizer.json")
+        elif self.vocab != Tokenizer.vocab:
+            raise ValueError("vocab: expected nothing, since `use: file` takes the file's")
+
+
+@dataclass(frozen=True)
+class Pack:
+    sequence_length: int = 2048
+    dtype: Literal["auto", "uint16", "uint32"] = "auto"
+    evaluation: float = 0.01  # share of the documents held out
+
+    def __post_init__(self) -> None:
+        at_least(2, self, "sequence_length")
+        if not 0 <= self.evaluation < 1:
+            raise ValueError("evaluation: expected a share from 0 up to, but not including, 1")
+
+
+@dataclass(frozen=True)
+class DataRun:
+    """A data recipe."""
+
+    path: str
+    seed: int = 0
+    source: Any = part("data/sources")
+    tokenizer: Tokenizer = section(Tokenizer)
+    pack: Pack = section(Pack)
+
+
+def load(path: str | Path, overrides: typing.Sequence[str] = ()) -> Run:
+    """The training recipe at `path` with `key=value` overrides applied. Raises UserError."""
+    return _read(Reader(path, overrides), Run)
+
+
+def load_data(path: str | Path, overrides: typing.Sequence[str] = ()) -> DataRun:
+    return _read(Reader(path, overrides), DataRun)
+
+
+def load_any(path: str | Path, overrides: typing.Sequence[str] = ()) -> Run | DataRun:
+    """A recipe of either kind: data recipes have a `source`."""
+    reader = Reader(path, overrides)
+    return _read(reader, DataRun if "source" in reader.tree else Run)
+
+
+def check_run(run: Run, reader: Reader) -> None:
+    """What no section can check alone. Everything here is arithmetic; devices are counted later."""
+    _check_seed(run, reader)
+    _check_schedule(run, reader)
+    _check_mesh(run, reader)
+    if run.objective.use == "causal" and not run.model.causal:
+        reader.fail(
+            "objective.use",
+            f"expected masked, since {run.model.use} reads both sides and sees the next token",
+        )
+    _check_packed(run, reader)
+
+
+def check_data(run: DataRun, reader: Reader) -> None:
+    _check_seed(run, reader)
+    if run.tokenizer.use == "bpe" and run.pack.dtype == "uint16" and run.tokenizer.vocab > 2**16:
+        reader.fail(
+            "tokenizer.vocab",
+            f"expected at most {2**16}, all that pack.dtype uint16 can hold",
+            hint="set pack.dtype: uint32",
+        )
+
+
+def durations(run: Run, reader: Reader | None = None) -> dict[str, int]:
+    """Every length of the schedule in whole steps: `steps`, `warmup`, and the durations of its file."""
+    tokens = run.batch.sequences * run.data.sequence_length
+    fields = [f.name for f in dataclasses.fields(run.schedule) if set(typing.get_args(f.type)) == {int, str}]
+    lengths: dict[str, int] = {}
+    for name in sorted(fields, key=lambda name: name != "steps"):
+        try:
+            lengths[name] = duration(getattr(run.schedule, name), tokens, lengths.get("steps"))
+        except ValueError as error:
+            if reader is None:
+                raise UserError(f"schedule.{name}: {error}") from None
+            ways = "steps or '3B tokens'" if name == "steps" else "steps, '3B tokens' or '20 %'"
+            reader.fail(f"schedule.{name}", f"expected a whole number of {ways}")
+    return lengths
+
+
+def _read(reader: Reader, cls: type[Any]) -> Any:
+    tree, path = reader.tree, reader.path
+    parts = {f.name: f.metadata["folder"] for f in dataclasses.fields(cls) if "folder" in f.metadata}
+    if "use" in tree:
+        name = next((name for name, folder in parts.items() if tree["use"] in names(folder)), "SECTION")
+        hint = f"a recipe takes it with `{name}: {path}`, the path seen from the recipe"
+        raise UserError(f"{path}:1: found a section alone, expected a whole recipe; {hint}")
+    if cls is Run and "source" in tree and "model" not in tree:
+        hint = f"`millrace data prepare {path}` makes its data"
+        raise UserError(f"{path}:1: found a data recipe, expected a training recipe; {hint}")
+    if cls is DataRun and "model" in tree and "source" not in tree:
+        hint = f"`millrace train {path}` trains with it"
+        raise UserError(f"{path}:1: found a training recipe, expected a data recipe; {hint}")
+    return reader.read(cls, check_run if cls is Run else check_data)
+
+
+def _check_seed(run: Run | DataRun, reader: Reader) -> None:
+    if not 0 <= run.seed < 2**32:
+        reader.fail("seed", f"expected a number from 0 to {2**32 - 1}")
+
+
+def _check_schedule(run: Run, reader: Reader) -> None:
+    lengths = durations(run, reader)
+    steps, warmup = lengths["steps"], lengths["warmup"]
+    if steps < 1:
+        reader.fail("schedule.steps", "expected 1 step or more")
+    for name, value in lengths.items():
+        if value > steps:
+            reader.fail(f"schedule.{name}", f"expected at most schedule.steps, which is {steps}")
+    if warmup + lengths.get("decay", 0) > steps:
+        reader.fail("schedule.decay", f"expected at most the {steps - warmup} steps after the warmup")
+    if "switch" in lengths and not warmup < lengths["switch"] < steps:
+        reader.fail("schedule.switch", f"expected a step after the warmup, {warmup}, and before {steps}")
+    if run.schedule.use in ("constant", "inverse_sqrt") and run.schedule.floor != Schedule.floor:
+        reader.fail("schedule.floor", f"expected nothing, since {run.schedule.use} does not go down to it")
+
+
+def _check_mesh(run: Run, reader: Reader) -> None:
+    fixed = {axis: size for axis, size in dataclasses.asdict(run.mesh).items() if isinstance(size, int)}
+    factors = (run.batch.accumulate, fixed.get("data", 1), fixed.get("fsdp", 1))
+    if run.batch.sequences % math.prod(factors):
+        product = " x ".join(map(str, factors))
+        reader.fail("batch.sequences", f"expected a multiple of accumulate x data x fsdp, here {product}")
+    if run.data.sequence_length % fixed.get("context", 1):
+        reader.fail("mesh.context", f"expected a divisor of data.sequence_length, {run.data.sequence_length}")
+    heads = getattr(run.model, "heads", 0)
+    if heads % fixed.get("tensor", 1):
+        reader.fail("mesh.tensor", f"expected a divisor of model.heads, {heads}")
+
+
+def _check_packed(run: Run, reader: Reader) -> None:
+    """What the data says, where it is packed already. Opening it tells what may be wrong with itself."""
+    path = run.data.path
+    try:
+        packed = json.loads((Path(path) / "index.json").read_text())
+        length, dtype, vocab = packed["sequence_length"], packed["dtype"], packed["vocab"]
+        mask, limit = packed["special"]["mask"], {"uint16": 2**16, "uint32": 2**32}[dtype]
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    if length % run.data.sequence_length:
+        reader.fail("data.sequence_length", f"expected a divisor of {length}, the length of {path}'s rows")
+    if run.model.vocab > limit:
+        reader.fail("model.vocab", f"expected at most {limit}, all that {path}'s {dtype} tokens can name")
+    if run.model.vocab and run.model.vocab < vocab:
+        reader.fail("model.vocab", f"expected {vocab} or more, the vocabulary of {path}")
+    if mask is None and hasattr(run.objective, "masked"):
+        reader.fail("objective.use", f"expected another, since {path}'s tokenizer has no mask token")

@@ -1,0 +1,127 @@
+"""One update: examples, gradients (in parts if the batch is split), clipping, optimizer, average."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from millrace import execution
+from millrace.mesh import constrain
+from millrace.module import Array, Axes
+from millrace.objective import Batch, Examples, Task, file
+from millrace.schedule import Curves
+from millrace.state import State
+
+Metrics = dict[str, Array]
+
+
+@dataclass(frozen=True)
+class Update:
+    """How gradients become new weights. `optimizer` is the recipe's section."""
+
+    optimizer: Any
+    tx: optax.GradientTransformation
+    curves: Curves
+    accumulate: int = 1
+
+
+def train_step(task: Task, update: Update, axes: Any) -> Callable[[State, Batch], tuple[State, Metrics]]:
+    """The function that takes a state and a batch to the next state; to be jitted with the state donated."""
+
+    def step(state: State, batch: Batch) -> tuple[State, Metrics]:
+        key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
+        examples = file("objectives", task.objective).prepare(task, batch, key)
+        grads, sums = gradients(task, axes, state.params, split(examples, update.accumulate))
+        count = jnp.maximum(sums["count"], 1.0)
+        grads = jax.tree.map(lambda g: g / count, grads)
+        metrics = {
+            "loss": sums["loss"] / count,
+            "nll": sums["nll"] / count,
+            "grad_norm": optax.tree.norm(grads),
+        }
+        return apply(update, axes, state, grads, metrics)
+
+    return step
+
+
+def eval_step(task: Task, axes: Any) -> Callable[[Any, Batch, Array], Metrics]:
+    """Sums over one batch, weights untouched."""
+
+    def step(params: Any, batch: Batch, key: Array) -> Metrics:
+        examples = file("objectives", task.objective).prepare(task, batch, key)
+        return _sums(task, axes, params, examples)[1]
+
+    return step
+
+
+def split(examples: Examples, parts: int) -> Examples:
+    """Adds a leading axis of `parts`. Part i takes every parts-th row, so each device splits its own rows."""
+
+    def one(x: Array) -> Array:
+        rows = x.reshape(x.shape[0] // parts, parts, *x.shape[1:]).swapaxes(0, 1)
+        return constrain(rows, None, "batch", "sequence")
+
+    return jax.tree.map(one, examples)
+
+
+def gradients(task: Task, axes: Any, params: Any, parts: Examples) -> tuple[Any, Metrics]:
+    """Sums of gradients and losses over all parts, one part in memory at a time. Sums, not means: parts that
+    hold fewer tokens must weigh less, or the update would differ from that of the whole batch."""
+    differentiate = jax.grad(lambda params, examples: _sums(task, axes, params, examples), has_aux=True)
+    if jax.tree.leaves(parts)[0].shape[0] == 1:
+        return differentiate(params, jax.tree.map(lambda x: x[0], parts))
+
+    def add(total: Any, examples: Examples) -> tuple[Any, None]:
+        return jax.tree.map(jnp.add, total, differentiate(params, examples)), None
+
+    shapes = jax.eval_shape(differentiate, params, jax.tree.map(lambda x: x[0], parts))
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+    return jax.lax.scan(add, zeros, parts)[0]
+
+
+def apply(update: Update, axes: Any, state: State, grads: Any, metrics: Metrics) -> tuple[State, Metrics]:
+    cfg, norm = update.optimizer, metrics["grad_norm"]
+    finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(norm)
+    if cfg.clip is not None:
+        grads = jax.tree.map(lambda g: g * jnp.minimum(1.0, cfg.clip / (norm + 1e-6)), grads)
+    direction, optimizer = update.tx.update(grads, state.optimizer, state.params)
+    lr = cfg.learning_rate * update.curves.learning_rate(state.step)
+    decay = cfg.weight_decay * update.curves.weight_decay(state.step)
+
+    def move(axes: Axes, w: Array, d: Array) -> Array:
+        return w - lr * (d + decay * w if axes.is_matrix else d)
+
+    params = jax.tree.map(move, axes, state.params, direction, is_leaf=_is_axes)
+    ema = state.ema
+    if ema is not None:
+        ema = jax.tree.map(lambda mean, w: cfg.ema * mean + (1 - cfg.ema) * w, ema, params)
+
+    def keep(new: Any, old: Any) -> Any:
+        return jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
+
+    streak = jnp.where(finite, 0, state.streak + 1)
+    skipped = state.skipped + ~finite
+    metrics = metrics | {"learning_rate": lr, "skipped": skipped, "streak": streak}
+    new = State(
+        step=state.step + 1,
+        params=keep(params, state.params),
+        optimizer=keep(optimizer, state.optimizer),
+        ema=keep(ema, state.ema),
+        key=state.key,
+        skipped=skipped,
+        streak=streak,
+    )
+    return new, metrics
+
+
+def _sums(task: Task, axes: Any, params: Any, examples: Examples) -> tuple[Array, Metrics]:
+    model = execution.cast(params, axes, task.how.dtype)
+    totals = file("objectives", task.objective).loss(task, model, examples)
+    return totals.loss, {"loss": totals.loss, "nll": totals.nll, "count": examples.weights.sum()}
+
+
+def _is_axes(node: Any) -> bool:
+    return isinstance(node, Axes)

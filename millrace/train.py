@@ -1,0 +1,294 @@
+"""The run, top to bottom: mesh, data, model, optimizer, restore, loop. One command starts and resumes it."""
+
+import dataclasses
+import functools
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from millrace import config, mesh, module, recipe, state, step, writers
+from millrace.checkpoint import Checkpoints
+from millrace.data.stream import Dataset, read_ahead
+from millrace.errors import UserError
+from millrace.evaluate import evaluate, place, vocabulary
+from millrace.execution import COMPILER_OPTIONS, INIT_OPTIONS
+from millrace.folder import keep_tokenizer
+from millrace.metrics import Late, Meter, peak_flops
+from millrace.objective import Batch, Task, file, make_task
+from millrace.state import State
+from millrace.writers import Writers
+
+PREEMPTED = 75
+
+
+class Diverged(Exception):
+    """The loss stopped being a number, again and again."""
+
+
+@dataclass(frozen=True)
+class Session:
+    """What the loop works with."""
+
+    cfg: recipe.Run
+    dataset: Dataset
+    devices: Mesh
+    checkpoints: Checkpoints
+    out: Writers
+    meter: Meter
+    train_step: Callable[[State, Batch], tuple[State, step.Metrics]]
+    eval_step: Callable[..., step.Metrics]
+
+    def batch(self, number: int) -> Batch:
+        cfg = self.cfg
+        return place(
+            self.dataset, self.devices, number, split="train", sequences=cfg.batch.sequences, seed=cfg.seed
+        )
+
+    def log(self, rows: list[tuple[int, dict[str, float]]]) -> None:
+        for number, values in rows:
+            streak = int(values.pop("streak"))
+            before = self.meter.skipped
+            row = self.meter.row(number, values)
+            self.out.write(number, row)
+            if row["skipped"] > before:
+                self.out.event(
+                    f"step {number}: {skips(row['skipped'] - before)}: its loss was not finite", "warning"
+                )
+            if streak >= self.cfg.optimizer.patience:
+                raise Diverged(f"stopped at step {number}: the loss was not finite {streak} times in a row")
+
+    def evaluate(self, number: int, current: State) -> None:
+        with self.meter.pause("evaluate", current.params):
+            result = evaluate(
+                functools.partial(self.eval_step, current.params),
+                self.dataset,
+                self.devices,
+                sequences=self.cfg.batch.sequences,
+                batches=self.cfg.eval.batches,
+            )
+        self.out.write(number, {f"evaluate/{name}": value for name, value in result.items()})
+
+    def save(self, number: int, current: State) -> None:
+        with self.meter.pause("checkpoint", current.params):
+            self.checkpoints.save(number, current, meta(self.cfg, self.dataset, number))
+        self.out.event(f"step {number}: checkpoint saved in {self.cfg.run}/checkpoints")
+
+
+def run(cfg: recipe.Run) -> int:
+    """Trains until the schedule ends. Returns the exit code: 0 done, 75 asked to stop, 1 diverged."""
+    started = time.perf_counter()
+    devices = make_mesh(cfg)
+    dataset = Dataset.open(cfg.data.path, sequence_length=cfg.data.sequence_length)
+    cfg = with_vocabulary(cfg, dataset)
+    task = make_task(cfg, vocabulary(dataset))
+    family, steps = file("models", task.model), recipe.durations(cfg)["steps"]
+    checkpoints = Checkpoints(cfg.run, cfg.checkpoint.keep)
+    start = checkpoints.latest() or 0
+    if checkpoints.latest() is not None:
+        check_same(checkpoints.meta(start), cfg, dataset)
+    out = open_folder(cfg, start, steps)
+    try:
+        with jax.set_mesh(devices), Stopper() as stopper:
+            update = make_update(cfg, task)
+            abstract, fresh = make_state(cfg, task, update, devices)
+            out.event(describe(cfg, task, abstract, devices, start, steps))
+            if start >= steps:
+                out.event(f"all {steps} steps are done; raise schedule.steps to go on")
+                return 0
+            meter = Meter(
+                tokens_per_step=cfg.batch.sequences * cfg.data.sequence_length,
+                flops_per_token=family.flops(task.model, cfg.data.sequence_length),
+                total_steps=steps,
+                devices=devices.size,
+                peak=peak_flops(jax.devices()[0]),
+                started=started,
+            )
+            axes = module.axes(family.Model, task.model)
+            session = Session(
+                cfg=cfg,
+                dataset=dataset,
+                devices=devices,
+                checkpoints=checkpoints,
+                out=out,
+                meter=meter,
+                train_step=compiled(step.train_step(task, update, axes), abstract),
+                eval_step=jax.jit(step.eval_step(task, axes)),
+            )
+            return loop(session, restored(checkpoints, abstract, fresh), start, steps, stopper)
+    finally:
+        checkpoints.close()
+        out.close()
+
+
+def loop(session: Session, current: State, start: int, steps: int, stopper: "Stopper") -> int:
+    cfg, late = session.cfg, Late(session.cfg.log.every)
+    session.meter.begin(start, int(current.skipped))
+    number = start
+    try:
+        for number, batch in enumerate(read_ahead(session.batch, start, steps), start + 1):
+            current, metrics = session.train_step(current, batch)
+            session.log(late.push(number, metrics))
+            last, stopping = number == steps, stopper.asked is not None
+            evaluating = last or (not stopping and cfg.eval.every and number % cfg.eval.every == 0)
+            saving = last or stopping or number % cfg.checkpoint.every == 0
+            if evaluating or saving:
+                session.log(late.flush())
+            if evaluating:
+                session.evaluate(number, current)
+            if saving:
+                session.save(number, current)
+            if stopping and not last:
+                session.out.event(
+                    f"asked to stop by {stopper.asked}; the same command goes on from step {number}"
+                )
+                return PREEMPTED
+        return 0
+    except Diverged as error:
+        session.save(number, current)
+        session.out.event(f"{error}. {ADVICE}", "error")
+        return 1
+
+
+ADVICE = (
+    "The weights are those before the first such step, and saved. To go on, run the command again with a "
+    "lower optimizer.learning_rate, a longer schedule.warmup or a lower optimizer.clip, or look at the data "
+    "of those steps"
+)
+
+
+def make_mesh(cfg: recipe.Run) -> Mesh:
+    try:
+        return mesh.make(mesh.resolve(dataclasses.asdict(cfg.mesh), jax.device_count()))
+    except ValueError as error:
+        raise UserError(f"mesh: {error}") from None
+
+
+def with_vocabulary(cfg: recipe.Run, dataset: Dataset) -> recipe.Run:
+    """The vocabulary comes from the data unless the recipe names one."""
+    if cfg.model.vocab:
+        return cfg
+    return dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, vocab=dataset.vocab))
+
+
+def make_update(cfg: recipe.Run, task: Task) -> step.Update:
+    axes = module.axes(file("models", task.model).Model, task.model)
+    lengths = recipe.durations(cfg)
+    curves = file("schedules", cfg.schedule).make(dataclasses.replace(cfg.schedule, **lengths))
+    return step.Update(
+        cfg.optimizer, file("optim", cfg.optimizer).make(cfg.optimizer, axes), curves, cfg.batch.accumulate
+    )
+
+
+def make_state(
+    cfg: recipe.Run, task: Task, update: step.Update, devices: Mesh
+) -> tuple[State, Callable[[], State]]:
+    """The state as shapes with shardings, and the function that makes it afresh on the devices."""
+    family = file("models", task.model)
+    shapes, axes = module.shapes(family.Model, task.model), module.axes(family.Model, task.model)
+
+    def fresh() -> State:
+        params = module.init(family.Model, task.model, jax.random.key(cfg.seed))
+        return state.fresh(params, update.tx, seed=cfg.seed, ema=cfg.optimizer.ema > 0)
+
+    abstract = jax.eval_shape(fresh)
+    homes = state.shardings(abstract, mesh.shardings(axes, shapes, devices), devices)
+    abstract = jax.tree.map(
+        lambda leaf, home: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=home), abstract, homes
+    )
+    options = INIT_OPTIONS.get(jax.default_backend())
+    return abstract, jax.jit(fresh, out_shardings=homes, compiler_options=options)
+
+
+def compiled(train_step: Callable[..., Any], abstract: State) -> Callable[..., Any]:
+    """One program, the state donated: new weights take the place of the old."""
+    homes = jax.tree.map(lambda leaf: leaf.sharding, abstract)
+    options = COMPILER_OPTIONS.get(jax.default_backend())
+    return jax.jit(train_step, donate_argnums=0, out_shardings=(homes, None), compiler_options=options)
+
+
+def restored(checkpoints: Checkpoints, abstract: State, fresh: Callable[[], State]) -> State:
+    latest = checkpoints.latest()
+    if latest is None:
+        return fresh()
+    if checkpoints.is_complete(latest):
+        return checkpoints.restore(latest, abstract)
+    return dataclasses.replace(fresh(), params=checkpoints.restore_params(latest, abstract.params))
+
+
+def check_same(saved: dict[str, Any], cfg: recipe.Run, dataset: Dataset) -> None:
+    """A run goes on only with the model and tokenizer it began with; the rest of the recipe may change."""
+    model, now = saved["recipe"]["model"], config.to_dict(cfg)["model"]
+    for key in now:
+        if model.get(key) != now[key]:
+            raise UserError(
+                f"{cfg.run} holds a run with model.{key} = {model.get(key)}, and this recipe says "
+                f"{now[key]}; use another `run`, or put the key back"
+            )
+    if saved["tokenizer_sha256"] not in (None, dataset.tokenizer_sha256):
+        raise UserError(
+            f"{cfg.run} was trained with another tokenizer than that of {cfg.data.path}; use another `run`, "
+            "or the data it began with"
+        )
+
+
+def meta(cfg: recipe.Run, dataset: Dataset, number: int) -> dict[str, Any]:
+    """What a checkpoint says of itself. The stream is a function of the step, so the step is its position."""
+    return {
+        "step": number,
+        "seed": cfg.seed,
+        "data": {"path": cfg.data.path, "next_row": number * cfg.batch.sequences},
+        "recipe": config.to_dict(cfg),
+        "tokenizer_sha256": dataset.tokenizer_sha256,
+    }
+
+
+def open_folder(cfg: recipe.Run, start: int, steps: int) -> Writers:
+    if jax.process_index():
+        return Writers()
+    log = cfg.log
+    settings = config.to_dict(cfg)
+    out = writers.make(
+        cfg.run, step=start, total_steps=steps, tensorboard=log.tensorboard, wandb=log.wandb, recipe=settings
+    )
+    (Path(cfg.run) / "recipe.yaml").write_text(config.to_yaml(cfg))
+    keep_tokenizer(cfg.data.path, cfg.run)
+    return out
+
+
+def describe(cfg: recipe.Run, task: Task, abstract: State, devices: Mesh, start: int, steps: int) -> str:
+    size = sum(leaf.size for leaf in jax.tree.leaves(abstract.params))
+    split = " x ".join(f"{axis} {n}" for axis, n in devices.shape.items() if n > 1)
+    kind = jax.devices()[0].device_kind
+    where = f"{devices.size} {kind}" + (f" ({split})" if split else "")
+    begin = f"from step {start} to {steps}" if start else f"{steps} steps"
+    rows = f"{cfg.batch.sequences} x {cfg.data.sequence_length} tokens"
+    return f"{task.model.use} with {size:,} parameters on {where}; {begin} of {rows}"
+
+
+def skips(count: int) -> str:
+    return "an update was skipped" if count == 1 else f"{count} updates were skipped"
+
+
+class Stopper:
+    """Turns SIGTERM (preemption) and Ctrl-C into a wish the loop sees after the step at hand. A second
+    Ctrl-C stops at once."""
+
+    def __enter__(self) -> "Stopper":
+        self.asked: str | None = None
+        self.before = {number: signal.signal(number, self.ask) for number in (signal.SIGTERM, signal.SIGINT)}
+        return self
+
+    def ask(self, number: int, frame: Any) -> None:
+        if self.asked and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.asked = signal.Signals(number).name
+
+    def __exit__(self, *exc: Any) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,65 @@
+"""Eight simulated CPU devices, no accelerator, no network; `--slow` runs what the quick suite leaves out."""
+
+import os
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+# Code that runs once need not be good, only soon there: level 0 halves the time of the suite.
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")  # torch's bf16 dies on CPUs that lie about AMX
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help="run the tests marked slow as well")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--slow"):
+        for item in items:
+            if "slow" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="slow: run with --slow (make test-all)"))
+
+
+@pytest.fixture(scope="session")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder of packed data: a few hundred short texts, a vocabulary of 300, rows of 64 tokens."""
+    from millrace import recipe
+    from millrace.data.prepare import prepare
+
+    root = tmp_path_factory.mktemp("packed")
+    (root / "texts").mkdir()
+    for number in range(240):
+        words = " ".join(f"{'the a one'.split()[n % 3]} {number * n % 17} of {n}" for n in range(number % 13 + 3))
+        (root / "texts" / f"{number:03}.txt").write_text(f"Text {number}: {words}.\n")
+    (root / "data.yaml").write_text(
+        f"path: {root}/data\nsource: {{use: text, path: {root}/texts}}\ntokenizer: {{use: bpe, vocab: 300}}\n"
+        "pack: {sequence_length: 64, evaluation: 0.1}\n"
+    )
+    prepare(recipe.load_data(root / "data.yaml"), lambda line: None)
+    return f"{root}/data"
+
+
+@pytest.fixture
+def tiny(packed: str, tmp_path):
+    """Loads a small training recipe for the packed data, with overrides."""
+    from millrace import recipe
+
+    text = f"""
+run: {tmp_path}/run
+model: {{use: llama, layers: 2, embed: 32, heads: 4, kv_heads: 2, mlp: 64, rope_theta: 10000.0}}
+data: {{path: {packed}, sequence_length: 64}}
+optimizer: {{use: adamw, learning_rate: 1e-2, weight_decay: 0.1}}
+schedule: {{use: cosine, steps: 12, warmup: 2}}
+batch: {{sequences: 8}}
+mesh: {{fsdp: 1, data: auto}}
+memory: {{compute: float32}}
+checkpoint: {{every: 6}}
+eval: {{every: 0, batches: 2}}
+log: {{every: 1, tensorboard: false}}
+"""
+    (tmp_path / "recipe.yaml").write_text(text)
+    return lambda *overrides: recipe.load(tmp_path / "recipe.yaml", list(overrides))

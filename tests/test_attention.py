@@ -1,0 +1,334 @@
+"""Every attention backend that runs on a CPU against the definition in float64, value and gradient; what must
+not be seen is changed, and what must not see it must not move by a single bit."""
+
+import math
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import topologies
+from jax.sharding import SingleDeviceSharding
+
+from millrace import mesh
+from millrace.layers.attention import Mask, attend, choose
+
+AUTO = SimpleNamespace(use="auto")
+XLA = SimpleNamespace(use="xla")
+CUDNN = SimpleNamespace(use="cudnn")
+BLOCKWISE = SimpleNamespace(use="blockwise", block=32)
+SPLASH = SimpleNamespace(use="splash", block_q=128, block_kv=128)
+BACKENDS = [pytest.param(cfg, id=cfg.use) for cfg in (XLA, BLOCKWISE, SPLASH)]
+
+
+@dataclass(frozen=True)
+class Case:
+    mask: Mask = Mask()
+    packed: bool = False
+    soft_cap: float | None = None
+    scale: float | None = None
+    heads: tuple[int, int] = (4, 2)
+
+
+CASES = {
+    "causal": Case(),
+    "bidirectional": Case(Mask(causal=False)),
+    "causal window": Case(Mask(window=24)),
+    "bidirectional window": Case(Mask(causal=False, window=25)),
+    "window wider than the sequence": Case(Mask(causal=False, window=1000)),
+    "packed": Case(packed=True),
+    "packed bidirectional": Case(Mask(causal=False), packed=True),
+    "soft cap, one kv head": Case(soft_cap=2.0, heads=(4, 1)),
+    "soft cap, packed window": Case(Mask(causal=False, window=40), packed=True, soft_cap=1.5),
+    "own scale, as many kv heads": Case(scale=0.3, heads=(2, 2)),
+}
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Random q, k, v and a gradient for the output; two documents and padding in every row."""
+
+    length: int = 128
+    heads: tuple[int, int] = (4, 2)
+    batch: int = 2
+    dtype: Any = jnp.float32
+    arrays: list[Any] = field(init=False)
+    segments: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        n, k = self.heads
+        shapes = [(self.batch, self.length, heads, 16) for heads in (n, k, k, n)]
+        keys = jax.random.split(jax.random.key(0), 4)
+        arrays = [
+            jax.random.normal(key, shape).astype(self.dtype) for key, shape in zip(keys, shapes, strict=True)
+        ]
+        object.__setattr__(self, "arrays", arrays)
+        position = jnp.arange(self.length)
+        first = position >= self.length * 3 // 8
+        real = position < self.length * 7 // 8
+        row = jnp.where(real, 1 + first, 0).astype(jnp.int32)
+        object.__setattr__(self, "segments", jnp.broadcast_to(row, (self.batch, self.length)))
+
+
+def definition(inputs: Inputs, case: Case) -> list[np.ndarray]:
+    """Output, dq, dk and dv in float64, straight from the formulas."""
+    q, k, v, d_out = (np.asarray(x, np.float64) for x in inputs.arrays)
+    s, n, h = q.shape[1:]
+    group = n // k.shape[2]
+    k, v = (x.repeat(group, axis=2) for x in (k, v))
+    scale = h**-0.5 if case.scale is None else case.scale
+    scores = scale * np.einsum("bsnh,btnh->bnst", q, k)
+    slope = np.ones_like(scores)
+    if case.soft_cap is not None:
+        slope = 1 - np.tanh(scores / case.soft_cap) ** 2
+        scores = case.soft_cap * np.tanh(scores / case.soft_cap)
+    i, j = np.arange(s)[:, None], np.arange(s)[None, :]
+    seen = (j <= i) if case.mask.causal else np.ones((s, s), bool)
+    if case.mask.window is not None:
+        seen = seen & (
+            (i - j < case.mask.window) if case.mask.causal else abs(i - j) <= case.mask.window // 2
+        )
+    seen = np.broadcast_to(seen, scores.shape)
+    if case.packed:
+        ids = np.asarray(inputs.segments)
+        seen = seen & (ids[:, None, :, None] == ids[:, None, None, :])
+    exponentials = np.where(seen, np.exp(scores), 0)
+    weights = exponentials / exponentials.sum(-1, keepdims=True)
+    out = np.einsum("bnst,btnh->bsnh", weights, v)
+    d_weights = np.einsum("bsnh,btnh->bnst", d_out, v)
+    d_scores = weights * (d_weights - (weights * d_weights).sum(-1, keepdims=True)) * slope * scale
+    d_q = np.einsum("bnst,btnh->bsnh", d_scores, k)
+    d_k = np.einsum("bnst,bsnh->btnh", d_scores, q)
+    d_v = np.einsum("bnst,bsnh->btnh", weights, d_out)
+    d_k, d_v = (x.reshape(*x.shape[:2], -1, group, h).sum(3) for x in (d_k, d_v))
+    return [out, d_q, d_k, d_v]
+
+
+def computed(cfg: Any, inputs: Inputs, case: Case) -> list[np.ndarray]:
+    """The same four from a backend, compiled."""
+
+    @jax.jit
+    def run(q: Any, k: Any, v: Any, d_out: Any, segments: Any) -> Any:
+        def forward(q: Any, k: Any, v: Any) -> Any:
+            return call(cfg, q, k, v, segments, case)
+
+        out, pull = jax.vjp(forward, q, k, v)
+        return out, *pull(d_out)
+
+    results = run(*inputs.arrays, inputs.segments)
+    assert [x.dtype for x in results] == [inputs.dtype] * 4
+    return [np.asarray(x, np.float64) for x in results]
+
+
+def call(cfg: Any, q: Any, k: Any, v: Any, segments: Any, case: Case) -> Any:
+    ids = segments if case.packed else None
+    return attend(cfg, q, k, v, mask=case.mask, segments=ids, soft_cap=case.soft_cap, scale=case.scale)
+
+
+def assert_same(found: list[np.ndarray], expected: list[np.ndarray], tolerance: float) -> None:
+    for name, x, y in zip(("out", "dq", "dk", "dv"), found, expected, strict=True):
+        np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance, err_msg=name)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize("cfg", BACKENDS)
+def test_output_and_gradients_are_those_of_the_definition(cfg: Any, case: Case) -> None:
+    inputs = Inputs(heads=case.heads)
+    assert_same(computed(cfg, inputs, case), definition(inputs, case), 2e-5)
+
+
+@pytest.mark.parametrize("name", ["causal", "bidirectional", "bidirectional window", "packed"])
+@pytest.mark.parametrize(
+    ("cfg", "length"),
+    [
+        (SimpleNamespace(use="blockwise", block=64), 200),
+        (SimpleNamespace(use="blockwise", block=64), 37),
+        (SPLASH, 200),
+    ],
+    ids=["blockwise 200", "blockwise 37", "splash 200"],
+)
+def test_a_length_that_is_no_multiple_of_the_block_changes_nothing(cfg: Any, length: int, name: str) -> None:
+    inputs = Inputs(length=length)
+    assert_same(computed(cfg, inputs, CASES[name]), definition(inputs, CASES[name]), 2e-5)
+
+
+@pytest.mark.parametrize("cfg", [*BACKENDS, pytest.param(AUTO, id="auto")])
+def test_bfloat16_inputs_give_the_definition_to_bfloat16_precision(cfg: Any) -> None:
+    inputs = Inputs(dtype=jnp.bfloat16)
+    assert_same(computed(cfg, inputs, Case()), definition(inputs, Case()), 4e-2)
+
+
+@pytest.mark.parametrize("cfg", BACKENDS)
+def test_a_changed_key_or_value_moves_no_query_that_may_not_see_it(cfg: Any) -> None:
+    q, k, v, _ = (inputs := Inputs()).arrays
+    run = jax.jit(lambda q, k, v: call(cfg, q, k, v, inputs.segments, Case(Mask(window=24))))
+    before, after = run(q, k, v), run(q, k.at[:, 70].add(3.0), v.at[:, 70].add(3.0))
+    moved = np.flatnonzero(np.any(np.asarray(before != after), axis=(0, 2, 3)))
+    np.testing.assert_array_equal(moved, np.arange(70, 70 + 24))
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
+@pytest.mark.parametrize("cfg", BACKENDS)
+def test_a_changed_document_moves_no_other_document(cfg: Any, causal: bool) -> None:
+    q, k, v, _ = (inputs := Inputs()).arrays
+    run = jax.jit(lambda q, k, v: call(cfg, q, k, v, inputs.segments, Case(Mask(causal), packed=True)))
+    for document in (1, 2):
+        changed = (inputs.segments == document)[..., None, None]
+        before, after = run(q, k, v), run(*(jnp.where(changed, -2 * x, x) for x in (q, k, v)))
+        moved = np.any(np.asarray(before != after), axis=(2, 3))
+        np.testing.assert_array_equal(moved, np.asarray(inputs.segments == document))
+
+
+@pytest.mark.parametrize("cfg", BACKENDS)
+def test_rows_of_nothing_but_padding_stay_finite(cfg: Any) -> None:
+    inputs = Inputs()
+    object.__setattr__(inputs, "segments", jnp.zeros_like(inputs.segments))
+    for result in computed(cfg, inputs, Case(Mask(causal=False, window=24), packed=True)):
+        assert np.isfinite(result).all()
+
+
+@pytest.mark.parametrize(("mask", "poisoned"), [(Mask(), (96, 128)), (Mask(window=24), (0, 32))])
+def test_blockwise_never_reads_a_block_out_of_reach(mask: Mask, poisoned: tuple[int, int]) -> None:
+    q, k, v, d_out = (inputs := Inputs()).arrays
+    k, v = (x.at[:, slice(*poisoned)].set(jnp.nan) for x in (k, v))
+
+    @jax.jit
+    def run(q: Any, k: Any, v: Any) -> Any:
+        out, pull = jax.vjp(lambda q: call(BLOCKWISE, q, k, v, inputs.segments, Case(mask)), q)
+        return out, *pull(d_out)
+
+    out, d_q = run(q, k, v)
+    # Blocks of 32: causally only the last one sees itself; a window of 24 reaches one block on.
+    clean = slice(0, 96) if mask.window is None else slice(64, 128)
+    assert np.isfinite(out[:, clean]).all() and np.isfinite(d_q[:, clean]).all()
+    assert np.isnan(out[:, slice(*poisoned)]).all()  # where 0 x NaN shows that they were read
+
+
+def test_blockwise_memory_grows_with_the_length_and_not_its_square() -> None:
+    def temporaries(cfg: Any, length: int) -> int:
+        def loss(q: Any, k: Any, v: Any) -> Any:
+            return attend(cfg, q, k, v, mask=Mask()).sum()
+
+        shapes = [jax.ShapeDtypeStruct((1, length, heads, 16), jnp.float32) for heads in (4, 2, 2)]
+        compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(*shapes).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    blockwise = SimpleNamespace(use="blockwise", block=128)
+    assert temporaries(blockwise, 8192) < 4.5 * temporaries(blockwise, 2048)
+    assert temporaries(XLA, 2048) > 8 * temporaries(XLA, 512)  # the measure can tell the two apart
+
+
+MESHES = {
+    "data 2, fsdp 2, tensor 2": dict(data=2, fsdp=2, tensor=2, context=1),
+    "context 2": dict(data=1, fsdp=2, tensor=2, context=2),
+    "context 4": dict(data=2, fsdp=1, tensor=1, context=4),
+    "tensor 4 with 2 kv heads": dict(data=2, fsdp=1, tensor=4, context=1),
+    "heads that do not divide": dict(data=1, fsdp=1, tensor=8, context=1),
+    "a batch that does not divide": dict(data=1, fsdp=8, tensor=1, context=1),
+}
+
+
+@pytest.mark.parametrize("name", ["packed", "soft cap, packed window"])
+@pytest.mark.parametrize("sizes", MESHES.values(), ids=MESHES.keys())
+@pytest.mark.parametrize("cfg", BACKENDS[:2])
+def test_a_mesh_changes_neither_output_nor_gradients(cfg: Any, sizes: dict[str, int], name: str) -> None:
+    inputs, case = Inputs(batch=4), CASES[name]
+    with jax.set_mesh(mesh.make(sizes)):
+        assert_same(computed(cfg, inputs, case), definition(inputs, case), 2e-5)
+
+
+@pytest.mark.parametrize(
+    "name", ["packed", "bidirectional", "causal window", "window wider than the sequence"]
+)
+@pytest.mark.parametrize(
+    "sizes", [dict(data=1, fsdp=2, tensor=2, context=2), dict(data=1, fsdp=1, tensor=4, context=2)]
+)
+def test_splash_sees_from_the_right_place_when_the_sequence_is_split(
+    sizes: dict[str, int], name: str
+) -> None:
+    inputs, case = Inputs(batch=2, length=256), CASES[name]
+    with jax.set_mesh(mesh.make(sizes)):
+        assert_same(computed(SPLASH, inputs, case), definition(inputs, case), 2e-5)
+
+
+@pytest.mark.parametrize("mask", [Mask(), Mask(window=24)])
+def test_a_query_alone_with_its_offset_gives_its_row_of_the_whole(mask: Mask) -> None:
+    q, k, v, _ = Inputs().arrays
+    whole = attend(BLOCKWISE, q, k, v, mask=mask)
+    decode = jax.jit(lambda q, offset: attend(SPLASH, q, k, v, mask=mask, offset=offset))
+    for row in (0, 63, 127):
+        alone = decode(q[:, row : row + 1], row)
+        np.testing.assert_allclose(alone, whole[:, row : row + 1], rtol=2e-5, atol=2e-5)
+
+
+def shapes(length: int, dtype: Any = jnp.bfloat16) -> list[Any]:
+    return [jax.ShapeDtypeStruct((2, length, heads, 64), dtype) for heads in (4, 2)]
+
+
+def test_auto_takes_the_fastest_backend_that_does_not_refuse() -> None:
+    causal = Mask()
+    assert choose(AUTO, *shapes(1024), mask=causal) == "xla"
+    assert choose(AUTO, *shapes(1025), mask=causal) == "blockwise"
+    assert choose(AUTO, *shapes(512, jnp.float32), mask=causal, platform="gpu") == "blockwise"
+    assert choose(AUTO, *shapes(512), mask=causal, soft_cap=30.0, platform="gpu") == "blockwise"
+    assert choose(AUTO, *shapes(65536), mask=causal, segments=True, platform="gpu") == "blockwise"
+    assert choose(AUTO, *shapes(512), mask=causal, segments=True, platform="tpu") == "splash"
+    assert choose(AUTO, *shapes(200), mask=causal, context=2, platform="tpu") == "blockwise"
+
+
+@pytest.mark.parametrize(
+    ("cfg", "platform", "dtype", "options", "reason"),
+    [
+        (CUDNN, "cpu", jnp.bfloat16, {}, "needs an NVIDIA GPU"),
+        (CUDNN, "gpu", jnp.float32, {}, "these activations are float32"),
+        (CUDNN, "gpu", jnp.bfloat16, dict(soft_cap=30.0), "no soft cap"),
+        (CUDNN, "gpu", jnp.bfloat16, dict(context=2), "mesh.context"),
+        (SPLASH, "gpu", jnp.bfloat16, {}, "for TPUs"),
+        (SPLASH, "tpu", jnp.bfloat16, dict(context=2), "not a multiple of 128"),
+        (SPLASH, "tpu", jnp.uint32, {}, "uint32"),  # nobody but the compiler says so
+    ],
+)
+def test_a_named_backend_that_cannot_do_it_says_why(
+    cfg: Any, platform: str, dtype: Any, options: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(ValueError, match=f"^attention.use: {cfg.use} cannot be used here: .*{reason}"):
+        choose(cfg, *shapes(200, dtype), mask=Mask(), platform=platform, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("name", ["causal", "bidirectional window", "packed", "soft cap, packed window"])
+def test_splash_compiles_for_a_tpu(name: str, head_dim: int) -> None:
+    slice_ = topologies.get_topology_desc(topology_name="v5e:2x2", platform="tpu")
+    compile_for(slice_.devices[:1], None, CASES[name], head_dim)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (1, 2, 2, 1), (1, 1, 2, 2), (1, 1, 1, 4)])
+def test_auto_compiles_splash_for_a_tpu_slice_and_splits_the_sequence(sizes: tuple[int, ...]) -> None:
+    slice_ = topologies.get_topology_desc(topology_name="v5e:2x2", platform="tpu")
+    devices = slice_.devices[: math.prod(sizes)]
+    compile_for(devices, dict(zip(mesh.AXES, sizes, strict=True)), CASES["packed"], 128)
+
+
+def compile_for(devices: Any, sizes: dict[str, int] | None, case: Case, head_dim: int) -> None:
+    """Compiles output and gradients and checks that the kernel is in there, forward and backward."""
+
+    def loss(q: Any, k: Any, v: Any, segments: Any) -> Any:
+        cfg = SimpleNamespace(use="splash", block_q=512, block_kv=512) if sizes is None else AUTO
+        return call(cfg, q, k, v, segments, case).astype(jnp.float32).sum()
+
+    one = SingleDeviceSharding(devices[0]) if sizes is None else None
+    arrays = [jax.ShapeDtypeStruct((2, 512, n, head_dim), jnp.bfloat16, sharding=one) for n in (4, 2, 2)]
+    segments = jax.ShapeDtypeStruct((2, 512), jnp.int32, sharding=one)
+    gradient = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))
+    if sizes is None:
+        lowered = gradient.lower(*arrays, segments)
+    else:
+        with jax.set_mesh(mesh.make(sizes, devices)):
+            lowered = gradient.lower(*arrays, segments)
+    assert lowered.as_text().count("tpu_custom_call") >= 3  # forward, dq, dk and dv
+    lowered.compile()

@@ -1,0 +1,212 @@
+"""The command line: exit codes, one line for a mistake, and no JAX before a recipe is known to be right."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from millrace import config, recipe, schema
+from millrace.cli import main
+
+ROOT = Path(__file__).parent.parent
+WHOLE = [p for p in sorted((ROOT / "recipes").rglob("*.yaml")) if "use" not in yaml.safe_load(p.read_text())]
+TRAINING = """\
+run: runs/test
+model: {use: llama, layers: 2, embed: 64, heads: 4, kv_heads: 2, mlp: 128}
+data: {path: nowhere, sequence_length: 64}
+optimizer: {use: adamw, learning_rate: 3e-3}
+schedule: {use: cosine, steps: 20}
+"""
+# A process that fails if its command has imported JAX.
+WITHOUT_JAX = """\
+import sys
+from millrace.cli import main
+code = main(sys.argv[1:])
+assert "jax" not in sys.modules
+sys.exit(code)
+"""
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_with_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    Path("recipe.yaml").write_text(TRAINING)
+
+
+def told(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    """The one line that a mistaken command prints."""
+    assert main(argv) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("millrace: ") and err.endswith("\n") and err.count("\n") == 1
+    return err.removeprefix("millrace: ").rstrip()
+
+
+@pytest.mark.parametrize(
+    "content, argv, says",
+    [
+        (b"run: {", ["train", "bad.yaml"], "bad.yaml:1: not YAML"),
+        (b"run: a\n\tmodel: b\n", ["train", "bad.yaml"], "bad.yaml:2: found a tab"),
+        (b"", ["train", "bad.yaml"], "bad.yaml:1: found an empty file"),
+        (bytes(range(256)), ["train", "bad.yaml"], "bad.yaml: found a file that is not text"),
+        (b"", ["train", "missing.yaml"], "missing.yaml: found no file"),
+        (b"", ["train", "recipe.yaml", "model.layer=3"], "command line: model.layer: found an unknown key"),
+        (b"", ["train", "recipe.yaml", "mesh.fsdp=0"], "command line: mesh.fsdp: found 0"),
+        (b"", ["recipe", "check", "recipe.yaml", "optimizer.use=adam"], "command line: optimizer.use: found"),
+        (b"source: 3", ["data", "prepare", "bad.yaml"], "bad.yaml:1: path: found nothing"),
+        (b"", ["trian", "recipe.yaml"], "command line: found trian"),
+    ],
+)
+def test_a_mistake_ends_in_one_line_and_code_2_before_jax_is_imported(
+    content: bytes, argv: list[str], says: str
+) -> None:
+    Path("bad.yaml").write_bytes(content)
+    done = subprocess.run([sys.executable, "-c", WITHOUT_JAX, *argv], capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+    assert done.stdout == ""
+    assert done.stderr.startswith(f"millrace: {says}")
+    assert done.stderr.count("\n") == 1
+
+
+def test_the_module_runs_as_a_program() -> None:
+    command = [sys.executable, "-m", "millrace", "recipe", "check", "recipe.yaml"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "recipe.yaml: fine\n", "")
+    done = subprocess.run([*command, "seed=x"], capture_output=True, text=True)
+    said = 'millrace: command line: seed: found "x", expected a whole number\n'
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", said)
+
+
+def test_a_reader_that_leaves_early_is_no_mistake() -> None:
+    command = [sys.executable, "-m", "millrace", "recipe", "schema"]
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_mistyped_command_is_told_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    said = told(capsys, "recipe", "chek", "recipe.yaml")
+    assert said.startswith("command line: found chek, expected one of show, check, list, schema; ")
+    assert "did you mean check?" in said
+    assert "`millrace recipe --help`" in said
+
+
+@pytest.mark.parametrize(
+    "argv, says",
+    [
+        ([], "required: COMMAND"),
+        (["train"], "required: RECIPE (see `millrace train --help`)"),
+        (["train", "recipe.yaml", "--steps", "3"], "settings are given as key=value"),
+        (["train", "recipe.yaml", "more"], "command line: found more, expected key=value"),
+        (["generate", "run", "--tokens", "x"], "--tokens: invalid int value: 'x'"),
+        (["recipe", "list", "nowhere"], "nowhere: found no .yaml file in it, expected a folder of recipes"),
+    ],
+)
+def test_a_command_that_is_incomplete_or_too_long_says_so(
+    argv: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert says in told(capsys, *argv)
+
+
+@pytest.mark.parametrize(
+    "overrides, says",
+    [
+        (["schedule.steps=-4"], "command line: schedule.steps: found -4, expected a whole number of steps"),
+        (["model.layer=4"], "command line: model.layer: found an unknown key, expected one of"),
+        (["model.layers.deep=4"], 'command line: model.layers: found {"deep": 4}, expected a whole number'),
+        (["optimizer=lion"], 'command line: optimizer: found "lion", expected `key: value` pairs'),
+        (["optimizer=null"], "command line: optimizer: found null, expected `key: value` pairs"),
+        (
+            ["model={use: llama, layers: 2}"],
+            "command line: model.embed: found nothing, expected a whole number",
+        ),
+        (["attention=nothing.yaml"], 'command line: attention: found "nothing.yaml", expected a file'),
+        (["schedule.steps"], "command line: found schedule.steps, expected key=value, e.g."),
+        (["=4"], "command line: found =4, expected key=value, e.g."),
+        (["model..layers=4"], "command line: found model..layers=4, expected key=value, e.g."),
+        (["loss={"], "command line: loss: found {, expected a value in YAML"),
+        (["seed=1", "seed=2"], "command line: seed: found a second time, expected once"),
+        (["run="], "command line: run: found nothing, expected text"),
+    ],
+)
+def test_a_mistake_among_the_overrides_says_so(
+    overrides: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert told(capsys, "recipe", "check", "recipe.yaml", *overrides).startswith(says)
+
+
+def test_show_prints_a_recipe_that_reads_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipe", "show", "recipe.yaml", "schedule.steps=2B tokens", "optimizer.clip=null"]) == 0
+    Path("shown.yaml").write_text(capsys.readouterr().out)
+    shown = recipe.load("shown.yaml")
+    assert shown == recipe.load("recipe.yaml", ["schedule.steps=2B tokens", "optimizer.clip=null"])
+    assert set(config.to_dict(shown)["log"]) == {"every", "tensorboard", "wandb"}
+
+
+def test_list_prints_every_file_with_its_head(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("recipes/deep").mkdir(parents=True)
+    Path("recipes/one.yaml").write_text("# the first\nrun: x\n")
+    Path("recipes/deep/two.yaml").write_text("run: x\n")
+    Path("recipes/binary.yaml").write_bytes(bytes(range(256)))
+    assert main(["recipe", "list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == ["recipes/binary.yaml", "recipes/deep/two.yaml", "recipes/one.yaml       the first"]
+
+
+@pytest.mark.parametrize("flags, cls", [([], recipe.Run), (["--data"], recipe.DataRun)])
+def test_schema_prints_json(flags: list[str], cls: type, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipe", "schema", *flags]) == 0
+    assert json.loads(capsys.readouterr().out) == schema.schema(cls)
+
+
+@pytest.mark.parametrize("cls", [recipe.Run, recipe.DataRun])
+def test_the_schema_has_every_key(cls: type) -> None:
+    found = set()
+    for name, section in schema.schema(cls)["properties"].items():
+        inner = [key for one in section.get("anyOf", []) for key in one.get("properties", ())]
+        found |= {f"{name}.{key}" for key in inner} or {name}
+    assert found == set(config.keys(cls))
+
+
+@pytest.mark.parametrize("path", WHOLE, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_recipe_fits_the_schema(path: Path) -> None:
+    cfg = recipe.load_any(path)
+    rules = schema.schema(type(cfg))
+    assert fits(config.to_dict(cfg), rules)
+    assert not fits(config.to_dict(cfg) | {"sead": 1}, rules)
+    assert not fits(config.to_dict(cfg) | {"seed": "one"}, rules)
+    assert not fits({"seed": 1}, rules)
+
+
+def fits(value: Any, rule: dict[str, Any]) -> bool:
+    """As much of JSON schema as ours uses."""
+    kinds = {"integer": int, "number": (int, float), "boolean": bool, "string": str, "null": type(None)}
+    if "anyOf" in rule:
+        return any(fits(value, one) for one in rule["anyOf"])
+    if "const" in rule or "enum" in rule:
+        return value in rule.get("enum", [rule.get("const")])
+    if rule["type"] == "object":
+        return (
+            isinstance(value, dict)
+            and set(rule.get("required", [])) <= set(value) <= set(rule["properties"])
+            and all(fits(inner, rule["properties"][key]) for key, inner in value.items())
+        )
+    named = [rule["type"]] if isinstance(rule["type"], str) else rule["type"]
+    return any(isinstance(value, kinds[kind]) for kind in named)
+
+
+def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["--help"])
+    assert left.value.code == 0
+    said = capsys.readouterr().out
+    for command in ("train", "data", "eval", "generate", "export", "import", "recipe"):
+        assert f"\n    {command} " in said

@@ -1,0 +1,396 @@
+"""Recipes: a mistake gives one sentence with its place, and what is right comes through as it was written."""
+
+import dataclasses
+import importlib
+import json
+import typing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from millrace import config, recipe
+from millrace.errors import UserError
+
+ROOT = Path(__file__).parent.parent
+RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
+SECTIONS = [path for path in RECIPES if "use" in yaml.safe_load(path.read_text())]
+WHOLE = [path for path in RECIPES if path not in SECTIONS]
+PARTS = [
+    (folder, name)
+    for folder in ("models", "objectives", "losses", "optim", "schedules", "attention", "data/sources")
+    for name in config.names(folder)
+    if name != "auto"
+]
+
+TRAINING = """\
+run: runs/test
+seed: 0
+model: {use: llama, layers: 2, embed: 64, heads: 4, kv_heads: 2, mlp: 128}
+data: {path: nowhere, sequence_length: 64}
+objective: {use: causal}
+loss: {use: cross_entropy, z_loss: 1e-4}
+optimizer: {use: adamw, learning_rate: 3e-3, clip: 1.0}
+schedule: {use: cosine, steps: 20, warmup: 2}
+batch: {sequences: 8}
+mesh: {fsdp: auto}
+memory: {compute: float32}
+"""
+DATA = """\
+path: data/test
+source: {use: text, path: texts}
+tokenizer: {use: bpe, vocab: 4096}
+pack: {sequence_length: 64, dtype: auto, evaluation: 0.05}
+"""
+
+# What is replaced, by what, how the message goes on after the file's name, and what else it says.
+MISTAKES = [
+    ("layers: 2", "layer: 2", ":3: model.layer: found an unknown key, expected one of use, layers, embed,"),
+    ("layers: 2", "layer: 2", ":3: model.layer: ", "and 4 more; did you mean model.layers?"),
+    ("batch:", "batsh:", ":9: batsh: found an unknown key", "did you mean batch?"),
+    (
+        "learning_rate",
+        "lr",
+        ":7: optimizer.lr: found an unknown key",
+        "did you mean optimizer.learning_rate?",
+    ),
+    ("seed: 0", "steps: 9", ":2: steps: found an unknown key", "did you mean schedule.steps"),
+    ("use: adamw", "use: lion, eps: 1", ":7: optimizer.eps: ", "it belongs to optimizer.use: adamw"),
+    ("seed: 0", "model.tied: true", ":2: model.tied: found a dotted key, expected model: {tied: ...}"),
+    ("seed: 0", "7: 0", ":2: found 7 for a key, expected a name"),
+    # Types.
+    ("layers: 2", "layers: two", ':3: model.layers: found "two", expected a whole number'),
+    ("layers: 2", "layers: 2.5", ":3: model.layers: found 2.5, expected a whole number"),
+    ("layers: 2", "layers: 2.0", ":3: model.layers: found 2.0, expected a whole number; write 2"),
+    ("layers: 2", "layers: yes", ":3: model.layers: found yes, expected a whole number"),
+    ("layers: 2", "layers: [2]", ":3: model.layers: found [2], expected a whole number"),
+    ("layers: 2", "layers: null", ":3: model.layers: found null, expected a whole number"),
+    ("3e-3", "fast", ':7: optimizer.learning_rate: found "fast", expected a number'),
+    ("3e-3", ".nan", ":7: optimizer.learning_rate: found .nan, expected a finite number"),
+    ("3e-3", ".inf", ":7: optimizer.learning_rate: found .inf, expected a finite number"),
+    (
+        "float32",
+        "bf16",
+        ':11: memory.compute: found "bf16", expected one of bfloat16, float32; did you mean b',
+    ),
+    ("runs/test", "''", ':1: run: found "", expected text'),
+    ("runs/test", "", ":1: run: found nothing, expected text"),
+    # What is missing.
+    ("layers: 2, ", "", ":3: model.layers: found nothing, expected a whole number; it is required"),
+    ("layers: 2, embed: 64, ", "", ":3: model.layers: found nothing", "required here: layers, embed"),
+    ("run: runs/test\n", "", ":1: run: found nothing, expected text; it is required"),
+    ("data: {path: nowhere, sequence_length: 64}\n", "", ":1: data.path: found nothing, expected text"),
+    ("use: llama, ", "", ":3: model.use: found nothing, expected one of", "llama"),
+    # Sections and parts.
+    ("llama", "lama", ':3: model.use: found "lama", expected one of', "did you mean llama?"),
+    ("use: adamw", "use: null", ":7: optimizer.use: found null, expected one of"),
+    ("{sequences: 8}", "[8]", ":9: batch: found [8], expected `key: value` pairs or the path of a .yaml"),
+    ("{sequences: 8}", "null", ":9: batch: found null, expected `key: value` pairs"),
+    ("{sequences: 8}", "", ":9: batch: found nothing, expected `key: value` pairs"),
+    ("{use: causal}", "causal", ':5: objective: found "causal", expected', "mean objective: {use: causal}?"),
+    # YAML.
+    ("mesh:", "seed: 1\nmesh:", ":10: seed: found a second time, expected once; it first stands in line 2"),
+    ("layers: 2", "layers: 2, layers: 3", ":3: model.layers: found a second time", "line 3"),
+    ("64}", "64", ":5: not YAML:", "in what began in line 4"),
+    ("seed: 0", "seed 0", ":2: found a line without `:`, expected `key: value`"),
+    ("seed: 0", "seed: 0\n  more: 1", ":3: found a `:` too many or too deep an indent, expected"),
+    ("{sequences: 8}", "\n\tsequences: 8", ":10: found a tab, expected spaces"),
+    ("seed: 0", "seed: !x 0", ":2: not YAML:"),
+    ("seed: 0", "seed: !!int zero", ": not YAML: invalid literal"),
+    ("mesh:", "---\nmesh:", ":10: found a second document after `---`, expected one"),
+    ("runs/test", "runs/${sed}", ':1: run: found "runs/${sed}", expected ${...} to name another key'),
+    # The schedule.
+    ("20", "-4", ":8: schedule.steps: found -4, expected a whole number of steps or '3B tokens'"),
+    ("20", "0", ":8: schedule.steps: found 0, expected 1 step or more"),
+    ("20", "many", ':8: schedule.steps: found "many", expected a whole number of steps'),
+    ("20", "2e1", ":8: schedule.steps: found 2e1, expected a whole number of steps"),
+    (
+        "warmup: 2",
+        "warmup: 21",
+        ":8: schedule.warmup: found 21, expected at most schedule.steps, which is 20",
+    ),
+    ("use: cosine", "use: wsd, decay: 19", ":8: schedule.decay: found 19, expected at most the 18 steps"),
+    ("use: cosine", "use: two_stage, switch: 1", ":8: schedule.switch: found 1, expected a step after the"),
+    ("use: cosine", "use: constant, floor: 0.2", ":8: schedule.floor: found 0.2, expected nothing"),
+    ("use: cosine", "use: cosine, floor: 2", ":8: schedule.floor: found 2, expected a share"),
+    # The mesh and what it must divide.
+    ("fsdp: auto", "fsdp: 0", ":10: mesh.fsdp: found 0, expected 1 or more"),
+    ("fsdp: auto", "fsdp: all", ':10: mesh.fsdp: found "all", expected a number of devices or auto'),
+    ("fsdp: auto", "data: auto", ':10: mesh.fsdp: found "auto", the default, expected a number', "(data is)"),
+    ("fsdp: auto", "fsdp: 3", ":9: batch.sequences: found 8, expected a multiple of", "here 1 x 1 x 3"),
+    ("fsdp: auto", "tensor: 3", ":10: mesh.tensor: found 3, expected a divisor of model.heads, 4"),
+    (
+        "fsdp: auto",
+        "context: 3",
+        ":10: mesh.context: found 3, expected a divisor of data.sequence_length, 64",
+    ),
+    ("sequences: 8", "sequences: 8, accumulate: 3", ":9: batch.accumulate: found 3, expected a divisor of"),
+    # Single values, and those without effect or sense.
+    ("3e-3", "-1", ":7: optimizer.learning_rate: found -1, expected 0 or more"),
+    ("z_loss: 1e-4", "soft_cap: 0", ":6: loss.soft_cap: found 0, expected a number above 0"),
+    ("clip: 1.0", "b1: 1", ":7: optimizer.b1: found 1, expected a number from 0"),
+    ("mlp: 128", "mlp: 128, rope_factor: 8", ":3: model.rope_factor: found 8, expected"),
+    (
+        "use: llama",
+        "use: eurobert",
+        ':5: objective.use: found "causal", expected masked, since eurobert reads',
+    ),
+    ("seed: 0", "seed: -1", ":2: seed: found -1, expected a number from 0 to 4294967295"),
+]
+DATA_MISTAKES = [
+    ("4096", "100", ":3: tokenizer.vocab: found 100, expected 260 or more"),
+    ("use: bpe", "use: bpe, path: x.json", ':3: tokenizer.path: found "x.json", expected nothing'),
+    ("use: bpe", "use: file, path: x.json", ":3: tokenizer.vocab: found 4096, expected nothing"),
+    ("use: bpe, vocab: 4096", "use: file", ":3: tokenizer.path: found nothing, expected the path of a"),
+    ("use: text", "use: txt", ':2: source.use: found "txt", expected one of', "did you mean text?"),
+    ("0.05", "1", ":4: pack.evaluation: found 1, expected a share from 0"),
+]
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def message(text: str, *overrides: str) -> str:
+    """What is said about a recipe of this text, after the name of its file."""
+    Path("recipe.yaml").write_text(text)
+    with pytest.raises(UserError) as caught:
+        recipe.load_any("recipe.yaml", overrides)
+    said = str(caught.value)
+    assert "\n" not in said
+    return said
+
+
+def load(*overrides: str, text: str = TRAINING) -> recipe.Run:
+    Path("recipe.yaml").write_text(text)
+    return recipe.load("recipe.yaml", overrides)
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake[1])
+def test_a_mistake_is_told_in_one_line_with_its_place(mistake: tuple[str, ...]) -> None:
+    check_told(TRAINING, *mistake)
+
+
+@pytest.mark.parametrize("mistake", DATA_MISTAKES, ids=lambda mistake: mistake[1])
+def test_a_mistake_in_a_data_recipe_is_told_in_one_line_with_its_place(mistake: tuple[str, ...]) -> None:
+    check_told(DATA, *mistake)
+
+
+def check_told(text: str, old: str, new: str, begins: str, *says: str) -> None:
+    assert text.count(old) == 1
+    said = message(text.replace(old, new))
+    assert said.startswith("recipe.yaml" + begins)
+    for part in says:
+        assert part in said
+
+
+def test_a_vocabulary_above_what_the_dtype_holds_is_told_with_the_way_out() -> None:
+    said = message(DATA, "tokenizer.vocab=70000", "pack.dtype=uint16")
+    assert said.startswith("command line: tokenizer.vocab: found 70000, expected at most 65536, all that")
+    assert said.endswith("set pack.dtype: uint32")
+
+
+@pytest.mark.parametrize(
+    "content, says",
+    [
+        (b"", "recipe.yaml:1: found an empty file, expected `key: value` lines"),
+        (b"# only a comment\n", "recipe.yaml:1: found an empty file, expected `key: value` lines"),
+        (b"- a\n- b\n", "recipe.yaml:1: found a list or plain text, expected `key: value` lines"),
+        (b"hello\n", "recipe.yaml:1: found a list or plain text, expected `key: value` lines"),
+        (bytes(range(256)), "recipe.yaml: found a file that is not text, expected a .yaml file"),
+        (b"run: a\x00b\n", "recipe.yaml: found a file that is not text, expected a .yaml file"),
+        (b"a: " + b"[" * 5000, "recipe.yaml:1: found brackets in brackets without end, expected sections"),
+        (b"use: splash\nblock_q: 128\n", "recipe.yaml:1: found a section alone, expected a whole recipe"),
+    ],
+)
+def test_a_file_that_is_no_recipe_is_told_as_such(content: bytes, says: str) -> None:
+    Path("recipe.yaml").write_bytes(content)
+    with pytest.raises(UserError) as caught:
+        recipe.load_any("recipe.yaml")
+    assert str(caught.value).startswith(says)
+
+
+def test_a_missing_file_is_told_with_the_nearest_name() -> None:
+    Path("recipe.yaml").write_text(TRAINING)
+    with pytest.raises(UserError, match="^recipes.yaml: found no file, .*; did you mean recipe.yaml\\?$"):
+        recipe.load("recipes.yaml")
+    with pytest.raises(UserError, match="^[.]: found a folder, expected a .yaml file$"):
+        recipe.load(".")
+
+
+def test_a_recipe_of_the_other_kind_is_told_with_the_command_for_it() -> None:
+    Path("recipe.yaml").write_text(DATA)
+    with pytest.raises(
+        UserError, match="found a data recipe, expected a training recipe; `millrace data prepare"
+    ):
+        recipe.load("recipe.yaml")
+    Path("recipe.yaml").write_text(TRAINING)
+    with pytest.raises(UserError, match="found a training recipe, expected a data recipe; `millrace train"):
+        recipe.load_data("recipe.yaml")
+
+
+@pytest.mark.parametrize(
+    "override, value",
+    [
+        ("seed=7", 7),
+        ("batch.sequences=1_024", 1024),
+        ("optimizer.learning_rate=3e-4", 3e-4),
+        ("optimizer.learning_rate=1", 1.0),
+        ("optimizer.clip=null", None),
+        ("data.isolate=false", False),
+        ("memory.remat=dots", "dots"),
+        ("schedule.steps=2B tokens", "2B tokens"),
+        ("schedule.warmup=5 %", "5 %"),
+        ("schedule.warmup=3", 3),
+        ("mesh.fsdp=2", 2),
+        ("mesh.fsdp=auto", "auto"),
+        ("run=runs/a=b", "runs/a=b"),
+        ("run=2024", "2024"),
+        ("run=1.10", "1.10"),
+        ("run=yes", "yes"),
+        ("run=runs/${seed}", "runs/0"),
+        ("run=runs/${model.layers}", "runs/2"),
+    ],
+)
+def test_an_override_has_the_type_its_key_declares(override: str, value: Any) -> None:
+    found: Any = load(override)
+    for name in override.partition("=")[0].split("."):
+        found = getattr(found, name)
+    assert found == value
+    assert type(found) is type(value)
+
+
+def test_text_in_a_file_stays_as_it_was_written() -> None:
+    for text in ("yes", "1.10", "010", "2024-10-05"):
+        assert load(text=TRAINING.replace("runs/test", text)).run == text
+
+
+def test_a_reference_is_resolved_after_the_overrides() -> None:
+    assert load("seed=5", text=TRAINING.replace("runs/test", "runs/${seed}")).run == "runs/5"
+
+
+def test_an_override_can_choose_another_part() -> None:
+    assert load("schedule.use=wsd", "schedule.decay=3").schedule.decay == 3
+
+
+def test_a_section_from_another_file_is_seen_from_the_recipe() -> None:
+    Path("attention").mkdir()
+    Path("recipes").mkdir()
+    Path("attention/tiles.yaml").write_text("use: blockwise\nblock: 64\n")
+    Path("recipes/one.yaml").write_text(TRAINING + "attention: ../attention/tiles.yaml\n")
+    assert recipe.load("recipes/one.yaml").attention.block == 64
+    assert recipe.load("recipes/one.yaml", ["attention.block=32"]).attention.block == 32
+
+
+def test_a_section_from_another_file_on_the_command_line_is_seen_from_here() -> None:
+    Path("tiles.yaml").write_text("use: blockwise\nblock: 64\n")
+    Path("recipes").mkdir()
+    Path("recipes/one.yaml").write_text(TRAINING)
+    run = recipe.load("recipes/one.yaml", ["attention=tiles.yaml", "attention.block=16"])
+    assert run.attention.block == 16
+
+
+@pytest.mark.parametrize(
+    "section, says",
+    [
+        ("# tiles\nuse: blockwise\nblok: 64\n", "parts/tiles.yaml:3: attention.blok: found an unknown key"),
+        ("# tiles\nuse: blockwise\nblock: no\n", "parts/tiles.yaml:3: attention.block: found no, expected"),
+        ("use: blockwise\nblock: 0\n", "parts/tiles.yaml:2: attention.block: found 0, expected 1 or more"),
+        ("use: blockwise\nblock: 1\nblock: 2\n", "parts/tiles.yaml:3: attention.block: found a second time"),
+        ("use: {\n", "parts/tiles.yaml:2: not YAML"),
+        ("- a\n", "parts/tiles.yaml:1: found a list or plain text"),
+    ],
+)
+def test_a_mistake_in_a_section_from_another_file_names_that_file(section: str, says: str) -> None:
+    Path("parts").mkdir()
+    Path("parts/tiles.yaml").write_text(section)
+    assert message(TRAINING + "attention: parts/tiles.yaml\n").startswith(says)
+
+
+def test_a_section_file_that_is_not_there_is_told_where_it_is_named() -> None:
+    said = message(TRAINING + "attention: tiles.yaml\n")
+    assert (
+        said == 'recipe.yaml:12: attention: found "tiles.yaml", expected a file, and there is no tiles.yaml'
+    )
+
+
+def test_a_run_folder_may_be_called_like_a_file() -> None:
+    assert load("run=runs/x.yaml").run == "runs/x.yaml"
+
+
+@pytest.mark.parametrize(
+    "packed, overrides, says",
+    [
+        (
+            {},
+            ["model.vocab=70000"],
+            "model.vocab: found 70000, expected at most 65536, all that packed's uint16",
+        ),
+        ({}, ["model.vocab=700"], "model.vocab: found 700, expected 4096 or more, the vocabulary of packed"),
+        ({"sequence_length": 96}, [], "data.sequence_length: found 64, expected a divisor of 96"),
+        (
+            {"special": {"mask": None}},
+            ["objective.use=masked", "model.use=eurobert"],
+            'objective.use: found "masked", expected another, since packed\'s tokenizer has no mask token',
+        ),
+    ],
+)
+def test_a_recipe_is_compared_with_data_that_is_packed(
+    packed: dict[str, Any], overrides: list[str], says: str
+) -> None:
+    index = {"sequence_length": 128, "dtype": "uint16", "vocab": 4096, "special": {"mask": 3}}
+    Path("packed").mkdir()
+    Path("packed/index.json").write_text(json.dumps(index))
+    text = TRAINING.replace("nowhere", "packed")
+    load("model.vocab=5000", text=text)
+    Path("packed/index.json").write_text(json.dumps(index | packed))
+    assert says in message(text, *overrides)
+
+
+def test_a_damaged_index_is_left_to_those_who_open_it() -> None:
+    Path("packed").mkdir()
+    Path("packed/index.json").write_text("{")
+    assert load("data.path=packed", "model.vocab=70000").model.vocab == 70000
+
+
+def test_lengths_in_tokens_and_shares_become_steps() -> None:
+    lengths = recipe.durations(load("schedule.steps=1M tokens", "schedule.warmup=10 %"))
+    assert lengths == {"steps": 1954, "warmup": 196}  # a step is 8 x 64 tokens
+
+
+@pytest.mark.parametrize("path", WHOLE, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_recipe_comes_back_from_its_own_yaml(path: Path, tmp_path: Path) -> None:
+    cfg = recipe.load_any(path)
+    (tmp_path / "again.yaml").write_text(config.to_yaml(cfg))
+    assert recipe.load_any(tmp_path / "again.yaml") == cfg
+
+
+@pytest.mark.parametrize("path", SECTIONS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_section_file_fits_the_section_its_folder_is_named_after(path: Path) -> None:
+    section = getattr(load(f"{path.parent.name}={path}"), path.parent.name)
+    assert config.to_dict(section) == yaml.safe_load(path.read_text())
+
+
+@pytest.mark.parametrize("path", WHOLE, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_recipe_is_headed_by_its_command(path: Path) -> None:
+    verb = "train" if isinstance(recipe.load_any(path), recipe.Run) else "data prepare"
+    assert path.read_text().startswith(f"# millrace {verb} {path.relative_to(ROOT)}   ")
+
+
+@pytest.mark.parametrize("folder, name", PARTS)
+def test_the_config_of_a_part_is_the_same_read_alone_and_imported(folder: str, name: str) -> None:
+    real = importlib.import_module(f"millrace.{folder.replace('/', '.')}.{name}").Config
+    alone = config.part_class(folder, name)
+    assert fields(alone) == fields(real)
+    assert real.__dataclass_params__.frozen
+
+
+def fields(cls: Any) -> list[tuple[str, Any, Any]]:
+    hints = typing.get_type_hints(cls)
+    return [(f.name, hints[f.name], f.default) for f in dataclasses.fields(cls)]
+
+
+def test_there_are_at_most_a_hundred_keys() -> None:
+    assert len(set(config.keys(recipe.Run)) | set(config.keys(recipe.DataRun))) <= 100

@@ -1,0 +1,59 @@
+"""Parameter counts of published models, from the shapes their recipes give: nothing is allocated."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from millrace import module, recipe
+from millrace.objective import file
+
+ROOT = Path(__file__).parent.parent
+PUBLISHED = {
+    "llama-3-8b": 8_030_261_248,
+    "llama-3.2-1b": 1_235_814_400,
+    "mini-llama-114m": 114_150_144,
+    "lunaris-277m": 276_997_120,
+    "eurobert-210m": 310_266_624,
+    "eurobert-610m": 755_625_600,
+    "eurobert-2.1b": 2_403_092_736,
+}
+BODIES = {
+    "eurobert-210m": 211_766_016,
+    "eurobert-610m": 607_874_688,
+    "eurobert-2.1b": 2_107_590_912,
+}
+
+
+def size(run: recipe.Run) -> int:
+    return module.count(file("models", run.model).Model, run.model)
+
+
+@pytest.mark.parametrize("name, parameters", PUBLISHED.items())
+def test_a_published_model_has_its_published_size(name: str, parameters: int) -> None:
+    assert size(recipe.load(ROOT / f"recipes/{name}.yaml")) == parameters
+
+
+@pytest.mark.parametrize("name, parameters", BODIES.items())
+def test_an_encoder_without_its_head_has_its_published_size(name: str, parameters: int) -> None:
+    run = recipe.load(ROOT / f"recipes/{name}.yaml")
+    assert size(run) - run.model.vocab * run.model.embed == parameters
+
+
+def heads() -> dict[str, int]:
+    """The sizes that recipes state in their first line."""
+    out = {}
+    for path in sorted((ROOT / "recipes").rglob("*.yaml")):
+        stated = re.search(r"([\d,]+) parameters", path.read_text().partition("\n")[0])
+        if stated:
+            out[str(path.relative_to(ROOT))] = int(stated[1].replace(",", ""))
+    return out
+
+
+@pytest.mark.parametrize("path, stated", heads().items())
+def test_the_size_in_a_recipes_head_is_the_models(path: str, stated: int) -> None:
+    run = recipe.load(ROOT / path)
+    if not run.model.vocab:  # as many as the demo's tokenizer has
+        vocab = recipe.load_data(ROOT / "recipes/data/demo.yaml").tokenizer.vocab
+        run = recipe.load(ROOT / path, [f"model.vocab={vocab}"])
+    assert size(run) == stated

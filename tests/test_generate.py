@@ -1,0 +1,225 @@
+"""Text from a trained model: the cache against the whole forward pass and transformers; what is drawn."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from millrace import generate, mesh, recipe
+from millrace.data import tokenise
+from millrace.errors import UserError
+from millrace.execution import Execution
+from millrace.export import huggingface
+from millrace.folder import Opened, open_run
+from millrace.generate import Sampling, draw
+from millrace.project import project
+
+GREEDY = Sampling(temperature=0)
+PROMPTS = {1: [7], 7: [1, 40, 9, 77, 40, 12, 200]}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A Llama of transformers with random weights, and a tokenizer of which most tokens are bare bytes."""
+    folder = tmp_path_factory.mktemp("llama")
+    tokenizer = tokenise.train(iter(["the mill turns, the water falls"] * 3), 270)
+    settings = transformers.LlamaConfig(
+        vocab_size=tokenizer.vocab,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        bos_token_id=tokenizer.special.bos,
+        eos_token_id=None,  # so that its generate does not stop before ours
+    )
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(settings)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.normal_(0.0, 0.12) if weight.ndim > 1 else weight.normal_(1.0, 0.2)
+    model.save_pretrained(folder)
+    tokenise.save(tokenizer, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(folder, tmp_path_factory) -> Opened:
+    """On one device: programs for eight take thrice as long to compile."""
+    target = tmp_path_factory.mktemp("runs") / "run"
+    huggingface.import_(str(folder), str(target))
+    run = open_run(str(target), ["memory.compute=float32"])
+    devices = mesh.make(dict.fromkeys(mesh.AXES, 1), jax.devices()[:1])
+    return dataclasses.replace(run, params=jax.device_get(run.params), devices=devices)
+
+
+@pytest.mark.parametrize("length", PROMPTS)
+def test_greedy_decoding_is_the_likeliest_token_of_the_whole_forward_pass(length, run):
+    cfg, how = run.cfg.model, Execution(run.cfg.attention, "float32")
+
+    @jax.jit
+    def forward(params: Any, tokens: jax.Array) -> jax.Array:
+        return project(params.unembed, params(cfg, tokens, how=how), "bsd,vd->bsv")[0]
+
+    ids = list(PROMPTS[length])
+    for token in generate.sample(run, PROMPTS[length], 12, GREEDY):
+        # What stands after the last token cannot matter to a decoder; one length is one compilation.
+        logits = forward(run.params, jnp.asarray([ids + [0] * (19 - len(ids))]))
+        best = np.sort(logits[len(ids) - 1])
+        assert best[-1] - best[-2] > 1e-3  # no tie for rounding to decide
+        assert token == int(logits[len(ids) - 1].argmax())
+        ids.append(token)
+    assert len(ids) == length + 12
+    assert len(set(ids[length:])) > 3
+
+
+def test_greedy_decoding_is_that_of_transformers_on_any_number_of_devices(run, folder):
+    eight = open_run(run.cfg.run, ["memory.compute=float32"])
+    assert eight.params.embedding.sharding.num_devices == 8
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    for prompt in PROMPTS.values():
+        given = torch.tensor([prompt])
+        answer = theirs.generate(
+            given, attention_mask=torch.ones_like(given), do_sample=False, max_new_tokens=12
+        )
+        wanted = answer[0, len(prompt) :].tolist()
+        assert list(generate.sample(run, prompt, 12, GREEDY)) == wanted
+        assert list(generate.sample(eight, prompt, 12, GREEDY)) == wanted
+
+
+def test_the_seed_decides_what_is_drawn(run):
+    def some(**settings: Any) -> list[int]:
+        return list(generate.sample(run, [7], 12, Sampling(**settings)))
+
+    assert some(temperature=1.5, seed=1) == some(temperature=1.5, seed=1)
+    assert some(temperature=1.5, seed=1) != some(temperature=1.5, seed=2)
+    assert some(temperature=0, seed=1) == some(temperature=0, seed=2)
+    assert some(temperature=1.5, top_k=1) == some(temperature=0)
+
+
+def test_two_texts_can_be_drawn_at_a_time(run):
+    alone = [list(generate.sample(run, prompt, 5, GREEDY)) for prompt in PROMPTS.values()]
+    together = zip(*(generate.sample(run, prompt, 5, GREEDY) for prompt in PROMPTS.values()), strict=True)
+    taken = []
+    for pair in together:
+        assert mesh.current() is None  # the mesh is set within the steps only
+        taken.append(pair)
+    assert [list(tokens) for tokens in zip(*taken, strict=True)] == alone
+
+
+def test_bytes_of_one_character_are_shown_together(run):
+    # Random weights say random bytes.
+    said: list[int] = []
+    sampling = Sampling(temperature=2.0, top_k=0, seed=3)
+    ids = [run.tokenizer.special.bos, *run.tokenizer.encode("é")]
+    for token in generate.sample(run, ids, 40, sampling):
+        if token in (run.tokenizer.special.eos, run.tokenizer.special.bos):
+            break
+        said.append(token)
+    pieces = list(generate.generate(run, "é", 40, sampling))
+    assert len(said) > 10
+    assert len(pieces) < len(said)  # some were held back
+    assert not any(piece.endswith("\N{REPLACEMENT CHARACTER}") for piece in pieces)
+    assert ("é" + "".join(pieces)).startswith(
+        run.tokenizer.decode(ids + said).rstrip("\N{REPLACEMENT CHARACTER}")
+    )
+
+
+def test_a_text_ends_where_the_model_ends_it(run, tmp_path):
+    special = run.tokenizer.special
+    drawn = list(generate.sample(run, [special.bos, *run.tokenizer.encode("the")], 12, GREEDY))
+    # The same model with a tokenizer that calls the fifth of these tokens its end.
+    named = tokenise.Special(bos=special.bos, eos=drawn[4], pad=special.pad, mask=special.mask)
+    ends = tokenise.Tokenizer(run.tokenizer.inner, named)
+    short = Opened(run.cfg, run.params, run.step, run.devices, ends, run.tokenizer_sha256)
+    assert drawn[4] not in drawn[:4]
+    text = "".join(generate.generate(short, "the", 12, GREEDY))
+    wanted = ends.decode([*ends.encode("the"), *drawn[:4]])
+    assert "the" + text == wanted.rstrip("\N{REPLACEMENT CHARACTER}")
+
+
+def test_what_cannot_be_continued_is_refused_in_words(run, tmp_path):
+    def refused(message: str, run: Opened = run, prompt: str = "the", tokens: int = 3) -> None:
+        with pytest.raises(UserError, match=message):
+            next(generate.generate(run, prompt, tokens, GREEDY))
+
+    parts = dict(params=None, step=0, devices=run.devices, tokenizer_sha256=None)
+    encoder = tmp_path / "recipe.yaml"
+    encoder.write_text(
+        "run: x\nmodel: {use: eurobert, layers: 1, embed: 32, heads: 2, kv_heads: 2, mlp: 32}\n"
+        "data: {path: x, sequence_length: 8}\nobjective: {use: masked}\n"
+        "optimizer: {learning_rate: 1e-3}\nschedule: {steps: 1}\n"
+    )
+    refused(
+        "model.use: eurobert reads text in both directions and cannot continue it",
+        Opened(cfg=recipe.load(encoder), tokenizer=run.tokenizer, **parts),
+    )
+    refused("no tokenizer.json in the run folder", Opened(cfg=run.cfg, tokenizer=None, **parts))
+    refused("--tokens: expected 1 or more", tokens=0)
+    special = tokenise.Special(bos=None, eos=2, pad=0, mask=3)
+    silent = tokenise.Tokenizer(run.tokenizer.inner, special)
+    refused("--prompt: expected some text", Opened(cfg=run.cfg, tokenizer=silent, **parts), prompt="")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"temperature": -0.1}, {"temperature": float("nan")}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.1}],
+    ids=str,
+)
+def test_impossible_sampling_is_refused(settings):
+    with pytest.raises(UserError, match="expected --temperature 0 or more"):
+        Sampling(**settings)
+
+
+CHANCES = np.array([0.05, 0.4, 0.1, 0.25, 0.2])  # of tokens 0 to 4
+
+
+def shares(sampling: Sampling, draws: int = 20_000) -> np.ndarray:
+    keys = jax.random.split(jax.random.key(5), draws)
+    logits = jnp.log(jnp.asarray(CHANCES)) + 3.0  # a constant changes no chance
+    tokens = jax.jit(jax.vmap(lambda key: draw(logits, key, sampling)))(keys)
+    return np.bincount(tokens, minlength=5) / draws
+
+
+@pytest.mark.parametrize(
+    ("settings", "kept"),
+    [
+        ({"top_k": 0}, [0, 1, 2, 3, 4]),
+        ({"top_k": 50}, [0, 1, 2, 3, 4]),
+        ({"top_k": 2}, [1, 3]),
+        ({"top_k": 0, "top_p": 0.6}, [1, 3]),
+        ({"top_k": 0, "top_p": 0.7}, [1, 3, 4]),
+        ({"top_k": 0, "top_p": 0.01}, [1]),
+        # Of three that have 0.85 together, the first two have 0.76.
+        ({"top_k": 3, "top_p": 0.75}, [1, 3]),
+        ({"top_k": 3, "top_p": 0.8}, [1, 3, 4]),
+    ],
+    ids=str,
+)
+def test_what_is_left_is_drawn_by_its_chances(settings, kept):
+    wanted = np.where(np.isin(np.arange(5), kept), CHANCES, 0)
+    wanted /= wanted.sum()
+    found = shares(Sampling(temperature=1.0, **settings))
+    assert (found[wanted == 0] == 0).all()
+    assert np.abs(found - wanted).max() < 0.015  # four standard deviations
+
+
+def test_temperature_sharpens_and_flattens():
+    for temperature in (0.5, 2.0):
+        wanted = CHANCES ** (1 / temperature) / (CHANCES ** (1 / temperature)).sum()
+        assert np.abs(shares(Sampling(temperature=temperature, top_k=0)) - wanted).max() < 0.015
+    assert shares(Sampling(temperature=0), draws=50).tolist() == [0, 1, 0, 0, 0]
+
+
+def test_top_k_keeps_k_of_equally_likely_tokens():
+    logits = jnp.zeros(6)
+    keys = jax.random.split(jax.random.key(0), 200)
+    tokens = jax.vmap(lambda key: draw(logits, key, Sampling(top_k=2)))(keys)
+    assert len(set(tokens.tolist())) == 2

@@ -1,0 +1,414 @@
+"""Models to Hugging Face and back: transformers judges what is written, and makes what is read."""
+
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.numpy import load_file, save_file
+
+from millrace import config, module
+from millrace.checkpoint import Checkpoints
+from millrace.data import tokenise
+from millrace.errors import UserError
+from millrace.execution import Execution
+from millrace.export import huggingface
+from millrace.folder import Opened, open_run
+from millrace.project import project
+
+SIZES: dict[str, Any] = dict(layers=2, embed=64, heads=4, kv_heads=2, mlp=96)
+LLAMA3 = dict(rope_scaling="llama3", rope_factor=4.0, rope_original=32, rope_theta=100.0)
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": dict(use="llama", tied=False, **LLAMA3),
+    "tied": dict(use="llama", activation="geglu", rope_scaling="ntk", rope_factor=3.0, rope_theta=500.0),
+    "qwen3": dict(
+        use="llama",
+        qk_norm=True,
+        head_dim=32,
+        rope_scaling="yarn",
+        rope_factor=4.0,
+        rope_original=16,
+        rope_theta=1000.0,
+    ),
+    "eurobert": dict(use="eurobert"),
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> tokenise.Tokenizer:
+    return tokenise.train(iter(["the mill turns, the water falls, the wheel and the stone"] * 3), 280)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, tokenizer) -> Callable[[str], Opened]:
+    """Run folders as training leaves them, with weights large enough for logits of several units."""
+
+    def make(name: str) -> Opened:
+        section = SIZES | MODELS[name] | {"vocab": tokenizer.vocab}
+        folder = tmp_path_factory.mktemp("run")
+        tree = {
+            "run": str(folder),
+            "model": section,
+            "data": {"path": "data/none", "sequence_length": 64},
+            "objective": {"use": "masked" if name == "eurobert" else "causal"},
+            "optimizer": {"learning_rate": 1e-3},
+            "schedule": {"steps": 10},
+            "memory": {"compute": "float32"},
+        }
+        (folder / "recipe.yaml").write_text(config.dump(tree))
+        tokenise.save(tokenizer, folder)
+        family = huggingface.family_of({"model_type": "eurobert" if name == "eurobert" else "llama"})
+        shapes = module.shapes(
+            family.Model, family.Config(**{k: v for k, v in section.items() if k != "use"})
+        )
+        rng = np.random.default_rng(0)
+        checkpoints = Checkpoints(str(folder))
+
+        def leaf(path: Any, wanted: Any) -> np.ndarray:
+            is_norm = module.dotted(path).endswith("_norm")
+            return rng.normal(*((1.0, 0.2) if is_norm else (0.0, 0.12)), wanted.shape).astype(np.float32)
+
+        checkpoints.save_params(jax.tree_util.tree_map_with_path(leaf, shapes), {})
+        checkpoints.close()
+        return open_run(str(folder))
+
+    return functools.cache(make)
+
+
+def our_logits(run: Opened, tokens: np.ndarray) -> np.ndarray:
+    params = jax.tree.map(jnp.asarray, jax.device_get(run.params))
+    how = Execution(run.cfg.attention, "float32")
+    hidden = jax.jit(lambda params, tokens: params(run.cfg.model, tokens, how=how))(params, tokens)
+    return np.asarray(project(params.unembed, hidden, "bsd,vd->bsv"))
+
+
+def their_logits(model: Any, tokens: np.ndarray) -> np.ndarray:
+    with torch.no_grad():
+        return model(torch.tensor(tokens)).logits.float().numpy()
+
+
+def load(folder: Path) -> Any:
+    """By the automatic class, as a user of the folder would; every weight must find its place."""
+    masked = "MaskedLM" in json.loads((folder / "config.json").read_text())["architectures"][0]
+    auto = transformers.AutoModelForMaskedLM if masked else transformers.AutoModelForCausalLM
+    model, info = auto.from_pretrained(folder, output_loading_info=True)
+    assert not any(info.values()), info
+    return model.eval()
+
+
+def some_tokens(vocab: int) -> np.ndarray:
+    return np.random.default_rng(1).integers(4, vocab, (2, 20)).astype(np.int32)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_transformers_loads_an_export_and_computes_the_same(name, runs, tokenizer, tmp_path):
+    run, target = runs(name), tmp_path / "out"
+    files = huggingface.export(run, str(target), "float32")
+    assert [path.name for path in files] == [
+        "config.json",
+        "model.safetensors",
+        "special_tokens_map.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
+    theirs = load(target)
+    classes = {"qwen3": "Qwen3ForCausalLM", "eurobert": "EuroBertForMaskedLM"}
+    assert type(theirs).__name__ == classes.get(name, "LlamaForCausalLM")
+    assert theirs.dtype == torch.float32
+    special = tokenizer.special
+    assert theirs.config.bos_token_id == special.bos
+    assert theirs.config.eos_token_id == special.eos
+    assert theirs.config.pad_token_id == special.pad
+    tokens = some_tokens(tokenizer.vocab)
+    wanted = our_logits(run, tokens)
+    assert np.abs(wanted).max() > 3  # small logits would agree whatever the model
+    assert np.abs(their_logits(theirs, tokens) - wanted).max() <= 2e-5
+
+    loaded = transformers.AutoTokenizer.from_pretrained(target)
+    text = "the wheel falls, écluse"
+    assert loaded(text)["input_ids"] == [special.bos, *tokenizer.encode(text)]
+    assert loaded.decode(tokenizer.encode(text)) == text
+    assert (loaded.bos_token_id, loaded.eos_token_id, loaded.mask_token_id) == (
+        special.bos,
+        special.eos,
+        special.mask,
+    )
+
+
+def test_an_export_in_bfloat16_holds_the_rounded_weights(runs, tmp_path):
+    run, target = runs("llama"), tmp_path / "out"
+    huggingface.export(run, str(target), "bfloat16")
+    theirs = load(target)
+    assert theirs.dtype == torch.bfloat16
+    wanted = np.asarray(jax.device_get(run.params.blocks.w_gate))[1].T.astype(ml_dtypes.bfloat16)
+    found = theirs.model.layers[1].mlp.gate_proj.weight.detach().float().numpy()
+    assert (found == wanted.astype(np.float32)).all()
+
+
+def test_a_large_export_is_split_over_files(runs, tmp_path, monkeypatch):
+    run, target = runs("qwen3"), tmp_path / "out"
+    monkeypatch.setattr(huggingface, "SHARD_BYTES", 100_000)
+    huggingface.export(run, str(target), "float32")
+    files = sorted(path.name for path in target.glob("*.safetensors"))
+    assert len(files) > 2
+    assert files[0] == f"model-00001-of-{len(files):05}.safetensors"
+    sizes = {path.name: path.stat().st_size for path in target.glob("*.safetensors")}
+    assert max(sizes.values()) < 110_000  # a header more; no tensor here is larger than a file
+    tokens = some_tokens(run.cfg.model.vocab)
+    assert np.abs(their_logits(load(target), tokens) - our_logits(run, tokens)).max() <= 2e-5
+    # And back: an import reads all of the files.
+    huggingface.import_(str(target), str(tmp_path / "back"))
+    same(run.params, open_run(str(tmp_path / "back")).params)
+
+
+def test_a_reader_of_the_older_spelling_finds_the_same_positions(runs, tmp_path):
+    for name in ("llama", "qwen3", "eurobert"):
+        huggingface.export(runs(name), str(tmp_path / name), "float32")
+        settings = json.loads((tmp_path / name / "config.json").read_text())
+        new, old = settings.pop("rope_parameters"), settings.pop("rope_scaling") or {}
+        assert settings["rope_theta"] == new["rope_theta"]
+        assert {"rope_type": "default"} | old == {key: new[key] for key in new if key != "rope_theta"}
+
+
+def test_an_export_without_a_tokenizer_names_no_tokens_of_others(runs, tmp_path):
+    run = runs("eurobert")
+    bare = Opened(run.cfg, run.params, run.step, run.devices, tokenizer=None, tokenizer_sha256=None)
+    huggingface.export(bare, str(tmp_path / "out"), "float32")
+    theirs = load(tmp_path / "out")
+    assert theirs.config.bos_token_id is theirs.config.eos_token_id is theirs.config.pad_token_id is None
+    assert not (tmp_path / "out" / "tokenizer.json").exists()
+
+
+def test_an_export_overwrites_nothing(runs, tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match="there is something already; name a new folder"):
+        huggingface.export(runs("llama"), str(tmp_path), "float32")
+    with pytest.raises(UserError, match="there is something already"):
+        huggingface.export(runs("llama"), str(tmp_path / "notes.txt"), "float32")
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_what_transformers_cannot_compute_is_not_exported(runs, tmp_path):
+    run = runs("llama")
+    capped = open_run(run.cfg.run, ["loss.soft_cap=30.0"])
+    with pytest.raises(UserError, match="loss.soft_cap: found 30.0, which transformers has not"):
+        huggingface.export(capped, str(tmp_path / "out"), "float32")
+    odd = huggingface.family_of({"model_type": "llama"})
+    cfg = odd.Config(layers=1, embed=64, heads=6, kv_heads=2, mlp=96, vocab=300, head_dim=16)
+    with pytest.raises(UserError, match="model.heads: transformers loads no Llama"):
+        odd.to_hf(cfg, 64)
+    assert not (tmp_path / "out").exists()
+
+
+LLAMA = dict(
+    vocab_size=96,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=128,
+)
+SCALED = {
+    "rope_type": "llama3",
+    "rope_theta": 100.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+
+def save_llama(folder: Path, dtype: torch.dtype = torch.float32, **settings: Any) -> Any:
+    """A random Llama of transformers, saved, and as it is read back in float32."""
+    saving = {"max_shard_size": settings.pop("max_shard_size", "1GB")}
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA | settings)).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.normal_(0.0, 0.12) if weight.ndim > 1 else weight.normal_(1.0, 0.2)
+    model.to(dtype).save_pretrained(folder, **saving)
+    # Anew: `to` has rounded the rotary frequencies as well.
+    return transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
+    save_llama(folder)
+    return folder
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    settings = json.loads((folder / "config.json").read_text())
+    change(settings)
+    (folder / "config.json").write_text(json.dumps(settings))
+
+
+def copy(saved: Path, folder: Path) -> Path:
+    folder.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (folder / name).write_bytes((saved / name).read_bytes())
+    return folder
+
+
+def same(ours: Any, others: Any) -> None:
+    ours, others = dict(module.named(ours)), dict(module.named(others))
+    assert ours.keys() == others.keys()
+    for path, weight in ours.items():
+        assert (np.asarray(weight) == np.asarray(others[path])).all(), path
+
+
+def as_in_transformers_4(settings: dict[str, Any]) -> None:
+    rope = settings.pop("rope_parameters")
+    settings["rope_theta"] = rope.pop("rope_theta")
+    settings["rope_scaling"] = rope
+
+
+@pytest.mark.parametrize(
+    ("settings", "change"),
+    [
+        ({}, None),
+        ({"max_shard_size": "40KB"}, None),
+        ({"dtype": torch.bfloat16}, None),
+        ({"tie_word_embeddings": True, "rope_parameters": SCALED}, as_in_transformers_4),
+    ],
+    ids=["whole", "in shards", "bfloat16", "tied, transformers 4"],
+)
+def test_an_imported_model_computes_the_same(settings, change, tmp_path):
+    source, target = tmp_path / "source", tmp_path / "run"
+    theirs = save_llama(source, **settings)
+    if change:
+        rewrite(source, change)
+    assert len(list(source.glob("*.safetensors"))) == (12 if "max_shard_size" in settings else 1)
+    cfg = huggingface.import_(str(source), str(target))
+    assert (cfg.objective.use, cfg.data.sequence_length, cfg.run) == ("causal", 128, str(target))
+    run = open_run(str(target))
+    assert (run.step, run.cfg, run.tokenizer) == (0, cfg, None)
+    tokens = some_tokens(96)
+    wanted = their_logits(theirs, tokens)
+    assert np.abs(wanted).max() > 3
+    assert np.abs(our_logits(run, tokens) - wanted).max() <= 2e-5
+
+
+def test_import_export_import_loses_nothing(tmp_path, tokenizer):
+    source = tmp_path / "source"
+    save_llama(source, vocab_size=tokenizer.vocab)
+    tokenise.save(tokenizer, source)
+    huggingface.import_(str(source), str(tmp_path / "first"))
+    first = open_run(str(tmp_path / "first"))
+    huggingface.export(first, str(tmp_path / "out"), "float32")
+    huggingface.import_(str(tmp_path / "out"), str(tmp_path / "second"))
+    second = open_run(str(tmp_path / "second"))
+    same(first.params, second.params)
+    assert first.cfg.model == second.cfg.model
+    assert first.tokenizer_sha256 == second.tokenizer_sha256 == tokenise.sha256(source)
+    before, after = load_file(source / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
+    assert before.keys() == after.keys()
+    assert all((before[name] == after[name]).all() for name in before)
+
+
+def test_an_encoder_is_imported_with_its_objective(runs, tmp_path):
+    huggingface.export(runs("eurobert"), str(tmp_path / "out"), "float32")
+    cfg = huggingface.import_(str(tmp_path / "out"), str(tmp_path / "run"))
+    assert (cfg.model, cfg.objective.use) == (runs("eurobert").cfg.model, "masked")
+    same(runs("eurobert").params, open_run(str(tmp_path / "run")).params)
+
+
+def rope(**values: Any) -> dict[str, Any]:
+    return {"rope_parameters": SCALED | values}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "gpt2"}, "model_type: found gpt2, expected one of eurobert, llama, qwen3"),
+        ({"model_type": None}, "model_type: found None"),
+        ({"attention_bias": True}, "attention_bias: found true, but weights with biases cannot be imported"),
+        ({"mlp_bias": True}, "mlp_bias: found true"),
+        ({"hidden_act": "gelu"}, "hidden_act: found gelu, expected one of silu, gelu_pytorch_tanh, relu2"),
+        ({"hidden_size": None}, "hidden_size: found nothing"),
+        ({"num_key_value_heads": 3}, "kv_heads: expected a divisor of heads, 4"),
+        (
+            rope(rope_type="dynamic"),
+            "rope_type: found dynamic, expected one of default, linear, llama3, yarn",
+        ),
+        (rope(high_freq_factor=8.0), "high_freq_factor: found 8.0, only 4.0 can be imported"),
+        (rope(rope_type="yarn"), "low_freq_factor: found 1.0, no yarn scaling with it can be imported"),
+        (rope(factor=None), "factor: found nothing"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: only 1.0 can be imported"),
+        ({"use_sliding_window": True}, "a sliding window, which cannot be imported"),
+        ({"quantization_config": {"bits": 4}}, "quantised weights cannot be imported"),
+        ({"model_type": "eurobert", "tie_word_embeddings": True}, "eurobert with tied True: only False"),
+        ({"model_type": "eurobert", "head_dim": 32}, "eurobert with head_dim 32: only 16"),
+        ({"model_type": "eurobert"} | rope(), "eurobert with rope_scaling llama3: only none"),
+        ({"num_hidden_layers": 3}, r"no tensor model.layers.2.input_layernorm.weight"),
+        ({"num_hidden_layers": 1}, r"no place .* the tensor model.layers.1.\S+ and 8 more"),
+        ({"model_type": "qwen3"}, r"no tensor model.layers.0.self_attn.q_norm.weight"),
+        ({"intermediate_size": 80}, r"mlp.gate_proj.weight is of shape \(96, 64\), and by config.json"),
+    ],
+    ids=str,
+)
+def test_a_model_that_cannot_be_imported_is_refused_in_words(changes, message, saved, tmp_path):
+    source = copy(saved, tmp_path / "source")
+    rewrite(source, lambda settings: settings.update(changes))
+    with pytest.raises(UserError, match=message):
+        huggingface.import_(str(source), str(tmp_path / "run"))
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]  # nothing half-made is left
+
+
+def test_yarn_with_another_magnitude_is_refused(saved, tmp_path):
+    source = copy(saved, tmp_path / "source")
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+    for odd in ({"mscale": 0.7}, {"attention_factor": 1.5}, {"beta_fast": 16}, {"truncate": False}):
+        rewrite(source, lambda settings, odd=odd: settings.update(rope_parameters=yarn | odd))
+        with pytest.raises(UserError, match=f"rope: {next(iter(odd))}: found"):
+            huggingface.import_(str(source), str(tmp_path / "run"))
+    usual = {"attention_factor": 0.1 * float(np.log(4.0)) + 1.0, "beta_fast": 32, "mscale": None}
+    rewrite(source, lambda settings: settings.update(rope_parameters=yarn | usual))
+    assert huggingface.import_(str(source), str(tmp_path / "run")).model.rope_scaling == "yarn"
+
+
+def test_a_folder_that_is_no_model_is_refused_in_words(saved, tmp_path):
+    source, target = tmp_path / "source", str(tmp_path / "run")
+    source.mkdir()
+
+    def refused(message: str) -> None:
+        with pytest.raises(UserError, match=message):
+            huggingface.import_(str(source), target)
+
+    refused("not a Hugging Face model folder: no config.json in it")
+    (source / "config.json").write_text("{")
+    refused("config.json: not valid JSON")
+    (source / "config.json").write_text("[]")
+    refused("config.json: expected names and values in braces")
+    (source / "config.json").write_bytes((saved / "config.json").read_bytes())
+    refused("no .safetensors file in it")
+    (source / "model.safetensors").write_bytes((saved / "model.safetensors").read_bytes()[:5000])
+    refused("model.safetensors: not a whole safetensors file")
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_a_tensor_too_many_is_refused(saved, tmp_path):
+    source = copy(saved, tmp_path / "source")
+    tensors = load_file(source / "model.safetensors")
+    save_file(tensors | {"score.weight": np.zeros((2, 64), np.float32)}, source / "model.safetensors")
+    with pytest.raises(UserError, match=r"no place in this model for the tensor score.weight$"):
+        huggingface.import_(str(source), str(tmp_path / "run"))
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_an_import_overwrites_nothing(saved, tmp_path):
+    (tmp_path / "recipe.yaml").write_text("mine")
+    with pytest.raises(UserError, match="there is something already; name a new folder"):
+        huggingface.import_(str(saved), str(tmp_path))
+    assert (tmp_path / "recipe.yaml").read_text() == "mine"
+    assert len(list(tmp_path.iterdir())) == 1

@@ -1,0 +1,335 @@
+"""Cut cross entropy against full logits, against float64 in torch, and against itself on eight devices."""
+
+import functools
+import importlib
+import math
+import pkgutil
+import re
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+import millrace.losses
+from millrace import mesh
+from millrace.kernels.cut_cross_entropy import PerToken, Stats, bind, cut
+from millrace.losses import cross_entropy, focal
+
+LOSSES = [module.name for module in pkgutil.iter_modules(millrace.losses.__path__)]
+SHAPES = [(256, 512, 128), (252, 507, 128), (252, 507, 123)]
+# A loss that depends on all three statistics.
+SMOOTHED = bind(cross_entropy.per_token, SimpleNamespace(label_smoothing=0.1, z_loss=1e-3))
+PLAIN_CE = bind(cross_entropy.per_token, SimpleNamespace(label_smoothing=0.0, z_loss=0.0))
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Logits of standard deviation 6, so that a soft-cap of 20 bends them; a fifth of the tokens ignored."""
+
+    hidden: jax.Array
+    unembed: jax.Array
+    targets: jax.Array
+    weights: jax.Array
+
+    @property
+    def arrays(self) -> tuple[jax.Array, ...]:
+        return self.hidden, self.unembed, self.targets, self.weights
+
+
+def problem(
+    tokens: int = 252, vocab: int = 507, embed: int = 123, *, dtype: Any = jnp.float32, rows: int = 4
+) -> Problem:
+    rng = np.random.default_rng(0)
+    shape = rows, tokens // rows
+    ignored = rng.random(shape) < 0.2
+    return Problem(
+        hidden=jnp.asarray(rng.standard_normal((*shape, embed)), dtype),
+        unembed=jnp.asarray(rng.standard_normal((vocab, embed)) * 6 / math.sqrt(embed), dtype),
+        targets=jnp.asarray(np.where(ignored, -100, rng.integers(0, vocab, shape)), jnp.int32),
+        # Gradients stay below 2, where bf16 itself rounds by no more than 0.004.
+        weights=jnp.asarray(np.where(ignored, 0.0, rng.uniform(0.1, 0.3, shape)), jnp.float32),
+    )
+
+
+def reference(
+    per_token: PerToken,
+    hidden: jax.Array,
+    unembed: jax.Array,
+    targets: jax.Array,
+    weights: jax.Array,
+    *,
+    soft_cap: float | None = None,
+) -> jax.Array:
+    """The loss from full logits in hidden's own precision, for autodiff."""
+    logits = jnp.einsum("bsd,vd->bsv", hidden, unembed).astype(jnp.float32)
+    if soft_cap is not None:
+        logits = soft_cap * jnp.tanh(logits / soft_cap)
+    return (weights * per_token(stats_of(logits, jnp.maximum(targets, 0)))).sum()
+
+
+def stats_of(logits: jax.Array, targets: jax.Array) -> Stats:
+    target = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+    return Stats(jax.nn.logsumexp(logits, axis=-1), target, logits.mean(-1))
+
+
+def loss_and_gradients(loss: Any, p: Problem) -> tuple[Any, Any, Any]:
+    value, gradients = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(*p.arrays)
+    return value, *gradients
+
+
+def with_cut(per_token: PerToken, p: Problem, **options: Any) -> tuple[Any, Any, Any]:
+    return loss_and_gradients(lambda *arrays: cut(per_token, *arrays, **options).loss, p)
+
+
+def with_full_logits(per_token: PerToken, p: Problem, **options: Any) -> tuple[Any, Any, Any]:
+    return loss_and_gradients(lambda *arrays: reference(per_token, *arrays, **options), p)
+
+
+def in_float64(
+    p: Problem, *, soft_cap: float | None = None, z_loss: float = 0.0, label_smoothing: float = 0.0
+) -> tuple[np.ndarray, ...]:
+    """The truth, by torch's own cross entropy and autograd."""
+    hidden, unembed = (
+        torch.tensor(np.asarray(x, np.float64), requires_grad=True) for x in (p.hidden, p.unembed)
+    )
+    targets, weights = torch.tensor(np.asarray(p.targets)).long(), torch.tensor(np.asarray(p.weights))
+    logits = hidden @ unembed.T
+    if soft_cap is not None:
+        logits = soft_cap * torch.tanh(logits / soft_cap)
+    ce = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), targets.flatten(), reduction="none", label_smoothing=label_smoothing
+    )
+    loss = (weights.flatten() * (ce + z_loss * logits.logsumexp(-1).flatten() ** 2)).sum()
+    gradients = torch.autograd.grad(loss, (hidden, unembed))
+    return tuple(x.detach().numpy() for x in (loss, *gradients))
+
+
+def assert_same(ours: Any, theirs: Any, *, tolerance: float = 1e-5) -> None:
+    """Equal to `tolerance` of the largest entry."""
+    for one, other in zip(ours, theirs, strict=True):
+        one, other = np.asarray(one, np.float64), np.asarray(other, np.float64)
+        np.testing.assert_allclose(one, other, rtol=0, atol=tolerance * np.abs(other).max())
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("z_loss", [0.0, 1e-2])
+@pytest.mark.parametrize("soft_cap", [None, 20.0])
+@pytest.mark.parametrize(
+    "dtype, tolerance", [(jnp.float32, 5e-4), (jnp.bfloat16, 1e-2)], ids=["float32", "bfloat16"]
+)
+def test_cut_is_no_further_from_the_truth_than_full_logits(
+    dtype: Any, tolerance: float, soft_cap: float | None, z_loss: float, shape: tuple[int, int, int]
+) -> None:
+    p = problem(*shape, dtype=dtype)
+    per_token = bind(cross_entropy.per_token, SimpleNamespace(label_smoothing=0.0, z_loss=z_loss))
+    truth = in_float64(p, soft_cap=soft_cap, z_loss=z_loss)
+    naive = with_full_logits(per_token, p, soft_cap=soft_cap)
+    ours = with_cut(per_token, p, soft_cap=soft_cap, chunk=100)
+    for right, plain, got in zip(truth, naive, ours, strict=True):
+        allowed = np.abs(np.asarray(plain, np.float64) - right) + tolerance
+        error = np.abs(np.asarray(got, np.float64) - right)
+        assert (error <= allowed).all(), (error - allowed).max()
+        assert np.linalg.norm(error) <= (2e-6 if dtype == jnp.float32 else 4e-3) * np.linalg.norm(right)
+
+
+@functools.cache
+def in_one_piece(tokens: int, vocab: int, embed: int, rows: int) -> tuple[Any, Any, Any]:
+    return with_cut(SMOOTHED, problem(tokens, vocab, embed, rows=rows), soft_cap=20.0)
+
+
+# 252 tokens make 23 chunks and 1 token of padding, 5 and 3, 4 and none, and 1 chunk.
+@pytest.mark.parametrize("chunk", [11, 53, 63, 1000])
+def test_chunk_size_does_not_change_the_result(chunk: int) -> None:
+    chunked = with_cut(SMOOTHED, problem(252, 507, 123), soft_cap=20.0, chunk=chunk)
+    assert_same(chunked, in_one_piece(252, 507, 123, 4), tolerance=1e-6)
+
+
+@pytest.mark.parametrize("chunk", [64, "auto"])
+def test_evaluation_gives_the_totals_that_training_does(chunk: int | str) -> None:
+    p = problem()
+    totals = jax.jit(lambda *arrays: cut(SMOOTHED, *arrays, chunk=chunk))(*p.arrays)
+    assert_same([totals.loss], with_cut(SMOOTHED, p, chunk=chunk)[:1], tolerance=1e-6)
+    assert_same([totals.nll], in_float64(p)[:1])
+
+
+def test_logits_are_computed_once_and_gradients_only_when_asked_for() -> None:
+    p = problem()
+    loss = lambda *arrays: cut(SMOOTHED, *arrays, chunk=64).loss
+    assert str(jax.make_jaxpr(loss)(*p.arrays)).count("dot_general[") == 1
+    assert str(jax.make_jaxpr(jax.value_and_grad(loss, argnums=(0, 1)))(*p.arrays)).count("dot_general[") == 3
+
+
+def test_label_smoothing_is_that_of_torch() -> None:
+    p = problem()
+    per_token = bind(cross_entropy.per_token, SimpleNamespace(label_smoothing=0.1, z_loss=0.0))
+    assert_same(with_cut(per_token, p, chunk=64), in_float64(p, label_smoothing=0.1))
+
+
+@pytest.mark.parametrize("gamma", [0.0, 0.5, 2.0])
+def test_focal_loss_matches_its_definition(gamma: float) -> None:
+    p = problem()
+    hidden, unembed, targets, weights = (np.asarray(x, np.float64) for x in p.arrays)
+    logits = hidden @ unembed.T
+    probability = np.exp(logits - logits.max(-1, keepdims=True))
+    probability /= probability.sum(-1, keepdims=True)
+    target = np.maximum(targets, 0).astype(int)[..., None]
+    own = np.take_along_axis(probability, target, axis=-1)[..., 0]
+    expected = (weights * (1 - own) ** gamma * -np.log(own)).sum()
+    per_token = bind(focal.per_token, SimpleNamespace(gamma=gamma, z_loss=0.0))
+    assert float(cut(per_token, *p.arrays).loss) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_every_loss_has_the_gradient_of_its_full_logits_version(name: str) -> None:
+    module = importlib.import_module(f"millrace.losses.{name}")
+    cfg = SimpleNamespace(**vars(module.Config()), z_loss=1e-3)
+    per_token, p = bind(module.per_token, cfg), problem()
+    assert_same(
+        with_cut(per_token, p, soft_cap=20.0, chunk=64), with_full_logits(per_token, p, soft_cap=20.0)
+    )
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_every_loss_falls_when_the_target_logit_rises(name: str) -> None:
+    module = importlib.import_module(f"millrace.losses.{name}")
+    logits = jax.random.normal(jax.random.key(0), (64, 50))
+    targets = jnp.arange(64) % 50
+    raised = logits.at[jnp.arange(64), targets].add(0.1)
+    before, after = (module.per_token(module.Config(), stats_of(x, targets)) for x in (logits, raised))
+    assert (after < before).all()
+
+
+@pytest.mark.parametrize("per_token", [SMOOTHED, bind(focal.per_token, SimpleNamespace(gamma=0.5, z_loss=0))])
+def test_a_batch_without_targets_gives_zero_and_zero_gradients(per_token: PerToken) -> None:
+    p = problem()
+    empty = Problem(p.hidden, p.unembed, jnp.full_like(p.targets, -100), jnp.zeros_like(p.weights))
+    for value in with_cut(per_token, empty, chunk=64):
+        assert not np.asarray(value).any()
+
+
+def test_ignored_tokens_have_no_influence() -> None:
+    p = problem()
+    ignored = p.weights == 0
+    other = jnp.where(ignored, jnp.where(p.hidden[..., 0] > 0, 2**30, 3), p.targets)
+    first = with_cut(SMOOTHED, p, chunk=64)
+    second = with_cut(SMOOTHED, Problem(p.hidden, p.unembed, other, p.weights), chunk=64)
+    jax.tree.map(np.testing.assert_array_equal, first, second)
+    assert ignored.any() and not np.asarray(first[1][ignored]).any()
+
+
+def test_an_ignored_token_may_have_a_loss_that_needs_a_target() -> None:
+    p = problem()
+    # Every logit is about -123, so a token without a target would seem to have one above their logsumexp.
+    negative = Problem(-jnp.ones_like(p.hidden), jnp.ones_like(p.unembed), p.targets, p.weights)
+    for value in with_cut(lambda stats: jnp.sqrt(stats.lse - stats.target), negative, chunk=64):
+        assert np.isfinite(value).all()
+
+
+@pytest.mark.parametrize("gamma", [None, 0.5, 2.0])
+def test_extreme_logits_stay_finite(gamma: float | None) -> None:
+    per_token = bind(focal.per_token, SimpleNamespace(gamma=gamma, z_loss=1e-4)) if gamma else SMOOTHED
+    p = problem()
+    # Every second token is certain of its target and the others are certain of something else.
+    certain = p.unembed[jnp.maximum(p.targets, 0)] * jnp.where(jnp.arange(63) % 2, 1, -1)[:, None]
+    extreme = Problem(1e3 * certain, p.unembed, p.targets, p.weights)
+    for value in with_cut(per_token, extreme, chunk=64):
+        assert np.isfinite(value).all()
+
+
+def test_only_the_loss_is_differentiated_and_its_cotangent_scales_the_gradients() -> None:
+    p = problem()
+    once = with_cut(SMOOTHED, p)
+    thrice = loss_and_gradients(lambda *arrays: 3 * cut(SMOOTHED, *arrays).loss, p)
+    assert_same(thrice, [3 * x for x in once], tolerance=1e-6)
+    for gradient in loss_and_gradients(lambda *arrays: cut(SMOOTHED, *arrays).nll, p)[1:]:
+        assert not np.asarray(gradient).any()
+
+
+def test_gradients_have_the_dtypes_of_the_weights_and_activations() -> None:
+    p = problem(dtype=jnp.bfloat16)
+    mixed = Problem(p.hidden, p.unembed.astype(jnp.float32), p.targets, p.weights)
+    loss, d_hidden, d_unembed = with_cut(SMOOTHED, mixed, chunk=64)
+    assert (loss.dtype, d_hidden.dtype, d_unembed.dtype) == (jnp.float32, jnp.bfloat16, jnp.float32)
+    # The products are the same as with bf16 weights; only the last rounding of d unembed is spared.
+    assert_same([d_hidden, d_unembed.astype(jnp.bfloat16)], with_cut(SMOOTHED, p, chunk=64)[1:], tolerance=0)
+
+
+MESHES = {
+    "batch over 4, vocabulary over 2": (dict(data=2, fsdp=2, tensor=2, context=1), (4, 512, 128)),
+    "vocabulary over 4": (dict(data=1, fsdp=1, tensor=4, context=1), (4, 512, 128)),
+    "positions over 2": (dict(data=1, fsdp=1, tensor=1, context=2), (4, 512, 128)),
+    "every kind of split": (dict(data=1, fsdp=2, tensor=2, context=2), (4, 512, 128)),
+    "a vocabulary that does not divide": (dict(data=1, fsdp=2, tensor=2, context=2), (4, 507, 123)),
+    "a batch that does not divide": (dict(data=1, fsdp=4, tensor=2, context=1), (2, 512, 128)),
+}
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_a_mesh_does_not_change_loss_or_gradients(name: str) -> None:
+    sizes, (rows, vocab, embed) = MESHES[name]
+    p = problem(64 * rows, vocab, embed, rows=rows)
+    alone = in_one_piece(64 * rows, vocab, embed, rows)
+    devices = jax.devices()[: math.prod(sizes.values())]
+    with jax.set_mesh(mesh.make(sizes, devices)):
+        assert_same(with_cut(SMOOTHED, p, soft_cap=20.0, chunk=20), alone, tolerance=2e-6)
+        totals = jax.jit(lambda *arrays: cut(SMOOTHED, *arrays, soft_cap=20.0))(*p.arrays)
+    assert_same([totals.loss], alone[:1], tolerance=2e-6)
+    assert_same([totals.nll], in_float64(p, soft_cap=20.0)[:1])
+
+
+def test_the_gradient_of_the_head_is_left_split_as_the_head_is_stored() -> None:
+    p = problem(256, 512, 128)
+    with jax.set_mesh(mesh.make(dict(data=2, fsdp=2, tensor=2, context=1))):
+        d_unembed = with_cut(SMOOTHED, p)[2]
+    assert {shard.data.shape for shard in d_unembed.addressable_shards} == {(256, 64)}
+
+
+def test_chunks_need_a_fraction_of_the_memory_of_full_logits() -> None:
+    tokens, vocab, embed = 2048, 8192, 64
+    arguments = (
+        jax.ShapeDtypeStruct((1, tokens, embed), jnp.float32),
+        jax.ShapeDtypeStruct((vocab, embed), jnp.float32),
+        jax.ShapeDtypeStruct((1, tokens), jnp.int32),
+        jax.ShapeDtypeStruct((1, tokens), jnp.float32),
+    )
+
+    def temporary_bytes(loss: Any) -> int:
+        step = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
+        memory: Any = step.lower(*arguments).compile().memory_analysis()
+        return memory.temp_size_in_bytes
+
+    full = temporary_bytes(lambda *arrays: reference(PLAIN_CE, *arrays))
+    chunked = temporary_bytes(lambda *arrays: cut(PLAIN_CE, *arrays, chunk=256).loss)
+    assert full >= tokens * vocab * 4
+    assert chunked < full / 4
+
+
+def test_automatic_chunks_keep_the_largest_array_within_a_gibibyte() -> None:
+    arguments = (
+        jax.ShapeDtypeStruct((2, 4096, 16), jnp.bfloat16),
+        jax.ShapeDtypeStruct((256_000, 16), jnp.bfloat16),
+        jax.ShapeDtypeStruct((2, 4096), jnp.int32),
+        jax.ShapeDtypeStruct((2, 4096), jnp.float32),
+    )
+    step = jax.value_and_grad(lambda *arrays: cut(PLAIN_CE, *arrays).loss, argnums=(0, 1))
+    shapes = re.findall(r"f32\[([\d,]+)\]", str(jax.make_jaxpr(step)(*arguments)))
+    largest = max(math.prod(map(int, shape.split(","))) for shape in shapes)
+    assert largest == 1024 * 256_000
+
+
+@pytest.mark.parametrize(
+    "make, key",
+    [
+        (lambda: cross_entropy.Config(label_smoothing=1.0), "label_smoothing"),
+        (lambda: cross_entropy.Config(label_smoothing=-0.1), "label_smoothing"),
+        (lambda: focal.Config(gamma=-1.0), "gamma"),
+    ],
+)
+def test_a_setting_out_of_range_is_refused_by_its_name(make: Any, key: str) -> None:
+    with pytest.raises(ValueError, match=f"^{key}: "):
+        make()

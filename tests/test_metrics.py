@@ -1,0 +1,436 @@
+"""Meter arithmetic with a driven clock, late reading, and what each writer leaves behind."""
+
+import io
+import json
+import math
+import re
+import resource
+import struct
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from rich.console import Console
+
+from millrace import metrics, writers
+from millrace.metrics import Late, Meter
+from millrace.writers import Writers, terminal
+from millrace.writers.jsonl import Jsonl
+from millrace.writers.tensorboard import TensorBoard
+
+ROW = {
+    "step": 1200,
+    "loss": 2.34512,
+    "learning_rate": 2.96e-4,
+    "grad_norm": 0.82,
+    "tokens": 9_830_400,
+    "tokens_per_second": 12_345.0,
+    "mfu": 0.382,
+    "memory": 71.2 * 2**30,
+    "eta_seconds": 7_500.0,
+    "goodput": 0.971,
+    "step_seconds": 0.66,
+    "skipped": 0,
+}
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Heard:
+    """A writer that remembers, and fails on rows when told to."""
+
+    def __init__(self, name: str = "heard", *, fails: bool = False) -> None:
+        self.name = name
+        self.optional = True
+        self.fails = fails
+        self.rows: list[int] = []
+        self.events: list[str] = []
+
+    def write(self, step: int, row: dict[str, Any]) -> None:
+        if self.fails:
+            raise ConnectionError("the server\n  has gone away.")
+        self.rows.append(step)
+
+    def event(self, message: str, level: str) -> None:
+        self.events.append(message)
+
+    def close(self) -> None:
+        pass
+
+
+def meter(clock: Clock, **changes: Any) -> Meter:
+    settings: dict[str, Any] = dict(
+        tokens_per_step=1000, flops_per_token=6e9, total_steps=100, devices=4, peak=1e12, clock=clock
+    )
+    return Meter(**settings | changes)
+
+
+def test_rates_count_the_time_of_steps_and_not_of_pauses() -> None:
+    clock = Clock()
+    measured = meter(clock)
+    clock.now += 8
+    with measured.pause("evaluate"):
+        clock.now += 50
+        with measured.pause("checkpoint"):
+            clock.now += 10
+    clock.now += 2
+    row = measured.row(5, {"loss": 2.0, "grad_norm": 0.5})
+    assert row["step"] == 5 and row["loss"] == 2.0 and row["grad_norm"] == 0.5
+    assert row["tokens"] == 5000
+    assert row["step_seconds"] == pytest.approx(2.0)
+    assert row["tokens_per_second"] == pytest.approx(500)
+    assert row["mfu"] == pytest.approx(6e9 * 500 / (4 * 1e12))
+    assert row["goodput"] == pytest.approx(10 / 70)
+    assert measured.paused == {"evaluate": pytest.approx(60)}
+    # What is left includes pauses at the rate of so far: 70 seconds for 5 steps.
+    assert row["eta_seconds"] == pytest.approx(95 * 70 / 5)
+
+    clock.now += 5
+    assert measured.row(10, {})["tokens_per_second"] == pytest.approx(1000), "a rate since the last row"
+
+
+def test_goodput_counts_from_the_start_of_the_process_and_leaves_out_compiling_and_skipped_updates() -> None:
+    clock = Clock()
+    measured = meter(clock, started=clock.now - 20)
+    with measured.pause("compile"):
+        clock.now += 30
+    clock.now += 50
+    row = measured.row(10, {"skipped": 2.0})
+    assert row["goodput"] == pytest.approx(0.8 * 50 / 100)
+    assert row["skipped"] == 2
+    assert row["eta_seconds"] == pytest.approx(90 * 50 / 10), "the next steps need no compiling"
+    clock.now += 100
+    assert measured.row(20, {"skipped": 2.0})["goodput"] == pytest.approx((40 + 100) / 200)
+
+
+def test_a_resumed_run_measures_from_where_it_goes_on() -> None:
+    clock = Clock()
+    measured = meter(clock)
+    clock.now += 500
+    measured.begin(80, skipped=3)
+    clock.now += 10
+    row = measured.row(85, {"skipped": 3.0})
+    assert row["tokens"] == 85_000
+    assert row["step_seconds"] == pytest.approx(2)
+    assert row["eta_seconds"] == pytest.approx(15 * 2)
+    assert row["goodput"] == pytest.approx(10 / 510), "the three updates were skipped in an earlier life"
+
+
+def test_a_failing_pause_still_ends() -> None:
+    clock = Clock()
+    measured = meter(clock)
+    with pytest.raises(RuntimeError), measured.pause("evaluate"):
+        clock.now += 7
+        raise RuntimeError
+    clock.now += 1
+    assert measured.row(1, {})["step_seconds"] == pytest.approx(1)
+
+
+def test_mfu_is_absent_where_the_peak_is_unknown() -> None:
+    clock = Clock()
+    measured = meter(clock, peak=metrics.peak_flops(jax.devices()[0]))
+    clock.now += 1
+    assert measured.row(1, {})["mfu"] is None
+
+
+@pytest.mark.parametrize(
+    "platform, kind, peak",
+    [
+        ("tpu", "TPU v5 lite", 197e12),
+        ("tpu", "TPU v5", 459e12),
+        ("tpu", "TPU v3", 61.5e12),
+        ("tpu", "TPU7x", 1153.5e12),
+        ("gpu", "NVIDIA H100 80GB HBM3", 989e12),
+        ("gpu", "NVIDIA H100 PCIe", 756e12),
+        ("gpu", "NVIDIA A100-SXM4-80GB", 312e12),
+        ("gpu", "NVIDIA L40S", 362e12),
+        ("gpu", "NVIDIA L4", 121e12),
+        ("gpu", "NVIDIA GB200", 2500e12),
+        ("gpu", "NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
+        ("gpu", "NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("gpu", "Some Card of 2031", None),
+        ("tpu", "TPU v9", None),
+    ],
+)
+def test_the_peak_is_that_of_one_device(platform: str, kind: str, peak: float | None) -> None:
+    assert metrics.peak_flops(SimpleNamespace(platform=platform, device_kind=kind)) == peak
+
+
+def test_memory_is_the_fullest_device_or_the_process() -> None:
+    def device(stats: dict[str, int] | None) -> SimpleNamespace:
+        return SimpleNamespace(platform="tpu", memory_stats=lambda: stats)
+
+    full = device({"peak_bytes_in_use": 9, "bytes_in_use": 20})
+    assert metrics.memory([device({"peak_bytes_in_use": 7}), full, device(None)]) == 9
+    assert metrics.memory([device(None)]) is None
+    used = metrics.memory()
+    assert used is not None and 2**26 < used < 2**40
+
+
+def test_device_scalars_of_any_kind_are_fetched_as_floats() -> None:
+    values = metrics.fetch({"loss": jnp.bfloat16(1.5), "skipped": jnp.int32(2), "learning_rate": 0.25})
+    assert values == {"loss": 1.5, "skipped": 2.0, "learning_rate": 0.25}
+    assert all(type(value) is float for value in values.values())
+
+
+def test_a_step_is_read_only_after_the_next_was_dispatched() -> None:
+    read: list[int] = []
+
+    class Scalar:
+        def __init__(self, step: int) -> None:
+            self.step = step
+
+        def __float__(self) -> float:
+            read.append(self.step)
+            return float(self.step)
+
+    late = Late()
+    assert late.push(1, {"loss": Scalar(1)}) == [] and read == []
+    assert late.push(2, {"loss": Scalar(2)}) == [(1, {"loss": 1.0})] and read == [1]
+    assert late.flush() == [(2, {"loss": 2.0})] and read == [1, 2]
+    assert late.flush() == []
+
+
+def test_only_the_first_step_each_nth_and_the_last_are_read() -> None:
+    late = Late(every=4)
+    steps = [step for n in range(1, 11) for step, _ in late.push(n, {"loss": jnp.float32(n)})]
+    assert steps == [1, 4, 8]
+    assert late.flush() == [(10, {"loss": 10.0})]
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    def refuse(name: str) -> None:
+        raise ValueError(f"{name} is not JSON")
+
+    return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+
+
+def test_resuming_removes_later_rows_and_a_torn_line(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    first = Jsonl(path)
+    for step in (10, 20, 30, 40):
+        first.write(step, {"loss": 1.0 / step})
+    first.write(20, {"evaluate/loss": 3.0})
+    with path.open("ab") as file:
+        file.write(b'{"step": 15, "lo')
+    again = Jsonl(path, step=30)
+    again.write(40, {"loss": 9.0})
+    assert [row["step"] for row in rows(path)] == [10, 20, 30, 20, 40]
+    assert rows(path)[-1]["loss"] == 9.0
+    assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_run_from_the_start_begins_an_empty_file(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    Jsonl(path).write(10, {"loss": 1.0})
+    Jsonl(path, step=0)
+    assert path.read_bytes() == b""
+
+
+def test_a_row_that_is_not_finite_is_still_json(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    jsonl = Jsonl(path)
+    jsonl.write(1, {"loss": math.nan, "grad_norm": math.inf, "mfu": None, "tokens": 5})
+    jsonl.write(2, {"loss": 1.5})
+    assert rows(path) == [
+        {"step": 1, "loss": None, "grad_norm": None, "mfu": None, "tokens": 5, "finite": False},
+        {"step": 2, "loss": 1.5},
+    ]
+
+
+def test_a_full_disk_is_told_once_and_loses_no_row_once_there_is_room(tmp_path: Path) -> None:
+    path, heard = tmp_path / "metrics.jsonl", Heard()
+    held = Writers([Jsonl(path), heard])
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        for step in range(1, 9):
+            held.write(step, {"loss": 1.0, "grad_norm": 2.0})
+        full = path.read_bytes()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert len(full) == 100 and not full.endswith(b"\n"), "the limit must have cut a row in two"
+    held.write(9, {"loss": 1.0})
+    assert [row["step"] for row in rows(path)] == list(range(1, 10))
+    assert heard.rows == list(range(1, 10))
+    assert len(heard.events) == 1 and "metrics.jsonl" in heard.events[0]
+
+
+def test_a_tracker_that_fails_is_dropped_after_one_message_and_the_others_go_on(tmp_path: Path) -> None:
+    heard, broken = Heard(), Heard("broken", fails=True)
+    held = Writers([broken, heard, Jsonl(tmp_path / "metrics.jsonl")])
+    for step in (1, 2, 3):
+        held.write(step, {"loss": 1.0})
+    held.event("saved")
+    held.close()
+    assert heard.rows == [1, 2, 3]
+    assert [row["step"] for row in rows(tmp_path / "metrics.jsonl")] == [1, 2, 3]
+    assert heard.events == ["broken failed and is off: the server has gone away; training goes on", "saved"]
+    assert broken.events == []
+
+
+def test_a_missing_wandb_is_told_once_with_the_way_to_get_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)  # as if it were not installed
+    held = writers.make(tmp_path, total_steps=10, wandb=True)
+    held.write(1, ROW)
+    held.close()
+    assert capsys.readouterr().out.count('pip install "millrace[wandb]"') == 1
+    assert [row["step"] for row in rows(tmp_path / "metrics.jsonl")] == [1]
+
+
+def test_plain_output_has_every_column_aligned_and_no_control_characters(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    held = writers.make(tmp_path, total_steps=4000)
+    for step in range(100, 2600, 100):
+        held.write(step, ROW)
+    held.write(2500, {"evaluate/loss": 2.4012, "evaluate/perplexity": 142.7034})
+    held.event("a \x1b[31mred\r word", "warning")
+    held.close()
+    said = capsys.readouterr().out
+    assert all(char.isprintable() or char == "\n" for char in said)
+    lines = said.splitlines()
+    assert lines[0].split() == ["step", "loss", "lr", "grad", "tok/s", "MFU", "memory", "goodput", "left"]
+    assert lines[1].split("  ")[-1].strip() == "2h 05m"
+    for value in ("100", "2.3451", "2.96e-4", "0.820", "12.3k", "38.2 %", "71.2 GiB", "97.1 %"):
+        assert f" {value} " in lines[1]
+    assert len({len(line) for line in lines[:25]}) == 1 and len(lines[0]) <= 80
+    assert said.count(lines[0]) == 2, "the header comes again after 20 rows"
+    assert lines[-2] == "evaluate at step 2,500   loss 2.4012   perplexity 142.70"
+    assert lines[-1].startswith("warning: a ")
+    logged = (tmp_path / "log.txt").read_text().splitlines()
+    assert all(re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  ", line) for line in logged)
+    assert [line[21:] for line in logged] == lines
+
+
+def test_what_a_row_does_not_know_is_left_out_and_skipped_updates_appear(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    plain = terminal.make(4000)
+    plain.write(1, ROW | {"mfu": None, "memory": None})
+    plain.write(2, ROW | {"mfu": None, "memory": None, "skipped": 3})
+    said = capsys.readouterr().out
+    assert "None" not in said and "MFU" not in said and "memory" not in said
+    headers = [line for line in said.splitlines() if "loss" in line]
+    assert ["skipped" in header for header in headers] == [False, True]
+
+
+def screen(console: Console) -> list[str]:
+    """What was drawn, redraws one after the other, without the codes that move and colour."""
+    assert isinstance(console.file, io.StringIO)
+    drawn = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", console.file.getvalue().replace("\r", "\n"))
+    return [line.rstrip() for line in drawn.splitlines()]
+
+
+@pytest.mark.parametrize("width", [30, 50, 80, 120])
+def test_the_display_fits_the_terminal(width: int) -> None:
+    console = Console(width=width, height=24, file=io.StringIO(), force_terminal=True)
+    live = terminal.Live(1_000_000, console=console)
+    assert "waiting for the first step" in screen(console)[-1]
+    widest = ROW | {"loss": 12.3456, "grad_norm": 0.0123, "eta_seconds": 86_000.0, "skipped": 12}
+    live.write(999_990, widest)
+    live.event("saved [not markup] " + "and so on " * 20, "info")
+    live.close()
+    lines = screen(console)
+    assert max(len(line) for line in lines) <= width
+    assert any("[not" in line for line in lines)
+    # Nothing ran over into a line of its own: the last two are the whole display.
+    assert "999,990/1,000,000" in lines[-2] and lines[-1].startswith(" loss 12.3456")
+    # Whole cells only, and all of them where there is room.
+    far = ["999,990/1,000,000", "99 %", "23h 53m left", "97.1 % goodput"]
+    near = [
+        "loss 12.3456",
+        "lr 2.96e-4",
+        "grad 0.0123",
+        "12.3k tok/s",
+        "38.2 % MFU",
+        "12 skipped",
+        "71.2 GiB",
+    ]
+    shown = [re.split(r" {2,}", line.strip(" ━╸╺")) for line in lines[-2:]]
+    assert shown == [far[: len(shown[0])], near[: len(shown[1])]]
+    assert len(shown[0]) == 4 or width < 80
+    assert len(shown[1]) >= {30: 2, 50: 3, 80: 6, 120: 7}[width]
+
+
+def test_the_usual_row_is_shown_whole_on_eighty_columns() -> None:
+    console = Console(width=80, height=24, file=io.StringIO(), force_terminal=True)
+    live = terminal.Live(400_000, console=console)
+    live.write(399_000, ROW)
+    live.write(400_000, {"evaluate/loss": 2.5})
+    live.write(400_000, ROW)
+    live.close()
+    lines = screen(console)
+    assert lines[-1].split("   ") == [
+        " loss 2.3451", "lr 2.96e-4", "grad 0.820", "12.3k tok/s", "38.2 % MFU", "71.2 GiB",
+    ]  # fmt: skip
+    assert "400,000/400,000   100 %   done   97.1 % goodput" in lines[-2]
+    assert any(line.endswith("evaluate at step 400,000   loss 2.5000") for line in lines)
+
+
+def test_numbers_read_as_people_write_them() -> None:
+    assert [terminal.short(x) for x in (0, 0.5, 999.6, 12_345, 1.2e9)] == [
+        "0.00", "0.500", "1.00k", "12.3k", "1.20G",
+    ]  # fmt: skip
+    assert [terminal.duration(x) for x in (0, 59.6, 200, 7_500, 180_000)] == [
+        "0s", "1m 00s", "3m 20s", "2h 05m", "2d 02h",
+    ]  # fmt: skip
+    assert [terminal.size(x) for x in (12, 5 * 2**20, 1.25 * 2**30, 139 * 2**30)] == [
+        "12 B", "5.0 MiB", "1.2 GiB", "139 GiB",
+    ]  # fmt: skip
+    assert [terminal.scientific(x) for x in (3e-4, 0, 1.0)] == ["3.00e-4", "0", "1.00e0"]
+    assert [terminal.number(x) for x in (math.nan, -math.inf, 2.5, 123.456, 1e9)] == [
+        "nan", "-inf", "2.5000", "123.46", "1e+09",
+    ]  # fmt: skip
+
+
+def tensorboard_events(folder: Path) -> list[list[Any]]:
+    """The events of each file, oldest first, read by the TFRecord layout."""
+    from tensorboardX.proto.event_pb2 import Event
+
+    files = []
+    for path in sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime_ns):
+        data, at, events = path.read_bytes(), 0, []
+        while at < len(data):
+            (length,) = struct.unpack_from("<Q", data, at)
+            events.append(Event.FromString(data[at + 12 : at + 12 + length]))
+            at += 16 + length
+        files.append(events)
+    return files
+
+
+def test_tensorboard_files_hold_the_scalars_and_hide_what_a_resumed_run_undid(tmp_path: Path) -> None:
+    board = TensorBoard(tmp_path)
+    board.write(100, ROW | {"mfu": None})
+    board.write(100, {"evaluate/loss": 2.5})
+    board.close()
+    TensorBoard(tmp_path, step=60).close()
+    first, second = tensorboard_events(tmp_path)
+    scalars = {v.tag: (e.step, v.simple_value) for e in first for v in e.summary.value}
+    assert scalars["train/loss"] == (100, pytest.approx(2.34512))
+    assert scalars["evaluate/loss"] == (100, 2.5)
+    assert "train/mfu" not in scalars and "train/step" not in scalars
+    assert [(e.step, e.session_log.status) for e in second if e.HasField("session_log")] == [(61, 1)]
+
+
+def test_a_tensorboard_that_cannot_be_opened_does_not_stop_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "tensorboard").write_text("a file where the folder should be")
+    held = writers.make(tmp_path, total_steps=10, tensorboard=True)
+    held.write(1, ROW)
+    held.close()
+    assert capsys.readouterr().out.count("tensorboard is off") == 1
+    assert len(rows(tmp_path / "metrics.jsonl")) == 1

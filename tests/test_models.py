@@ -1,0 +1,268 @@
+"""The models against transformers' on the same random weights, and what must hold of any weights."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from millrace import config, module, objective, recipe, step
+from millrace.execution import Execution
+from millrace.export import huggingface
+from millrace.objective import Batch, Task, Vocabulary
+from millrace.project import project
+
+VOCAB = 96
+SIZES = dict(
+    vocab_size=VOCAB,
+    hidden_size=64,
+    intermediate_size=112,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=64,
+    bos_token_id=1,
+    eos_token_id=2,
+    pad_token_id=0,
+)
+# A base and lengths at which 40 positions and 8 pairs meet all sides of every kind of scaling.
+ROPE = {"rope_theta": 100.0, "factor": 4.0}
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+
+# Name -> (class, settings beyond SIZES). Every part of the models is in one of them at least.
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "tied llama3 geglu": (
+        "Llama",
+        {
+            "rope_parameters": ROPE | LLAMA3 | {"rope_type": "llama3"},
+            "hidden_act": "gelu_pytorch_tanh",
+            "num_key_value_heads": 1,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "linear relu2": (
+        "Llama",
+        {
+            "rope_parameters": ROPE | {"rope_type": "linear"},
+            "hidden_act": "relu2",
+            "num_key_value_heads": 4,
+        },
+    ),
+    "tied yarn qwen3": (
+        "Qwen3",
+        {
+            "rope_parameters": ROPE | {"rope_type": "yarn", "original_max_position_embeddings": 16},
+            "head_dim": 32,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "eurobert": ("EuroBert", {"mask_token_id": 3}),
+}
+QWEN3 = "tied yarn qwen3"
+
+# Compiling is most of the time of these tests, and half of that is making small programs fast.
+jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
+
+def hugging_face(name: str, seed: int = 0) -> Any:
+    """One of transformers' models with weights large enough for logits of several units."""
+    kind, settings = FAMILIES[name]
+    head = "ForMaskedLM" if kind == "EuroBert" else "ForCausalLM"
+    cfg = getattr(transformers, f"{kind}Config")(**SIZES | settings)
+    model = getattr(transformers, kind + head)(cfg).eval()
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.normal_(0.0, 0.12) if weight.ndim > 1 else weight.normal_(1.0, 0.2)
+    return model
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Pair:
+    """The same weights there and here."""
+
+    theirs: Any
+    cfg: Any
+    params: Any
+    family: Any
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    @functools.cache
+    def make(name: str) -> Pair:
+        theirs, folder = hugging_face(name), tmp_path_factory.mktemp(name)
+        theirs.save_pretrained(folder)
+        settings = huggingface.read_config(folder)
+        family = huggingface.family_of(settings)
+        section = family.from_hf(settings)
+        cfg = config.part_class("models", section.pop("use"))(**section)
+        params = huggingface.from_tensors(family.HF, module.shapes(family.Model, cfg), folder)
+        return Pair(theirs, cfg, jax.tree.map(jnp.asarray, params), family)
+
+    return make
+
+
+def execution(**settings: Any) -> Execution:
+    return Execution(config.part_class("attention", "auto")(), **{"compute": "float32"} | settings)
+
+
+def task(cfg: Any, how: Execution) -> Task:
+    return Task(
+        model=cfg,
+        objective=config.part_class("objectives", "causal" if cfg.causal else "masked")(),
+        loss=config.part_class("losses", "cross_entropy", recipe.Loss)(chunk=32),
+        how=how,
+        vocabulary=Vocabulary(VOCAB, pad=0, bos=1, eos=2, mask=3),
+    )
+
+
+def text(rows: int, length: int, seed: int = 0) -> Batch:
+    """Random tokens, a document a row."""
+    tokens = np.random.default_rng(seed).integers(4, VOCAB, (rows, length))
+    positions = np.broadcast_to(np.arange(length), tokens.shape)
+    return Batch(jnp.asarray(tokens), jnp.ones_like(tokens), jnp.asarray(positions))
+
+
+TEXT = text(2, 24)
+
+
+@functools.cache
+def hidden(pair: Pair, compute: str = "float32") -> Callable[[Batch], jax.Array]:
+    def run(params: Any, batch: Batch) -> jax.Array:
+        seen = dict(segments=batch.segments, positions=batch.positions)
+        return params(pair.cfg, batch.tokens, how=execution(compute=compute), **seen)
+
+    return functools.partial(jit(run), pair.params)
+
+
+@functools.cache
+def trained(pair: Pair, **how: Any) -> tuple[Any, jax.Array, Any]:
+    """The examples made of `TEXT`, the mean loss and its gradients as the training step takes them."""
+    job, axes = task(pair.cfg, execution(**how)), module.axes(pair.family.Model, pair.cfg)
+    prepare = objective.file("objectives", job.objective).prepare
+
+    @jit
+    def run(params: Any, batch: Batch) -> tuple[Any, jax.Array, Any]:
+        examples = prepare(job, batch, jax.random.key(0))
+        grads, sums = step.gradients(job, axes, params, step.split(examples, 1))
+        return examples, sums["loss"] / sums["count"], jax.tree.map(lambda g: g / sums["count"], grads)
+
+    return run(pair.params, TEXT)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_are_those_of_transformers(name, pair):
+    both, batch = pair(name), text(2, 40)
+    with torch.no_grad():
+        wanted = both.theirs(torch.tensor(np.asarray(batch.tokens))).logits.numpy()
+    assert np.abs(wanted).max() > 3  # small logits would agree whatever the model
+    ours = project(both.params.unembed, hidden(both)(batch), "bsd,vd->bsv")
+    assert np.abs(ours - wanted).max() <= 2e-5
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_loss_and_gradients_of_the_training_path_are_those_of_transformers(name, pair):
+    both = pair(name)
+    examples, loss, grads = trained(both)
+    if both.cfg.causal:
+        labels = np.asarray(TEXT.tokens)  # transformers moves them by one itself
+    else:
+        labels = np.where(examples.weights > 0, examples.targets, -100)
+        assert 10 < examples.weights.sum() < 38
+    both.theirs.zero_grad()
+    inputs = torch.tensor(np.asarray(examples.inputs))
+    answer = both.theirs(inputs, labels=torch.tensor(labels, dtype=torch.long))
+    answer.loss.backward()
+    assert abs(float(loss) - answer.loss.item()) <= 1e-5
+
+    ours = dict(huggingface.to_tensors(both.family.HF, grads, "float32"))
+    theirs = {path: weight.grad.numpy() for path, weight in both.theirs.named_parameters()}
+    assert ours.keys() == theirs.keys()
+    for path, wanted in theirs.items():
+        apart = np.linalg.norm(ours[path] - wanted) / np.linalg.norm(wanted)
+        assert apart <= 1e-3, (path, apart)
+
+
+@pytest.mark.parametrize("name", ["llama", QWEN3])
+def test_a_decoder_does_not_see_the_future(name, pair):
+    changed = dataclasses.replace(TEXT, tokens=TEXT.tokens.at[:, 15].set(5).at[:, 20:].set(9))
+    before, after = hidden(pair(name))(TEXT), hidden(pair(name))(changed)
+    assert (before[:, :15] == after[:, :15]).all()
+    assert (jnp.abs(before[:, 15:] - after[:, 15:]).max(axis=-1) > 1e-3).all()
+
+
+def test_an_encoder_sees_both_sides(pair):
+    changed = dataclasses.replace(TEXT, tokens=TEXT.tokens.at[:, 12].set(5))
+    run = hidden(pair("eurobert"))
+    assert (jnp.abs(run(TEXT) - run(changed)).max(axis=-1) > 1e-4).all()
+
+
+@pytest.mark.parametrize("name", ["llama", "eurobert"])
+def test_packed_documents_are_as_if_alone(name, pair):
+    run, tokens = hidden(pair(name)), TEXT.tokens
+    documents = np.repeat([1, 2, 0], [10, 10, 4])  # the last of them padding
+    places = np.concatenate([np.arange(10), np.arange(10), np.arange(4)])
+    segments, positions = (jnp.broadcast_to(x, tokens.shape) for x in (documents, places))
+    packed = run(Batch(tokens, segments, positions))
+
+    for document in (slice(0, 10), slice(10, 20)):
+        one = tokens[:, document]
+        alone = run(Batch(one, jnp.ones_like(one), jnp.broadcast_to(jnp.arange(10), one.shape)))
+        assert jnp.abs(packed[:, document] - alone).max() < 1e-5
+
+    changed = run(Batch(tokens.at[:, :10].set(7), segments, positions))
+    assert (packed[:, 10:] == changed[:, 10:]).all()
+
+
+@pytest.mark.parametrize("how", [{"remat": "dots"}, {"remat": "full"}, {"unroll": 2}], ids=str)
+def test_what_is_kept_or_unrolled_changes_nothing(how, pair):
+    _, loss, grads = trained(pair("llama"))
+    _, same, others = trained(pair("llama"), **how)
+    assert abs(float(loss) - float(same)) <= 1e-6
+    for (path, wanted), other in zip(module.named(grads), jax.tree.leaves(others), strict=True):
+        assert jnp.linalg.norm(other - wanted) <= 1e-5 * jnp.linalg.norm(wanted), path
+
+
+@pytest.mark.parametrize("name", [QWEN3, "eurobert"])
+def test_bfloat16_is_close_to_float32(name, pair):
+    exact, rounded = hidden(pair(name))(TEXT), hidden(pair(name), "bfloat16")(TEXT)
+    assert rounded.dtype == jnp.bfloat16
+    apart = jnp.linalg.norm(rounded.astype(jnp.float32) - exact) / jnp.linalg.norm(exact)
+    assert 1e-4 < apart < 0.03
+
+
+def test_flops_count_every_product_once():
+    llama = huggingface.family_of({"model_type": "llama"})
+    cfg = llama.Config(layers=2, embed=64, heads=4, kv_heads=2, mlp=112, vocab=96, tied=False)
+    matrices = 2 * (64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 112) + 64 * 96
+    norms = 5 * 64
+    scores = 2 * 2 * 64 * 40 / 2  # two products of width 64 with half of 40 positions, in two layers
+    assert llama.flops(cfg, 40) == 6 * (matrices + norms) + 6 * scores
+    tied = dataclasses.replace(cfg, tied=True)
+    assert llama.flops(tied, 40) == llama.flops(cfg, 40)  # the head multiplies, tied or not
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ({"kv_heads": 3}, "kv_heads"),
+        ({"embed": 66}, "heads"),
+        ({"head_dim": 15}, "head_dim"),
+        ({"layers": 0}, "layers"),
+        ({"vocab": -1}, "vocab"),
+        ({"rope_factor": 8.0}, "rope_factor"),
+        ({"rope_scaling": "yarn"}, "rope_factor"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused(settings, key):
+    llama = config.part_class("models", "llama")
+    with pytest.raises(ValueError, match=f"^{key}: expected"):
+        llama(**dict(layers=2, embed=64, heads=4, kv_heads=2, mlp=112) | settings)

@@ -1,0 +1,240 @@
+"""One update: what it does to the weights, and that splitting the batch or the mesh does not change it."""
+
+import dataclasses
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from millrace import config, mesh, module, step, train
+from millrace.data.stream import Dataset
+from millrace.evaluate import place, vocabulary
+from millrace.objective import Batch, file, make_task
+from millrace.state import State
+
+ENCODER = ("objective.use=masked", "model=null", "model.use=eurobert", "model.layers=2", "model.embed=32")
+ENCODER += ("model.heads=4", "model.kv_heads=2", "model.mlp=64")
+
+
+class Bench:
+    """A recipe on a mesh, ready to take steps."""
+
+    def __init__(self, cfg, sizes: dict[str, int] | None = None):
+        sizes = {axis: 1 for axis in mesh.AXES} | (sizes or {})
+        self.devices = mesh.make(sizes, jax.devices()[: math.prod(sizes.values())])
+        self.dataset = Dataset.open(cfg.data.path, sequence_length=cfg.data.sequence_length)
+        self.cfg = train.with_vocabulary(cfg, self.dataset)
+        self.task = make_task(self.cfg, vocabulary(self.dataset))
+        self.axes = module.axes(file("models", self.task.model).Model, self.task.model)
+        with jax.set_mesh(self.devices):
+            self.update = train.make_update(self.cfg, self.task)
+            self.abstract, self.fresh = train.make_state(self.cfg, self.task, self.update, self.devices)
+            self.step = train.compiled(step.train_step(self.task, self.update, self.axes), self.abstract)
+
+    def state(self) -> State:
+        with jax.set_mesh(self.devices):
+            return self.fresh()
+
+    def batch(self, number: int = 0) -> Batch:
+        sequences = self.cfg.batch.sequences
+        return place(self.dataset, self.devices, number, split="train", sequences=sequences, seed=0)
+
+    def run(self, steps: int, state: State | None = None) -> tuple[State, list[dict[str, float]]]:
+        state, rows = state or self.state(), []
+        with jax.set_mesh(self.devices):
+            for number in range(steps):
+                state, metrics = self.step(state, self.batch(number))
+                rows.append({name: float(value) for name, value in metrics.items()})
+        return state, rows
+
+
+def weights(state: State) -> dict[str, np.ndarray]:
+    return {name: np.asarray(leaf) for name, leaf in module.named(state.params)}
+
+
+def assert_close(one: State, other: State, tolerance: float) -> None:
+    theirs = weights(other)
+    for name, value in weights(one).items():
+        np.testing.assert_allclose(value, theirs[name], atol=tolerance, rtol=0, err_msg=name)
+
+
+@pytest.mark.parametrize("model", [(), ENCODER], ids=["llama", "eurobert"])
+def test_accumulation_gives_the_update_of_the_whole_batch(tiny, model):
+    # SGD, because Adam turns a gradient of 1e-9 that rounds to 0 into a full step.
+    sgd = ("optimizer.use=sgd", "optimizer.learning_rate=0.5", *model)
+    whole, rows = Bench(tiny(*sgd)).run(2)
+    parts, part_rows = Bench(tiny(*sgd, "batch.accumulate=4")).run(2)
+    assert_close(whole, parts, 2e-6)
+    assert rows[1]["loss"] == pytest.approx(part_rows[1]["loss"], abs=1e-5)
+    assert rows[1]["grad_norm"] == pytest.approx(part_rows[1]["grad_norm"], rel=1e-4)
+
+
+def test_accumulation_weighs_parts_by_their_tokens(tiny):
+    """A mean of means would differ: one row is nearly all padding."""
+    bench, split = Bench(tiny("optimizer.use=sgd")), Bench(tiny("optimizer.use=sgd", "batch.accumulate=8"))
+    batch = bench.batch()
+    tokens = batch.tokens.at[0, 5:].set(bench.dataset.pad)
+    segments = batch.segments.at[0, 5:].set(0)
+    lopsided = dataclasses.replace(batch, tokens=tokens, segments=segments)
+    states = []
+    for one in (bench, split):
+        with jax.set_mesh(one.devices):
+            states.append(one.step(one.state(), lopsided)[0])
+    assert_close(*states, 1e-6)
+
+
+def all_meshes() -> list[dict[str, int]]:
+    sizes = itertools.product((1, 2, 4, 8), repeat=4)
+    return [dict(zip(mesh.AXES, s, strict=True)) for s in sizes if math.prod(s) in (2, 4, 8)]
+
+
+QUICK = [(2, 1, 1, 1), (1, 4, 1, 1), (1, 1, 4, 1), (1, 1, 1, 4), (2, 2, 2, 1), (1, 2, 2, 2)]
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, list[float]]:
+    return {}
+
+
+def check_mesh(tiny, alone, name: str, sizes: dict[str, int]) -> None:
+    model = {"llama": (), "eurobert": ENCODER}[name]
+    if name not in alone:
+        alone[name] = [row["loss"] for row in Bench(tiny(*model)).run(3)[1]]
+    losses = [row["loss"] for row in Bench(tiny(*model), sizes).run(3)[1]]
+    np.testing.assert_allclose(losses, alone[name], atol=3e-5, rtol=0)
+
+
+@pytest.mark.parametrize("sizes", QUICK, ids=str)
+def test_the_mesh_does_not_change_the_loss_of_a_decoder(tiny, alone, sizes):
+    check_mesh(tiny, alone, "llama", dict(zip(mesh.AXES, sizes, strict=True)))
+
+
+@pytest.mark.parametrize("sizes", [(2, 2, 1, 2), (1, 1, 4, 2)], ids=str)
+def test_the_mesh_does_not_change_the_loss_of_an_encoder(tiny, alone, sizes):
+    check_mesh(tiny, alone, "eurobert", dict(zip(mesh.AXES, sizes, strict=True)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", all_meshes(), ids=lambda sizes: str(tuple(sizes.values())))
+@pytest.mark.parametrize("name", ["llama", "eurobert"])
+def test_no_mesh_at_all_changes_the_loss(tiny, alone, name, sizes):
+    check_mesh(tiny, alone, name, sizes)
+
+
+def test_weights_and_moments_are_split_over_the_mesh(tiny):
+    bench = Bench(tiny(), {"fsdp": 4, "tensor": 2})
+    state = bench.state()
+    for leaf in (state.params.blocks.w_gate, state.optimizer.mu.blocks.w_gate):
+        assert leaf.addressable_shards[0].data.size == leaf.size // 8
+
+
+@pytest.mark.parametrize("use", config.names("optim"))
+def test_every_optimizer_trains(tiny, use):
+    rate = {"sgd": 0.5, "lion": 2e-3}.get(use, 1e-2)
+    bench = Bench(tiny(f"optimizer.use={use}", f"optimizer.learning_rate={rate}", "schedule.steps=20"))
+    _, rows = bench.run(20)
+    assert rows[-1]["loss"] < rows[0]["loss"] - 0.5
+
+
+@pytest.mark.parametrize("use", config.names("models"))
+def test_every_model_trains(tiny, use):
+    model = ENCODER if use == "eurobert" else (f"model.use={use}",)
+    _, rows = Bench(tiny(*model, "schedule.steps=20")).run(20)
+    assert rows[-1]["loss"] < rows[0]["loss"] - 0.5
+
+
+def test_bfloat16_compute_keeps_float32_weights(tiny):
+    state, rows = Bench(tiny("memory.compute=bfloat16")).run(3)
+    _, exact = Bench(tiny()).run(3)
+    assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype("float32")}
+    assert rows[-1]["loss"] == pytest.approx(exact[-1]["loss"], abs=0.03)
+
+
+def test_clipping_scales_the_whole_gradient_to_the_bound(tiny):
+    sgd = ("optimizer.use=sgd", "optimizer.weight_decay=0.0", "schedule.use=constant", "schedule.warmup=0")
+    bench = Bench(tiny(*sgd, "optimizer.clip=0.01", "optimizer.learning_rate=1.0"))
+    before = weights(bench.state())
+    after, rows = bench.run(1)
+    moved = math.sqrt(sum(((weights(after)[name] - before[name]) ** 2).sum() for name in before))
+    assert rows[0]["grad_norm"] > 0.1
+    assert moved == pytest.approx(0.01, rel=1e-3)
+
+
+def test_decay_shrinks_matrices_and_leaves_norms(tiny):
+    plain = ("optimizer.clip=null", "schedule.use=constant", "schedule.warmup=0")
+    without, _ = Bench(tiny(*plain, "optimizer.weight_decay=0.0")).run(1)
+    bench = Bench(tiny(*plain, "optimizer.weight_decay=0.5"))
+    before = weights(bench.state())
+    decayed, _ = bench.run(1)
+    for name, value in weights(decayed).items():
+        expected = weights(without)[name] - (0 if "norm" in name else 0.01 * 0.5 * before[name])
+        np.testing.assert_allclose(value, expected, atol=1e-7, err_msg=name)
+
+
+def test_the_average_follows_the_weights(tiny):
+    bench = Bench(tiny("optimizer.ema=0.75"))
+    start = weights(bench.state())
+    first, _ = bench.run(1)
+    one = weights(first)
+    average = dict(module.named(first.ema))
+    for name, value in one.items():
+        np.testing.assert_allclose(average[name], 0.75 * start[name] + 0.25 * value, atol=1e-7)
+
+
+def test_a_loss_that_is_not_finite_skips_the_update_and_is_counted(tiny):
+    bench = Bench(tiny("model.tied=false"))
+    state, batch = bench.state(), bench.batch()
+    word = int(batch.tokens[0, 3])
+    embedding = state.params.embedding.at[word].set(jnp.nan)
+    broken = dataclasses.replace(state, params=dataclasses.replace(state.params, embedding=embedding))
+    before = weights(broken)
+    moments = np.asarray(broken.optimizer.mu.blocks.w_q)
+    with jax.set_mesh(bench.devices):
+        broken, metrics = bench.step(broken, batch)
+        assert int(metrics["skipped"]) == int(metrics["streak"]) == int(broken.step) == 1
+        for name, value in weights(broken).items():
+            np.testing.assert_array_equal(value, before[name])
+        np.testing.assert_array_equal(broken.optimizer.mu.blocks.w_q, moments)
+        harmless = jnp.where(batch.tokens == word, word + 1, batch.tokens)
+        broken, metrics = bench.step(broken, dataclasses.replace(batch, tokens=harmless))
+    assert (int(metrics["skipped"]), int(metrics["streak"])) == (1, 0)
+    assert any((weights(broken)[name] != before[name]).any() for name in before if name != "embedding")
+
+
+def test_the_learning_rate_follows_the_schedule_in_tokens(tiny):
+    tokens = 8 * 64
+    _, rows = Bench(tiny(f"schedule.steps='{12 * tokens} tokens'", f"schedule.warmup='{4 * tokens} tokens'")).run(4)
+    assert [row["learning_rate"] for row in rows] == pytest.approx([0.0025, 0.005, 0.0075, 0.01])
+
+
+def test_masking_meets_its_rates(tiny):
+    rates = ("objective.rate=0.3", "objective.masked=0.8", "objective.random=0.1")
+    bench = Bench(tiny(*ENCODER, *rates, "batch.sequences=64"))
+    batches = [bench.batch(number) for number in range(4)]
+    prepare = jax.jit(lambda batch, key: file("objectives", bench.task.objective).prepare(bench.task, batch, key))
+    examples = [prepare(batch, jax.random.key(n)) for n, batch in enumerate(batches)]
+    tokens = np.concatenate([np.asarray(batch.tokens) for batch in batches])
+    inputs = np.concatenate([np.asarray(one.inputs) for one in examples])
+    chosen = np.concatenate([np.asarray(one.weights) for one in examples]) > 0
+    data = bench.dataset
+    plain = ~np.isin(tokens, [data.bos, data.eos, data.pad])
+    assert not chosen[~plain].any()
+    assert chosen[plain].mean() == pytest.approx(0.3, abs=0.015)
+    assert (inputs[chosen] == data.mask).mean() == pytest.approx(0.8, abs=0.02)
+    assert (inputs[chosen] == tokens[chosen]).mean() == pytest.approx(0.1, abs=0.02)
+    np.testing.assert_array_equal(inputs[~chosen], tokens[~chosen])
+
+
+def test_causal_targets_stay_within_a_document(tiny):
+    bench = Bench(tiny())
+    batch = bench.batch()
+    examples = file("objectives", bench.task.objective).prepare(bench.task, batch, jax.random.key(0))
+    tokens, segments = np.asarray(batch.tokens), np.asarray(batch.segments)
+    for row, column in itertools.product(range(tokens.shape[0]), range(63)):
+        same = segments[row, column] == segments[row, column + 1] != 0
+        assert bool(examples.weights[row, column]) == same
+        assert not same or examples.targets[row, column] == tokens[row, column + 1]
+    assert not np.asarray(examples.weights)[:, -1].any()
