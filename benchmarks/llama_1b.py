@@ -105,9 +105,12 @@ def millrace_steps(args: argparse.Namespace) -> dict:
     import jax
 
     from millrace import metrics, module, recipe, step, train
+    from millrace.evaluate import row_sharding
     from millrace.objective import Batch, Vocabulary, file, make_task
 
-    fixed = ["data.isolate=false", f"data.sequence_length={LENGTH}", f"batch.sequences={args.batch}"]
+    fixed = ["batch.accumulate=1", "data.isolate=false", f"data.sequence_length={LENGTH}"]
+    fixed += [f"batch.sequences={args.batch}", "schedule.use=constant", "schedule.warmup=0"]
+    fixed += ["optimizer.learning_rate=1e-4"]
     cfg = recipe.load("recipes/llama-3.2-1b.yaml", [*fixed, *args.overrides])
     devices = train.make_mesh(cfg)
     task = make_task(cfg, Vocabulary(VOCAB, None, None, None, None))
@@ -115,11 +118,14 @@ def millrace_steps(args: argparse.Namespace) -> dict:
         update = train.make_update(cfg, task)
         abstract, fresh = train.make_state(cfg, task, update, devices)
         axes = module.axes(file("models", task.model).Model, task.model)
-        train_step = train.compiled(step.train_step(task, update, axes), abstract)
+        begun = time.perf_counter()
+        train_step = train.compiled(cfg, step.train_step(task, update, axes), abstract, devices)
+        compiling = time.perf_counter() - begun
         shape = (args.batch, LENGTH)
-        ones = jax.numpy.ones(shape, "int32")
+        put = lambda rows: jax.device_put(rows, row_sharding(devices, shape))
+        ones = put(jax.numpy.ones(shape, "int32"))
         keys = jax.random.split(jax.random.key(1), 4)
-        batches = [Batch(jax.random.randint(key, shape, 0, VOCAB), ones, ones) for key in keys]
+        batches = [Batch(put(jax.random.randint(key, shape, 0, VOCAB)), ones, ones) for key in keys]
         state = jax.block_until_ready(fresh())
         seconds = []
         for number in range(args.steps):
@@ -127,6 +133,7 @@ def millrace_steps(args: argparse.Namespace) -> dict:
             state, values = train_step(state, batches[number % 4])
             jax.block_until_ready((state, values))
             seconds.append(time.perf_counter() - begun)
+    seconds[0] += compiling
     params = sum(leaf.size for leaf in jax.tree.leaves(abstract.params))
     return result(seconds, args.batch * LENGTH, params, metrics.memory() or 0, float(values["loss"]))
 

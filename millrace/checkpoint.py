@@ -18,7 +18,9 @@ class Checkpoints:
     def __init__(self, run: str, keep: int = 3):
         folder = run if "://" in run else str(Path(run).absolute())
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=True)
-        self.manager = ocp.CheckpointManager(f"{folder}/checkpoints", options=options)
+        arrays = ocp.StandardCheckpointHandler
+        handlers = {"params": arrays(), "rest": arrays(), "meta": ocp.JsonCheckpointHandler()}
+        self.manager = ocp.CheckpointManager(f"{folder}/checkpoints", options=options, item_handlers=handlers)
 
     def latest(self) -> int | None:
         return self.manager.latest_step()
@@ -48,7 +50,7 @@ class Checkpoints:
 
     def is_complete(self, step: int) -> bool:
         """False for the weights alone that an import leaves."""
-        return "rest" in set(self.manager.item_metadata(step).keys())
+        return self.manager.item_metadata(step)["rest"] is not None
 
     def restore(self, step: int, target: State) -> State:
         """`target` is a state of shapes with shardings, on any mesh."""

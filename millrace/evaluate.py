@@ -59,7 +59,8 @@ def evaluate_run(run: Opened) -> dict[str, float]:
     axes = module.axes(file("models", cfg.model).Model, cfg.model)
     with jax.set_mesh(run.devices):
         score = functools.partial(jax.jit(eval_step(task, axes)), run.params)
-        return evaluate(score, dataset, run.devices, sequences=cfg.batch.sequences, batches=cfg.eval.batches)
+        rows = cfg.batch.sequences // cfg.batch.accumulate
+        return evaluate(score, dataset, run.devices, sequences=rows, batches=cfg.eval.batches)
 
 
 def spoken(result: dict[str, float]) -> str:
@@ -73,10 +74,14 @@ def vocabulary(dataset: Dataset) -> Vocabulary:
     return Vocabulary(dataset.vocab, dataset.pad, dataset.bos, dataset.eos, dataset.mask)
 
 
+def row_sharding(mesh: Mesh, shape: tuple[int, int]) -> NamedSharding:
+    return NamedSharding(mesh, spec(("batch", "sequence"), shape, mesh))
+
+
 def place(dataset: Dataset, mesh: Mesh, step: int, *, split: str, sequences: int, seed: int) -> Batch:
     """The batch at a step, on the devices. Each host reads just the rows that its devices hold."""
     shape = (sequences, dataset.sequence_length)
-    sharding = NamedSharding(mesh, spec(("batch", "sequence"), shape, mesh))
+    sharding = row_sharding(mesh, shape)
     mine = sharding.addressable_devices_indices_map(shape).values()
     held = [index[0].indices(sequences) for index in mine if index is not None]
     first, last = min(start for start, _, _ in held), max(stop for _, stop, _ in held)

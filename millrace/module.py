@@ -18,7 +18,7 @@ T = TypeVar("T")
 @dataclasses.dataclass(frozen=True)
 class Axes:
     """The axis names of one weight. The first `stacked` of them count layers; of the weight's own axes
-    the first `inputs` are summed over when it meets an activation."""
+    the first `inputs` are summed over when it meets an activation (0 for a bias)."""
 
     names: tuple[str, ...]
     stacked: int = 0
@@ -30,7 +30,7 @@ class Axes:
 
     @property
     def is_matrix(self) -> bool:
-        return len(self.own) >= 2
+        return 0 < self.inputs < len(self.own)
 
     @property
     def is_hidden_matrix(self) -> bool:

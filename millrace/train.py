@@ -16,7 +16,7 @@ from millrace import config, mesh, module, recipe, state, step, writers
 from millrace.checkpoint import Checkpoints
 from millrace.data.stream import Dataset, read_ahead
 from millrace.errors import UserError
-from millrace.evaluate import evaluate, place, vocabulary
+from millrace.evaluate import evaluate, place, row_sharding, vocabulary
 from millrace.execution import COMPILER_OPTIONS, INIT_OPTIONS
 from millrace.folder import keep_tokenizer
 from millrace.metrics import Late, Meter, peak_flops
@@ -69,7 +69,7 @@ class Session:
                 functools.partial(self.eval_step, current.params),
                 self.dataset,
                 self.devices,
-                sequences=self.cfg.batch.sequences,
+                sequences=self.cfg.batch.sequences // self.cfg.batch.accumulate,
                 batches=self.cfg.eval.batches,
             )
         self.out.write(number, {f"evaluate/{name}": value for name, value in result.items()})
@@ -117,7 +117,7 @@ def run(cfg: recipe.Run) -> int:
                 checkpoints=checkpoints,
                 out=out,
                 meter=meter,
-                train_step=compiled(step.train_step(task, update, axes), abstract),
+                train_step=compiled(cfg, step.train_step(task, update, axes), abstract, devices),
                 eval_step=jax.jit(step.eval_step(task, axes)),
             )
             return loop(session, restored(checkpoints, abstract, fresh), start, steps, stopper)
@@ -205,11 +205,14 @@ def make_state(
     return abstract, jax.jit(fresh, out_shardings=homes, compiler_options=options)
 
 
-def compiled(train_step: Callable[..., Any], abstract: State) -> Callable[..., Any]:
+def compiled(cfg: recipe.Run, train_step: Callable[..., Any], abstract: State, devices: Mesh) -> Callable[..., Any]:
     """One program, the state donated: new weights take the place of the old."""
+    shape = (cfg.batch.sequences, cfg.data.sequence_length)
+    rows = jax.ShapeDtypeStruct(shape, "int32", sharding=row_sharding(devices, shape))
     homes = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     options = COMPILER_OPTIONS.get(jax.default_backend())
-    return jax.jit(train_step, donate_argnums=0, out_shardings=(homes, None), compiler_options=options)
+    jitted = jax.jit(train_step, donate_argnums=0, out_shardings=(homes, None))
+    return jitted.lower(abstract, Batch(rows, rows, rows)).compile(compiler_options=options)
 
 
 def restored(checkpoints: Checkpoints, abstract: State, fresh: Callable[[], State]) -> State:

@@ -36,6 +36,7 @@ sys.exit(code)
 def in_a_folder_with_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)  # or a pipe closed early shows at once
     Path("recipe.yaml").write_text(TRAINING)
 
 
@@ -83,8 +84,9 @@ def test_the_module_runs_as_a_program() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (2, "", said)
 
 
-def test_a_reader_that_leaves_early_is_no_mistake() -> None:
-    command = [sys.executable, "-m", "millrace", "recipe", "schema"]
+@pytest.mark.parametrize("argv", [["recipe", "schema"], ["recipe", "check", "recipe.yaml"]])
+def test_a_reader_that_leaves_early_is_no_mistake(argv: list[str]) -> None:
+    command = [sys.executable, "-m", "millrace", *argv]
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
@@ -196,8 +198,13 @@ def fits(value: Any, rule: dict[str, Any]) -> bool:
     if rule["type"] == "object":
         return (
             isinstance(value, dict)
-            and set(rule.get("required", [])) <= set(value) <= set(rule["properties"])
-            and all(fits(inner, rule["properties"][key]) for key, inner in value.items())
+            and set(rule.get("required", [])) <= set(value)
+            and (rule.get("additionalProperties", True) or set(value) <= set(rule["properties"]))
+            and all(
+                fits(inner, rule["properties"][key])
+                for key, inner in value.items()
+                if key in rule["properties"]
+            )
         )
     named = [rule["type"]] if isinstance(rule["type"], str) else rule["type"]
     return any(isinstance(value, kinds[kind]) for kind in named)

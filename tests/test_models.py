@@ -15,6 +15,8 @@ import transformers
 from millrace import config, module, objective, recipe, step
 from millrace.execution import Execution
 from millrace.export import huggingface
+from millrace.layers.mlp import glu
+from millrace.layers.norm import rms_norm
 from millrace.objective import Batch, Task, Vocabulary
 from millrace.project import project
 
@@ -67,8 +69,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 QWEN3 = "tied yarn qwen3"
 
-# Compiling is most of the time of these tests, and half of that is making small programs fast.
-jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+# Compiling is most of the time of these tests, and most of that is making small programs fast.
+QUICK = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
+jit = functools.partial(jax.jit, compiler_options=QUICK)
 
 
 def hugging_face(name: str, seed: int = 0) -> Any:
@@ -237,6 +240,18 @@ def test_bfloat16_is_close_to_float32(name, pair):
     assert rounded.dtype == jnp.bfloat16
     apart = jnp.linalg.norm(rounded.astype(jnp.float32) - exact) / jnp.linalg.norm(exact)
     assert 1e-4 < apart < 0.03
+
+
+@pytest.mark.parametrize("kind", ["swiglu", "geglu", "relu2"])
+def test_the_backward_pass_keeps_no_more_than_the_inputs(kind):
+    x, weight = jnp.ones((2, 3, 64), jnp.bfloat16), jnp.ones(64)
+
+    def kept(function: Callable[..., jax.Array], *inputs: jax.Array) -> int:
+        pull = jax.vjp(lambda *inputs: function(*(x * 2 for x in inputs)), *inputs)[1]
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(pull) if leaf.ndim)
+
+    assert kept(lambda gate, up: glu(kind, gate, up), x, x) == 2 * x.nbytes
+    assert kept(lambda x, w: rms_norm(x, w, 1e-5), x, weight) == x.nbytes + weight.nbytes
 
 
 def test_flops_count_every_product_once():

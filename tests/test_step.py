@@ -32,7 +32,8 @@ class Bench:
         with jax.set_mesh(self.devices):
             self.update = train.make_update(self.cfg, self.task)
             self.abstract, self.fresh = train.make_state(self.cfg, self.task, self.update, self.devices)
-            self.step = train.compiled(step.train_step(self.task, self.update, self.axes), self.abstract)
+            one = step.train_step(self.task, self.update, self.axes)
+            self.step = train.compiled(self.cfg, one, self.abstract, self.devices)
 
     def state(self) -> State:
         with jax.set_mesh(self.devices):

@@ -42,6 +42,9 @@ def export(run: Opened, folder: str, dtype: str) -> list[Path]:
         save_shards(to_tensors(family.HF, run.params, dtype), made)
         if run.tokenizer is not None:
             keep_tokenizer(cfg.run, made)
+            # A folder that was moved is not where its recipe says, and another may be there.
+            if not (made / "tokenizer.json").is_file() or tokenise.sha256(made) != run.tokenizer_sha256:
+                tokenise.save(run.tokenizer, made)
     return sorted(Path(folder).iterdir())
 
 

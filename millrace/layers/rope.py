@@ -59,7 +59,7 @@ def inverse_frequencies(head_dim: int, rope: Rope) -> tuple[np.ndarray, float]:
 
 
 def _yarn_kept(head_dim: int, rope: Rope) -> np.ndarray:
-    """How much of each frequency YaRN keeps: 1 for those that turn often within `original`, 0 for the slow."""
+    """How much of each frequency YaRN keeps: 1 of those that turn often within `original`, 0 of the slow."""
 
     def pair(turns: float) -> float:
         return head_dim * math.log(rope.original / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))

@@ -1,0 +1,159 @@
+"""Whole runs: stopping and going on, other device counts, and what a user is told when something is off."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from millrace import config, recipe, train
+from millrace.checkpoint import Checkpoints
+from millrace.errors import UserError
+from millrace.folder import open_run
+from millrace.module import named
+
+
+def rows(cfg: recipe.Run) -> list[dict]:
+    lines = (Path(cfg.run) / "metrics.jsonl").read_text().splitlines()
+    return [row for row in map(json.loads, lines) if "loss" in row]
+
+
+def weights(cfg: recipe.Run) -> dict[str, np.ndarray]:
+    return {name: np.asarray(leaf) for name, leaf in named(open_run(cfg.run).params)}
+
+
+def start(path: Path, *overrides: str, devices: int = 1) -> subprocess.Popen:
+    flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
+    command = [sys.executable, "-m", "millrace", "train", str(path), *overrides]
+    env = os.environ | {"XLA_FLAGS": flags}
+    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def finish(process: subprocess.Popen) -> tuple[int, str]:
+    said, _ = process.communicate(timeout=300)
+    return process.returncode, said
+
+
+def save_recipe(cfg: recipe.Run, path: Path) -> Path:
+    path.write_text(config.to_yaml(cfg))
+    return path
+
+
+def test_a_run_stopped_by_sigterm_goes_on_as_if_never_stopped(tiny, tmp_path):
+    slow = ("schedule.steps=40", "eval.every=0", "checkpoint.every=1000")
+    whole = save_recipe(tiny(f"run={tmp_path}/whole", *slow), tmp_path / "whole.yaml")
+    broken = save_recipe(tiny(f"run={tmp_path}/broken", *slow), tmp_path / "broken.yaml")
+    code, said = finish(start(whole))
+    assert code == 0, said
+
+    process = start(broken)
+    log = tmp_path / "broken" / "metrics.jsonl"
+    while process.poll() is None and not (log.exists() and log.read_text().count("\n") >= 3):
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    code, said = finish(process)
+    assert code == train.PREEMPTED, said
+    assert "SIGTERM" in said
+    stopped = Checkpoints(f"{tmp_path}/broken").latest()
+    assert stopped is not None and 3 <= stopped < 40
+    code, said = finish(start(broken))
+    assert code == 0, said
+
+    one, other = recipe.load(whole), recipe.load(broken)
+    for name, value in weights(one).items():
+        np.testing.assert_array_equal(value, weights(other)[name], err_msg=name)
+    assert {row["step"]: row["loss"] for row in rows(one)} == {row["step"]: row["loss"] for row in rows(other)}
+
+
+def test_the_layout_on_disk_does_not_depend_on_mesh_or_unrolling(tiny, tmp_path):
+    def layout(cfg: recipe.Run) -> dict[str, tuple]:
+        stored = Checkpoints(cfg.run).manager.item_metadata(2)
+        return {path: tuple(leaf.shape) for item in ("params", "rest") for path, leaf in dict(stored[item]).items()}
+
+    short = ("schedule.steps=2", "schedule.warmup=0")
+    one = tiny(f"run={tmp_path}/one", *short, "mesh.data=8")
+    other = tiny(f"run={tmp_path}/other", *short, "mesh.fsdp=2", "mesh.tensor=2", "memory.unroll=2")
+    assert train.run(one) == train.run(other) == 0
+    assert layout(one) == layout(other)
+
+
+def test_a_run_goes_on_with_another_number_of_devices(tiny, tmp_path):
+    """Three steps on one device and three on eight, split in two ways, equal six on eight."""
+    constant = ("schedule.use=constant", "schedule.warmup=0")
+    whole = tiny(f"run={tmp_path}/whole", *constant, "schedule.steps=6")
+    assert train.run(whole) == 0
+    first = save_recipe(tiny(f"run={tmp_path}/parts", *constant, "schedule.steps=3"), tmp_path / "first.yaml")
+    code, said = finish(start(first, devices=1))
+    assert code == 0, said
+    parts = tiny(f"run={tmp_path}/parts", *constant, "schedule.steps=6", "mesh.tensor=2", "mesh.context=2")
+    assert train.run(parts) == 0
+    ours, theirs = ([row["loss"] for row in rows(cfg)] for cfg in (parts, whole))
+    assert len(ours) == 6
+    np.testing.assert_allclose(ours, theirs, atol=5e-5)
+
+
+def test_the_run_folder_holds_what_it_promises(tiny, tmp_path):
+    cfg = tiny("log.tensorboard=true", "eval.every=6", "schedule.steps=12")
+    assert train.run(cfg) == 0
+    folder = Path(cfg.run)
+    names = {path.name for path in folder.iterdir()}
+    assert names >= {"recipe.yaml", "metrics.jsonl", "log.txt", "checkpoints", "tensorboard", "tokenizer.json"}
+    wanted = {"step", "loss", "learning_rate", "grad_norm", "tokens", "tokens_per_second", "mfu", "goodput"}
+    assert all(wanted <= set(row) for row in rows(cfg))
+    assert rows(cfg)[-1]["loss"] < rows(cfg)[0]["loss"]
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    evaluated = [row for row in map(json.loads, lines) if "evaluate/loss" in row]
+    assert [row["step"] for row in evaluated] == [6, 12]
+    assert recipe.load(folder / "recipe.yaml").model.vocab == 300
+    saved = Checkpoints(cfg.run).meta(12)
+    assert saved["step"] == 12 and saved["data"]["next_row"] == 12 * 8 and saved["seed"] == 0
+    assert saved["recipe"]["optimizer"]["use"] == "adamw" and len(saved["tokenizer_sha256"]) == 64
+
+
+def test_a_finished_run_says_so_and_changes_nothing(tiny, capfd):
+    cfg = tiny("schedule.steps=3")
+    assert train.run(cfg) == 0
+    before = weights(cfg)
+    capfd.readouterr()
+    assert train.run(cfg) == 0
+    assert "all 3 steps are done" in capfd.readouterr().out
+    for name, value in weights(cfg).items():
+        np.testing.assert_array_equal(value, before[name])
+
+
+def test_losses_that_stay_infinite_stop_the_run_with_a_report(tiny, capfd):
+    # A decay of 1e30 a step sends every matrix to infinity in one update.
+    cfg = tiny("optimizer.weight_decay=1e38", "optimizer.learning_rate=1e3", "optimizer.patience=3", "log.every=1")
+    assert train.run(cfg) == 1
+    said = capfd.readouterr().out
+    assert "skipped" in said and "3 times in a row" in said and "learning_rate" in said
+    assert Checkpoints(cfg.run).latest() is not None
+
+
+def test_another_model_in_the_same_folder_is_refused(tiny):
+    assert train.run(tiny("schedule.steps=2", "schedule.warmup=0")) == 0
+    with pytest.raises(UserError, match=r"model\.mlp = 64, and this recipe says 128"):
+        train.run(tiny("model.mlp=128"))
+
+
+def test_another_optimizer_in_the_same_folder_is_refused(tiny):
+    assert train.run(tiny("schedule.steps=2", "schedule.warmup=0")) == 0
+    with pytest.raises(UserError, match="optimizer"):
+        train.run(tiny("optimizer.use=lion", "optimizer.learning_rate=1e-3"))
+
+
+def test_a_mesh_too_large_for_the_machine_is_refused(tiny):
+    with pytest.raises(UserError, match="cannot be laid over 8 devices"):
+        train.run(tiny("mesh.data=3", "mesh.fsdp=1", "batch.sequences=9"))
+
+
+def test_only_the_newest_checkpoints_are_kept(tiny):
+    cfg = tiny("checkpoint.every=2", "checkpoint.keep=2", "schedule.steps=7")
+    assert train.run(cfg) == 0
+    steps = sorted(int(path.name) for path in (Path(cfg.run) / "checkpoints").iterdir() if path.name.isdigit())
+    assert steps == [6, 7]
