@@ -29,7 +29,24 @@ help:
 	@touch $@
 
 demo: .venv/core
-	@$(BIN)/python demo.py
+	@echo; echo "1. Text that is already here, tokenised and packed"
+	$(BIN)/millrace data prepare recipes/data/demo.yaml
+	@echo; echo "2. A small Llama, trained"
+	$(BIN)/millrace train recipes/demo.yaml
+	@echo; echo "3. Its loss on text it has not seen, beside the entropy of single tokens"
+	$(BIN)/millrace eval runs/demo
+	@echo; echo "4. A sample"
+	$(BIN)/millrace generate runs/demo --prompt "def " --tokens 80
+	@echo; echo "5. The model in Hugging Face format"
+	@rm -rf runs/demo/huggingface
+	$(BIN)/millrace export runs/demo runs/demo/huggingface
+	@echo; echo "What to try next:"
+	@echo "  . $(BIN)/activate"
+	@echo "  millrace generate runs/demo --prompt \"import \" --temperature 0.5"
+	@echo "  millrace train recipes/demo.yaml schedule.steps=1000        # goes on from step 500"
+	@echo "  millrace train recipes/demo.yaml run=runs/muon optimizer.use=muon"
+	@echo "  millrace recipe list; millrace recipe show recipes/llama-3.2-1b.yaml"
+	@echo "  less README.md docs/tour.md"
 
 lint: .venv/test
 	$(BIN)/ruff check .

@@ -1,4 +1,4 @@
-"""Training speed at the Llama-3.2-1B shape, sequence 4096, against transformers + torch.compile in the same run.
+"""Training speed at the Llama-3.2-1B shape, sequence 4096, against transformers + torch.compile in one run.
 
     python -m benchmarks.llama_1b          one GPU, about 4 minutes; prints tokens/s of both and their ratio
 
@@ -17,7 +17,9 @@ VOCAB = 128_256
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     options.add_argument("--only", choices=["torch", "millrace"], help="run one of the two, in this process")
     options.add_argument("--batch", type=int, default=8)
     options.add_argument("--steps", type=int, default=15)
@@ -77,7 +79,9 @@ def torch_steps(args: argparse.Namespace) -> dict:
     )
     with torch.device("cuda"):
         model = LlamaForCausalLM(cfg)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+    )
 
     def loss_of(ids):
         with torch.autocast("cuda", torch.bfloat16):

@@ -13,13 +13,16 @@ from millrace.state import State
 
 
 class Checkpoints:
-    """The checkpoints folder of a run. `params` is an item of its own: export reads nothing else."""
+    """The checkpoints folder of a run. Weights (`params`), their average (`ema`) and the rest are items of
+    their own: who exports reads only the one it needs."""
 
     def __init__(self, run: str, keep: int = 3):
         folder = run if "://" in run else str(Path(run).absolute())
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=True)
-        arrays = ocp.StandardCheckpointHandler
-        handlers = {"params": arrays(), "rest": arrays(), "meta": ocp.JsonCheckpointHandler()}
+        handlers: dict[str, Any] = {
+            item: ocp.StandardCheckpointHandler() for item in ("params", "ema", "rest")
+        }
+        handlers["meta"] = ocp.JsonCheckpointHandler()
         self.manager = ocp.CheckpointManager(f"{folder}/checkpoints", options=options, item_handlers=handlers)
 
     def latest(self) -> int | None:
@@ -27,54 +30,53 @@ class Checkpoints:
 
     def save(self, step: int, state: State, meta: dict[str, Any]) -> None:
         """Returns once the weights are copied off the device; writing goes on behind."""
-        rest = {path: leaf for path, leaf in named(state) if not path.startswith("params.")}
-        self.manager.save(
-            step,
-            args=ocp.args.Composite(
-                params=ocp.args.StandardSave(dict(named(state.params))),
-                rest=ocp.args.StandardSave(rest),
-                meta=ocp.args.JsonSave(meta),
-            ),
-            force=True,
-        )
+        items = {"params": dict(named(state.params)), "rest": _rest(state)}
+        if state.ema is not None:
+            items["ema"] = dict(named(state.ema))
+        self._save(step, items, meta)
 
     def save_params(self, params: Any, meta: dict[str, Any]) -> None:
         """Weights alone, at step 0: what an import leaves for training to start from."""
-        args = ocp.args.Composite(
-            params=ocp.args.StandardSave(dict(named(params))), meta=ocp.args.JsonSave(meta)
-        )
-        self.manager.save(0, args=args, force=True)
+        self._save(0, {"params": dict(named(params))}, meta)
 
     def meta(self, step: int) -> dict[str, Any]:
         return self.manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
 
-    def is_complete(self, step: int) -> bool:
-        """False for the weights alone that an import leaves."""
-        return self.manager.item_metadata(step)["rest"] is not None
+    def has(self, step: int, item: str) -> bool:
+        return item in self.manager.item_metadata(step).keys()  # noqa: SIM118  (not a mapping)
 
     def restore(self, step: int, target: State) -> State:
-        """`target` is a state of shapes with shardings, on any mesh."""
-        params = dict(named(self.restore_params(step, target.params)))
-        wanted = {path: leaf for path, leaf in named(target) if not path.startswith("params.")}
-        _compare(wanted, self.manager.item_metadata(step)["rest"], "optimizer")
-        found = self._read(step, "rest", wanted) | {f"params.{path}": leaf for path, leaf in params.items()}
-        return jax.tree.unflatten(jax.tree.structure(target), [found[path] for path, _ in named(target)])
+        """`target` is a state of shapes with shardings, on any mesh. An average that was not kept before
+        begins at the weights."""
+        wanted = _rest(target)
+        rest = self._read(step, "rest", wanted, "optimizer")
+        whole = {f"params.{path}": leaf for path, leaf in named(self.restore_params(step, target.params))}
+        if target.ema is not None:
+            ema = self.restore_params(step, target.ema, "ema" if self.has(step, "ema") else "params")
+            whole |= {f"ema.{path}": leaf for path, leaf in named(ema)}
+        return jax.tree.unflatten(
+            jax.tree.structure(target), [(rest | whole)[path] for path, _ in named(target)]
+        )
 
-    def restore_params(self, step: int, target: Any) -> Any:
-        wanted = dict(named(target))
-        _compare(wanted, self.manager.item_metadata(step)["params"], "model")
-        flat = self._read(step, "params", wanted)
+    def restore_params(self, step: int, target: Any, item: str = "params") -> Any:
+        flat = self._read(step, item, dict(named(target)), "model")
         return jax.tree.unflatten(jax.tree.structure(target), [flat[path] for path, _ in named(target)])
-
-    def wait(self) -> None:
-        self.manager.wait_until_finished()
 
     def close(self) -> None:
         self.manager.close()
 
-    def _read(self, step: int, item: str, wanted: dict[str, Any]) -> dict[str, Any]:
+    def _save(self, step: int, items: dict[str, Any], meta: dict[str, Any]) -> None:
+        args = {item: ocp.args.StandardSave(tree) for item, tree in items.items()}
+        self.manager.save(step, args=ocp.args.Composite(**args, meta=ocp.args.JsonSave(meta)), force=True)
+
+    def _read(self, step: int, item: str, wanted: dict[str, Any], section: str) -> dict[str, Any]:
+        _compare(wanted, self.manager.item_metadata(step)[item], section)
         args = ocp.args.Composite(**{item: ocp.args.StandardRestore(wanted)})
         return self.manager.restore(step, args=args)[item]
+
+
+def _rest(state: State) -> dict[str, Any]:
+    return {path: leaf for path, leaf in named(state) if not path.startswith(("params.", "ema."))}
 
 
 def _compare(wanted: dict[str, Any], stored: Any, section: str) -> None:

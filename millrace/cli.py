@@ -63,18 +63,28 @@ def data_verify(args: argparse.Namespace) -> None:
     print(f"{args.folder}: every file is as it was written")
 
 
-def evaluate(args: argparse.Namespace) -> None:
-    from millrace import evaluate, folder
+def open_run(args: argparse.Namespace, overrides: Sequence[str] = ()) -> Any:
+    """The run folder that a command names; its recipe is checked before JAX is imported."""
+    from millrace import recipe
 
-    result = evaluate.evaluate_run(folder.open_run(args.run, args.overrides))
-    print(evaluate.spoken(result))
+    cfg = recipe.load_run(args.run, overrides)
+    from millrace import folder
+
+    return folder.open_run(cfg, item="ema" if args.ema else "params")
+
+
+def evaluate(args: argparse.Namespace) -> None:
+    run = open_run(args, args.overrides)
+    from millrace import evaluate
+
+    print(evaluate.spoken(evaluate.evaluate_run(run)))
 
 
 def generate(args: argparse.Namespace) -> None:
-    from millrace import folder, generate
+    run = open_run(args)
+    from millrace import generate
 
     sampling = generate.Sampling(args.temperature, args.top_k, args.top_p, args.seed)
-    run = folder.open_run(args.run)
     print(args.prompt, end="", flush=True)
     for piece in generate.generate(run, args.prompt, args.tokens, sampling):
         print(piece, end="", flush=True)
@@ -82,11 +92,10 @@ def generate(args: argparse.Namespace) -> None:
 
 
 def export(args: argparse.Namespace) -> None:
-    from millrace import folder
+    run = open_run(args)
     from millrace.export import huggingface
 
-    files = huggingface.export(folder.open_run(args.run), args.folder, args.dtype)
-    for path in files:
+    for path in huggingface.export(run, args.folder, args.dtype):
         print(f"{path}  {path.stat().st_size:,} bytes")
 
 
@@ -163,6 +172,11 @@ def parser() -> argparse.ArgumentParser:
         text = f"settings that replace those of {whose}"
         one.add_argument("overrides", metavar="key=value", nargs="*", default=[], help=text)
 
+    def with_run(one: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        one.add_argument("run", metavar="RUN", help="a run folder")
+        one.add_argument("--ema", action="store_true", help="take the averaged weights (optimizer.ema)")
+        return one
+
     def with_recipe(one: argparse.ArgumentParser) -> None:
         one.add_argument("recipe", metavar="RECIPE", help="a .yaml file")
         with_overrides(one)
@@ -179,12 +193,10 @@ def parser() -> argparse.ArgumentParser:
         "folder", metavar="FOLDER"
     )
 
-    one = add(commands, "eval", evaluate, "print loss, perplexity and bits a byte of the held-out data")
-    one.add_argument("run", metavar="RUN", help="a run folder")
+    one = with_run(add(commands, "eval", evaluate, "print loss, perplexity and bits a byte of held-out data"))
     with_overrides(one, "the run's recipe")
 
-    one = add(commands, "generate", generate, "continue a text")
-    one.add_argument("run", metavar="RUN", help="a run folder")
+    one = with_run(add(commands, "generate", generate, "continue a text"))
     one.add_argument("--prompt", default="", help="the text to continue")
     one.add_argument("--tokens", type=int, default=128, help="how many at most (default: 128)")
     one.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest (default: 0.8)")
@@ -196,8 +208,7 @@ def parser() -> argparse.ArgumentParser:
     )
     one.add_argument("--seed", type=int, default=0)
 
-    one = add(commands, "export", export, "write a Hugging Face model folder")
-    one.add_argument("run", metavar="RUN", help="a run folder")
+    one = with_run(add(commands, "export", export, "write a Hugging Face model folder"))
     one.add_argument("folder", metavar="DIR", help="a new folder")
     one.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
 

@@ -15,15 +15,15 @@ REMAT: dict[str, Callable[..., bool]] = {
     "full": jax.checkpoint_policies.nothing_saveable,
 }
 
-# H200, Llama-3.2-1B, 2026-08: the two together take an unrolled step from 428 to 453 TFLOP/s. CPU, demo recipe,
-# 2026-11: 4.6 s to compile instead of 7.8 s, and the step as fast.
+# GPU (H200, Llama-3.2-1B, 2026-08): the two together take an unrolled step from 428 to 453 TFLOP/s.
+# CPU (demo recipe, 2026-11): 4.6 s to compile instead of 7.8 s, and the step as fast; gone in jaxlib 0.11.
 COMPILER_OPTIONS: dict[str, dict[str, bool]] = {
     "cpu": {"xla_cpu_use_fusion_emitters": False},
     "gpu": {"xla_gpu_enable_latency_hiding_scheduler": True, "xla_gpu_enable_triton_gemm": False},
 }
 
-# Fresh weights are drawn once: on a CPU, optimised code for it takes 8.6 s to compile (4M parameters, 2026-11),
-# plain code 1.7 s.
+# Fresh weights are drawn once: on a CPU, optimised code for it takes 8.6 s to compile (4M parameters,
+# 2026-11), plain code 1.7 s.
 INIT_OPTIONS: dict[str, dict[str, int]] = {"cpu": {"xla_backend_optimization_level": 0}}
 
 
@@ -43,12 +43,23 @@ def layers(
     how: Execution, body: Callable[[Any, jax.Array], jax.Array], x: jax.Array, blocks: Any
 ) -> jax.Array:
     """Runs x through a stack of layers, `body(block, x)` each, compiled once."""
-    if how.remat != "none":
-        # prevent_cse guards against a merge that cannot happen inside a scan, and costs time there.
-        body = jax.checkpoint(body, policy=REMAT[how.remat], prevent_cse=False)
     count = jax.tree.leaves(blocks)[0].shape[0]
+    if how.remat != "none":
+        # Without a loop between forward and backward, the compiler would merge what is computed twice, and
+        # keep it in memory after all. Inside a loop it cannot, and guarding against it costs time.
+        body = jax.checkpoint(body, policy=REMAT[how.remat], prevent_cse=how.unroll >= count)
     x, _ = jax.lax.scan(lambda x, block: (body(block, x), None), x, blocks, unroll=min(how.unroll, count))
     return x
+
+
+def compile_fast(lowered: Any) -> Any:
+    """Compiles with the options above, or without them where this compiler does not know one of them."""
+    try:
+        return lowered.compile(compiler_options=COMPILER_OPTIONS.get(jax.default_backend()))
+    except jax.errors.JaxRuntimeError as error:
+        if "No such compile option" not in str(error):
+            raise
+        return lowered.compile()
 
 
 def cast(params: Any, axes: Any, dtype: Any) -> Any:

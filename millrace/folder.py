@@ -3,7 +3,7 @@
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from jax.sharding import Mesh
@@ -25,19 +25,15 @@ class Opened:
     tokenizer_sha256: str | None
 
 
-def open_run(path: str, overrides: list[str] | None = None) -> Opened:
-    """Restores the weights of the newest checkpoint, split over all devices there are."""
-    folder = Path(path)
-    if not (folder / "recipe.yaml").is_file():
-        raise UserError(
-            f"{path}: not a run folder: no recipe.yaml in it; make one with `millrace train RECIPE`"
-        )
-    cfg = recipe.load(folder / "recipe.yaml", overrides or [])
-    checkpoints = Checkpoints(path)
+def open_run(cfg: recipe.Run, *, item: Literal["params", "ema"] = "params") -> Opened:
+    """Restores the weights of the newest checkpoint, or their average, split over all devices there are."""
+    folder, checkpoints = Path(cfg.run), Checkpoints(cfg.run)
     try:
         step = checkpoints.latest()
         if step is None:
-            raise UserError(f"{path}: no checkpoint in it yet")
+            raise UserError(f"{cfg.run}: no checkpoint in it yet")
+        if not checkpoints.has(step, item):
+            raise UserError(f"{cfg.run}: no average of the weights in it; train with optimizer.ema above 0")
         model = file("models", cfg.model).Model
         devices = mesh.make({"data": 1, "fsdp": jax.device_count(), "tensor": 1, "context": 1})
         shapes, axes = module.shapes(model, cfg.model), module.axes(model, cfg.model)
@@ -46,7 +42,7 @@ def open_run(path: str, overrides: list[str] | None = None) -> Opened:
             shapes,
             mesh.shardings(axes, shapes, devices),
         )
-        params = checkpoints.restore_params(step, target)
+        params = checkpoints.restore_params(step, target, item)
     finally:
         checkpoints.close()
     if not (folder / "tokenizer.json").is_file():

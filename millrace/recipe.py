@@ -218,6 +218,16 @@ def load_data(path: str | Path, overrides: typing.Sequence[str] = ()) -> DataRun
     return _read(Reader(path, overrides), DataRun)
 
 
+def load_run(folder: str | Path, overrides: typing.Sequence[str] = ()) -> Run:
+    """The recipe of a run folder, which may have been moved since."""
+    path = Path(folder) / "recipe.yaml"
+    if not path.is_file():
+        raise UserError(
+            f"{folder}: not a run folder: no recipe.yaml in it; `millrace train RECIPE` makes one"
+        )
+    return dataclasses.replace(load(path, overrides), run=str(folder))
+
+
 def load_any(path: str | Path, overrides: typing.Sequence[str] = ()) -> Run | DataRun:
     """A recipe of either kind: data recipes have a `source`."""
     reader = Reader(path, overrides)

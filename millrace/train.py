@@ -17,7 +17,7 @@ from millrace.checkpoint import Checkpoints
 from millrace.data.stream import Dataset, read_ahead
 from millrace.errors import UserError
 from millrace.evaluate import evaluate, place, row_sharding, vocabulary
-from millrace.execution import COMPILER_OPTIONS, INIT_OPTIONS
+from millrace.execution import INIT_OPTIONS, compile_fast
 from millrace.folder import keep_tokenizer
 from millrace.metrics import Late, Meter, peak_flops
 from millrace.objective import Batch, Task, file, make_task
@@ -205,23 +205,27 @@ def make_state(
     return abstract, jax.jit(fresh, out_shardings=homes, compiler_options=options)
 
 
-def compiled(cfg: recipe.Run, train_step: Callable[..., Any], abstract: State, devices: Mesh) -> Callable[..., Any]:
+def compiled(
+    cfg: recipe.Run, train_step: Callable[..., Any], abstract: State, devices: Mesh
+) -> Callable[..., Any]:
     """One program, the state donated: new weights take the place of the old."""
     shape = (cfg.batch.sequences, cfg.data.sequence_length)
-    rows = jax.ShapeDtypeStruct(shape, "int32", sharding=row_sharding(devices, shape))
+    rows: Any = jax.ShapeDtypeStruct(shape, "int32", sharding=row_sharding(devices, shape))
     homes = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-    options = COMPILER_OPTIONS.get(jax.default_backend())
     jitted = jax.jit(train_step, donate_argnums=0, out_shardings=(homes, None))
-    return jitted.lower(abstract, Batch(rows, rows, rows)).compile(compiler_options=options)
+    return compile_fast(jitted.lower(abstract, Batch(rows, rows, rows)))
 
 
 def restored(checkpoints: Checkpoints, abstract: State, fresh: Callable[[], State]) -> State:
     latest = checkpoints.latest()
     if latest is None:
         return fresh()
-    if checkpoints.is_complete(latest):
+    if checkpoints.has(latest, "rest"):
         return checkpoints.restore(latest, abstract)
-    return dataclasses.replace(fresh(), params=checkpoints.restore_params(latest, abstract.params))
+    # An import: weights alone. They are read twice, since the state is donated and must not share arrays.
+    params = checkpoints.restore_params(latest, abstract.params)
+    ema = None if abstract.ema is None else checkpoints.restore_params(latest, abstract.ema)
+    return dataclasses.replace(fresh(), params=params, ema=ema)
 
 
 def check_same(saved: dict[str, Any], cfg: recipe.Run, dataset: Dataset) -> None:

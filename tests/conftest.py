@@ -33,7 +33,9 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> str:
     root = tmp_path_factory.mktemp("packed")
     (root / "texts").mkdir()
     for number in range(240):
-        words = " ".join(f"{'the a one'.split()[n % 3]} {number * n % 17} of {n}" for n in range(number % 13 + 3))
+        words = " ".join(
+            f"{['the', 'a', 'one'][n % 3]} {number * n % 17} of {n}" for n in range(number % 13 + 3)
+        )
         (root / "texts" / f"{number:03}.txt").write_text(f"Text {number}: {words}.\n")
     (root / "data.yaml").write_text(
         f"path: {root}/data\nsource: {{use: text, path: {root}/texts}}\ntokenizer: {{use: bpe, vocab: 300}}\n"

@@ -34,12 +34,12 @@ def write_texts(folder: Path, count: int = 40) -> dict[str, str]:
     return texts
 
 
-def recipe(tmp_path: Path, *overrides: str) -> Any:
+def recipe(tmp_path: Path, *overrides: str, tokenizer: str = "{use: bpe, vocab: 300}") -> Any:
     file = tmp_path / "recipe.yaml"
     file.write_text(
         f"path: {tmp_path}/packed\n"
         f"source: {{use: text, path: {tmp_path}/texts}}\n"
-        "tokenizer: {use: bpe, vocab: 300}\n"
+        f"tokenizer: {tokenizer}\n"
         "pack: {sequence_length: 32, evaluation: 0.2}\n"
     )
     return load_data(file, overrides)
@@ -292,7 +292,7 @@ def gpt2_like(path: Path) -> None:
 
 def test_a_tokenizer_with_one_end_token_packs_whole_documents(tmp_path: Path, texts: dict[str, str]) -> None:
     gpt2_like(tmp_path / "tokenizer.json")
-    prepare(recipe(tmp_path, "tokenizer.use=file", f"tokenizer.path={tmp_path}/tokenizer.json"), silent)
+    prepare(recipe(tmp_path, tokenizer=f"{{use: file, path: {tmp_path}/tokenizer.json}}"), silent)
     data = Dataset.open(tmp_path / "packed")
     assert (data.bos, data.eos, data.mask, data.index.special.pad) == (None, 256, None, None)
     assert data.vocab == 257

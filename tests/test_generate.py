@@ -1,7 +1,6 @@
 """Text from a trained model: the cache against the whole forward pass and transformers; what is drawn."""
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,10 +21,9 @@ from millrace.folder import Opened, open_run
 from millrace.generate import Sampling, draw
 from millrace.models import llama
 from millrace.project import project
+from millrace.recipe import load_run
 
 # Compiling is most of the time of these tests, and most of that is making small programs fast.
-QUICK = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
-jit = functools.partial(jax.jit, compiler_options=QUICK)
 
 GREEDY = Sampling(temperature=0)
 PROMPTS = {1: [7], 7: [1, 40, 9, 77, 40, 12, 200]}
@@ -62,7 +60,7 @@ def run(folder, tmp_path_factory) -> Opened:
     """On one device: programs for eight take thrice as long to compile."""
     target = tmp_path_factory.mktemp("runs") / "run"
     huggingface.import_(str(folder), str(target))
-    run = open_run(str(target), ["memory.compute=float32"])
+    run = open_run(load_run(target, ["memory.compute=float32"]))
     devices = mesh.make(dict.fromkeys(mesh.AXES, 1), jax.devices()[:1])
     return dataclasses.replace(run, params=jax.device_get(run.params), devices=devices)
 
@@ -71,7 +69,7 @@ def run(folder, tmp_path_factory) -> Opened:
 def test_greedy_decoding_is_the_likeliest_token_of_the_whole_forward_pass(length, run):
     cfg, how = run.cfg.model, Execution(run.cfg.attention, "float32")
 
-    @jit
+    @jax.jit
     def forward(params: Any, tokens: jax.Array) -> jax.Array:
         return project(params.unembed, params(cfg, tokens, how=how), "bsd,vd->bsv")[0]
 
@@ -88,7 +86,7 @@ def test_greedy_decoding_is_the_likeliest_token_of_the_whole_forward_pass(length
 
 
 def test_greedy_decoding_is_that_of_transformers_on_any_number_of_devices(run, folder):
-    eight = open_run(run.cfg.run, ["memory.compute=float32"])
+    eight = open_run(load_run(run.cfg.run, ["memory.compute=float32"]))
     assert eight.params.embedding.sharding.num_devices == 8
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
     for prompt in PROMPTS.values():
@@ -200,7 +198,7 @@ CHANCES = np.array([0.05, 0.4, 0.1, 0.25, 0.2])  # of tokens 0 to 4
 def shares(sampling: Sampling, draws: int = 20_000) -> np.ndarray:
     keys = jax.random.split(jax.random.key(5), draws)
     logits = jnp.log(jnp.asarray(CHANCES)) + 3.0  # a constant changes no chance
-    tokens = jit(jax.vmap(lambda key: draw(logits, key, sampling)))(keys)
+    tokens = jax.jit(jax.vmap(lambda key: draw(logits, key, sampling)))(keys)
     return np.bincount(tokens, minlength=5) / draws
 
 

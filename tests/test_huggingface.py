@@ -24,10 +24,9 @@ from millrace.execution import Execution
 from millrace.export import huggingface
 from millrace.folder import Opened, open_run
 from millrace.project import project
+from millrace.recipe import load_run
 
 # Compiling is most of the time of these tests, and most of that is making small programs fast.
-QUICK = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
-jit = functools.partial(jax.jit, compiler_options=QUICK)
 
 SIZES: dict[str, Any] = dict(layers=2, embed=64, heads=4, kv_heads=2, mlp=96)
 LLAMA3 = dict(rope_scaling="llama3", rope_factor=4.0, rope_original=32, rope_theta=100.0)
@@ -83,7 +82,7 @@ def runs(tmp_path_factory, tokenizer) -> Callable[[str], Opened]:
 
         checkpoints.save_params(jax.tree_util.tree_map_with_path(leaf, shapes), {})
         checkpoints.close()
-        return open_run(str(folder))
+        return open_run(load_run(folder))
 
     return functools.cache(make)
 
@@ -91,7 +90,7 @@ def runs(tmp_path_factory, tokenizer) -> Callable[[str], Opened]:
 def our_logits(run: Opened, tokens: np.ndarray) -> np.ndarray:
     params = jax.tree.map(jnp.asarray, jax.device_get(run.params))
     how = Execution(run.cfg.attention, "float32")
-    hidden = jit(lambda params, tokens: params(run.cfg.model, tokens, how=how))(params, tokens)
+    hidden = jax.jit(lambda params, tokens: params(run.cfg.model, tokens, how=how))(params, tokens)
     return np.asarray(project(params.unembed, hidden, "bsd,vd->bsv"))
 
 
@@ -171,7 +170,7 @@ def test_a_large_export_is_split_over_files(runs, tmp_path, monkeypatch):
     assert np.abs(their_logits(load(target), tokens) - our_logits(run, tokens)).max() <= 2e-5
     # And back: an import reads all of the files.
     huggingface.import_(str(target), str(tmp_path / "back"))
-    same(run.params, open_run(str(tmp_path / "back")).params)
+    same(run.params, open_run(load_run(tmp_path / "back")).params)
 
 
 def test_a_reader_of_the_older_spelling_finds_the_same_positions(runs, tmp_path):
@@ -200,7 +199,7 @@ def test_a_run_folder_that_was_moved_is_exported_with_its_tokenizer(runs, tokeni
         tokenise.save(tokenise.train(iter(["other words"]), 262), tmp_path)
         text = recipe_file.read_text().splitlines()
         recipe_file.write_text("\n".join([f"run: {place}", *text[1:]]))
-        huggingface.export(open_run(str(moved)), str(tmp_path / f"out{number}"), "float32")
+        huggingface.export(open_run(load_run(moved)), str(tmp_path / f"out{number}"), "float32")
         loaded = transformers.AutoTokenizer.from_pretrained(tmp_path / f"out{number}")
         assert loaded("the wheel")["input_ids"][1:] == tokenizer.encode("the wheel")
         assert loaded.mask_token_id == tokenizer.special.mask
@@ -217,7 +216,7 @@ def test_an_export_overwrites_nothing(runs, tmp_path):
 
 def test_what_transformers_cannot_compute_is_not_exported(runs, tmp_path):
     run = runs("llama")
-    capped = open_run(run.cfg.run, ["loss.soft_cap=30.0"])
+    capped = open_run(load_run(run.cfg.run, ["loss.soft_cap=30.0"]))
     with pytest.raises(UserError, match="loss.soft_cap: found 30.0, which transformers has not"):
         huggingface.export(capped, str(tmp_path / "out"), "float32")
     odd = huggingface.family_of({"model_type": "llama"})
@@ -310,7 +309,7 @@ def test_an_imported_model_computes_the_same(settings, change, tmp_path):
     assert len(list(source.glob("*.safetensors"))) == (12 if "max_shard_size" in settings else 1)
     cfg = huggingface.import_(str(source), str(target))
     assert (cfg.objective.use, cfg.data.sequence_length, cfg.run) == ("causal", 128, str(target))
-    run = open_run(str(target))
+    run = open_run(load_run(target))
     assert (run.step, run.cfg, run.tokenizer) == (0, cfg, None)
     tokens = some_tokens(96)
     wanted = their_logits(theirs, tokens)
@@ -324,10 +323,10 @@ def test_import_export_import_loses_nothing(tmp_path, tokenizer):
     tokenise.save(tokenizer, source)
     (tmp_path / "first").mkdir()  # an empty folder is as good as none
     huggingface.import_(str(source), str(tmp_path / "first"))
-    first = open_run(str(tmp_path / "first"))
+    first = open_run(load_run(tmp_path / "first"))
     huggingface.export(first, str(tmp_path / "out"), "float32")
     huggingface.import_(str(tmp_path / "out"), str(tmp_path / "second"))
-    second = open_run(str(tmp_path / "second"))
+    second = open_run(load_run(tmp_path / "second"))
     same(first.params, second.params)
     assert first.cfg.model == second.cfg.model
     assert first.tokenizer_sha256 == second.tokenizer_sha256 == tokenise.sha256(source)
@@ -340,7 +339,7 @@ def test_an_encoder_is_imported_with_its_objective(runs, tmp_path):
     huggingface.export(runs("eurobert"), str(tmp_path / "out"), "float32")
     cfg = huggingface.import_(str(tmp_path / "out"), str(tmp_path / "run"))
     assert (cfg.model, cfg.objective.use) == (runs("eurobert").cfg.model, "masked")
-    same(runs("eurobert").params, open_run(str(tmp_path / "run")).params)
+    same(runs("eurobert").params, open_run(load_run(tmp_path / "run")).params)
 
 
 def rope(**values: Any) -> dict[str, Any]:

@@ -70,8 +70,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 QWEN3 = "tied yarn qwen3"
 
 # Compiling is most of the time of these tests, and most of that is making small programs fast.
-QUICK = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
-jit = functools.partial(jax.jit, compiler_options=QUICK)
 
 
 def hugging_face(name: str, seed: int = 0) -> Any:
@@ -143,7 +141,7 @@ def hidden(pair: Pair, compute: str = "float32") -> Callable[[Batch], jax.Array]
         seen = dict(segments=batch.segments, positions=batch.positions)
         return params(pair.cfg, batch.tokens, how=execution(compute=compute), **seen)
 
-    return functools.partial(jit(run), pair.params)
+    return functools.partial(jax.jit(run), pair.params)
 
 
 @functools.cache
@@ -152,7 +150,7 @@ def trained(pair: Pair, **how: Any) -> tuple[Any, jax.Array, Any]:
     job, axes = task(pair.cfg, execution(**how)), module.axes(pair.family.Model, pair.cfg)
     prepare = objective.file("objectives", job.objective).prepare
 
-    @jit
+    @jax.jit
     def run(params: Any, batch: Batch) -> tuple[Any, jax.Array, Any]:
         examples = prepare(job, batch, jax.random.key(0))
         grads, sums = step.gradients(job, axes, params, step.split(examples, 1))

@@ -207,7 +207,9 @@ def test_a_loss_that_is_not_finite_skips_the_update_and_is_counted(tiny):
 
 def test_the_learning_rate_follows_the_schedule_in_tokens(tiny):
     tokens = 8 * 64
-    _, rows = Bench(tiny(f"schedule.steps='{12 * tokens} tokens'", f"schedule.warmup='{4 * tokens} tokens'")).run(4)
+    _, rows = Bench(
+        tiny(f"schedule.steps='{12 * tokens} tokens'", f"schedule.warmup='{4 * tokens} tokens'")
+    ).run(4)
     assert [row["learning_rate"] for row in rows] == pytest.approx([0.0025, 0.005, 0.0075, 0.01])
 
 
@@ -215,7 +217,9 @@ def test_masking_meets_its_rates(tiny):
     rates = ("objective.rate=0.3", "objective.masked=0.8", "objective.random=0.1")
     bench = Bench(tiny(*ENCODER, *rates, "batch.sequences=64"))
     batches = [bench.batch(number) for number in range(4)]
-    prepare = jax.jit(lambda batch, key: file("objectives", bench.task.objective).prepare(bench.task, batch, key))
+    prepare = jax.jit(
+        lambda batch, key: file("objectives", bench.task.objective).prepare(bench.task, batch, key)
+    )
     examples = [prepare(batch, jax.random.key(n)) for n, batch in enumerate(batches)]
     tokens = np.concatenate([np.asarray(batch.tokens) for batch in batches])
     inputs = np.concatenate([np.asarray(one.inputs) for one in examples])

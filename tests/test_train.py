@@ -24,7 +24,7 @@ def rows(cfg: recipe.Run) -> list[dict]:
 
 
 def weights(cfg: recipe.Run) -> dict[str, np.ndarray]:
-    return {name: np.asarray(leaf) for name, leaf in named(open_run(cfg.run).params)}
+    return {name: np.asarray(leaf) for name, leaf in named(open_run(recipe.load_run(cfg.run)).params)}
 
 
 def start(path: Path, *overrides: str, devices: int = 1) -> subprocess.Popen:
@@ -67,13 +67,19 @@ def test_a_run_stopped_by_sigterm_goes_on_as_if_never_stopped(tiny, tmp_path):
     one, other = recipe.load(whole), recipe.load(broken)
     for name, value in weights(one).items():
         np.testing.assert_array_equal(value, weights(other)[name], err_msg=name)
-    assert {row["step"]: row["loss"] for row in rows(one)} == {row["step"]: row["loss"] for row in rows(other)}
+    assert {row["step"]: row["loss"] for row in rows(one)} == {
+        row["step"]: row["loss"] for row in rows(other)
+    }
 
 
 def test_the_layout_on_disk_does_not_depend_on_mesh_or_unrolling(tiny, tmp_path):
     def layout(cfg: recipe.Run) -> dict[str, tuple]:
         stored = Checkpoints(cfg.run).manager.item_metadata(2)
-        return {path: tuple(leaf.shape) for item in ("params", "rest") for path, leaf in dict(stored[item]).items()}
+        return {
+            path: tuple(leaf.shape)
+            for item in ("params", "rest")
+            for path, leaf in dict(stored[item]).items()
+        }
 
     short = ("schedule.steps=2", "schedule.warmup=0")
     one = tiny(f"run={tmp_path}/one", *short, "mesh.data=8")
@@ -102,7 +108,14 @@ def test_the_run_folder_holds_what_it_promises(tiny, tmp_path):
     assert train.run(cfg) == 0
     folder = Path(cfg.run)
     names = {path.name for path in folder.iterdir()}
-    assert names >= {"recipe.yaml", "metrics.jsonl", "log.txt", "checkpoints", "tensorboard", "tokenizer.json"}
+    assert names >= {
+        "recipe.yaml",
+        "metrics.jsonl",
+        "log.txt",
+        "checkpoints",
+        "tensorboard",
+        "tokenizer.json",
+    }
     wanted = {"step", "loss", "learning_rate", "grad_norm", "tokens", "tokens_per_second", "mfu", "goodput"}
     assert all(wanted <= set(row) for row in rows(cfg))
     assert rows(cfg)[-1]["loss"] < rows(cfg)[0]["loss"]
@@ -128,7 +141,9 @@ def test_a_finished_run_says_so_and_changes_nothing(tiny, capfd):
 
 def test_losses_that_stay_infinite_stop_the_run_with_a_report(tiny, capfd):
     # A decay of 1e30 a step sends every matrix to infinity in one update.
-    cfg = tiny("optimizer.weight_decay=1e38", "optimizer.learning_rate=1e3", "optimizer.patience=3", "log.every=1")
+    cfg = tiny(
+        "optimizer.weight_decay=1e38", "optimizer.learning_rate=1e3", "optimizer.patience=3", "log.every=1"
+    )
     assert train.run(cfg) == 1
     said = capfd.readouterr().out
     assert "skipped" in said and "3 times in a row" in said and "learning_rate" in said
@@ -152,8 +167,36 @@ def test_a_mesh_too_large_for_the_machine_is_refused(tiny):
         train.run(tiny("mesh.data=3", "mesh.fsdp=1", "batch.sequences=9"))
 
 
+def test_training_goes_on_from_imported_weights(tiny, tmp_path):
+    """Export, import into a new folder, one step with a learning rate of 0: the weights are what they were."""
+    from millrace.export import huggingface
+
+    first = tiny("schedule.steps=2", "schedule.warmup=0")
+    assert train.run(first) == 0
+    huggingface.export(open_run(recipe.load_run(first.run)), f"{tmp_path}/exported", "float32")
+    huggingface.import_(f"{tmp_path}/exported", f"{tmp_path}/imported")
+    still = ["schedule.steps=1", "schedule.warmup=0", "optimizer.learning_rate=0.0", "optimizer.ema=0.5"]
+    still += [f"data.path={first.data.path}", "data.sequence_length=64", "batch.sequences=8"]
+    cfg = recipe.load(f"{tmp_path}/imported/recipe.yaml", [*still, "log.tensorboard=false"])
+    assert train.run(cfg) == 0
+    average = open_run(recipe.load_run(cfg.run), item="ema").params
+    for name, value in weights(first).items():
+        np.testing.assert_array_equal(value, weights(cfg)[name], err_msg=name)
+        np.testing.assert_array_equal(value, dict(named(average))[name], err_msg=name)
+
+
+def test_an_average_can_begin_later_in_a_run(tiny):
+    assert train.run(tiny("schedule.steps=2", "schedule.warmup=0")) == 0
+    with pytest.raises(UserError, match=r"optimizer\.ema above 0"):
+        open_run(recipe.load_run(tiny().run), item="ema")
+    assert train.run(tiny("schedule.steps=3", "schedule.warmup=0", "optimizer.ema=0.9")) == 0
+    assert open_run(recipe.load_run(tiny().run), item="ema").step == 3
+
+
 def test_only_the_newest_checkpoints_are_kept(tiny):
     cfg = tiny("checkpoint.every=2", "checkpoint.keep=2", "schedule.steps=7")
     assert train.run(cfg) == 0
-    steps = sorted(int(path.name) for path in (Path(cfg.run) / "checkpoints").iterdir() if path.name.isdigit())
+    steps = sorted(
+        int(path.name) for path in (Path(cfg.run) / "checkpoints").iterdir() if path.name.isdigit()
+    )
     assert steps == [6, 7]
