@@ -16,16 +16,16 @@ help:
 	@$(PYTHON) -c 'import sys; sys.exit("Millrace needs Python 3.11 or newer; try make PYTHON=python3.11" if sys.version_info < (3, 11) else 0)'
 	@echo "installing Millrace into .venv"
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	@$(PIP) install --quiet --constraint constraints.txt --editable .
+	@$(PIP) install --quiet --quiet --constraint constraints.txt --editable .
 	@touch $@
 
 .venv/test: .venv/core
 	@echo "installing what the tests need into .venv"
-	@$(PIP) install --quiet --constraint constraints.txt --editable '.[test]'
+	@$(PIP) install --quiet --quiet --constraint constraints.txt --editable '.[test]'
 	@touch $@
 
 .venv/aot: .venv/test
-	@$(PIP) install --quiet --constraint constraints.txt --editable '.[aot]'
+	@$(PIP) install --quiet --quiet --constraint constraints.txt --editable '.[aot]'
 	@touch $@
 
 demo: .venv/core

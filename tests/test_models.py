@@ -1,5 +1,6 @@
 """The models against transformers' on the same random weights, and what must hold of any weights."""
 
+import copy
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -12,13 +13,15 @@ import pytest
 import torch
 import transformers
 
-from millrace import config, module, objective, recipe, step
+from millrace import config, module, objective, recipe, state, step
 from millrace.execution import Execution
 from millrace.export import huggingface
 from millrace.layers.mlp import glu
 from millrace.layers.norm import rms_norm
 from millrace.objective import Batch, Task, Vocabulary
+from millrace.optim import adamw
 from millrace.project import project
+from millrace.schedule import Curves
 
 VOCAB = 96
 SIZES = dict(
@@ -68,8 +71,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "eurobert": ("EuroBert", {"mask_token_id": 3}),
 }
 QWEN3 = "tied yarn qwen3"
-
-# Compiling is most of the time of these tests, and most of that is making small programs fast.
 
 
 def hugging_face(name: str, seed: int = 0) -> Any:
@@ -279,3 +280,34 @@ def test_sizes_that_cannot_be_are_refused(settings, key):
     llama = config.part_class("models", "llama")
     with pytest.raises(ValueError, match=f"^{key}: expected"):
         llama(**dict(layers=2, embed=64, heads=4, kv_heads=2, mlp=112) | settings)
+
+
+def test_whole_updates_follow_torch(pair):
+    """Five steps of clipped AdamW with decay: ours against transformers' model and torch's optimizer."""
+    ours = pair("llama")
+    theirs = copy.deepcopy(ours.theirs).train()
+    matrices = [weight for weight in theirs.parameters() if weight.ndim > 1]
+    norms = [weight for weight in theirs.parameters() if weight.ndim == 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": norms, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), eps=1e-8)
+
+    cfg = config.part_class("optim", "adamw", recipe.Optimizer)(
+        learning_rate=1e-3, weight_decay=0.1, clip=1.0
+    )
+    axes = module.axes(ours.family.Model, ours.cfg)
+    tx = adamw.make(cfg, axes)
+    flat = Curves(learning_rate=lambda step: 1.0, weight_decay=lambda step: 1.0)
+    update = jax.jit(step.train_step(task(ours.cfg, execution()), step.Update(cfg, tx, flat), axes))
+    current = state.fresh(ours.params, tx, seed=0, ema=False)
+    for number in range(5):
+        batch = text(2, 24, seed=number)
+        tokens = torch.tensor(np.asarray(batch.tokens), dtype=torch.long)
+        loss = theirs(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        current, metrics = update(current, batch)
+        assert float(metrics["loss"]) == pytest.approx(loss.item(), abs=1e-4)
+        assert float(metrics["grad_norm"]) == pytest.approx(norm.item(), rel=1e-3)
+    assert float(norm) > 1.0  # so that clipping had something to do

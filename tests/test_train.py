@@ -168,7 +168,7 @@ def test_a_mesh_too_large_for_the_machine_is_refused(tiny):
 
 
 def test_training_goes_on_from_imported_weights(tiny, tmp_path):
-    """Export, import into a new folder, one step with a learning rate of 0: the weights are what they were."""
+    """Export, import into a new folder, a step at a learning rate of 0: the weights are what they were."""
     from millrace.export import huggingface
 
     first = tiny("schedule.steps=2", "schedule.warmup=0")
