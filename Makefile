@@ -10,7 +10,7 @@ help:
 	@echo "make test      lint and the quick tests"
 	@echo "make test-all  the slow tests as well"
 	@echo "make lint      ruff and mypy"
-	@echo "make bench     ratios against peers on this machine's accelerator"
+	@echo "make bench     ratios against peers, on a machine with one GPU"
 
 .venv/core: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("Millrace needs Python 3.11 or newer; try make PYTHON=python3.11" if sys.version_info < (3, 11) else 0)'
@@ -61,6 +61,8 @@ test-all: .venv/aot lint
 
 bench: .venv/test
 	$(BIN)/python -m benchmarks.llama_1b
+	$(BIN)/python -m benchmarks.loss_gpu
+	$(BIN)/python -m benchmarks.attention_gpu
 
 clean:
 	rm -rf .venv build dist *.egg-info

@@ -1,17 +1,14 @@
 """Is cuDNN's attention right, and how fast is it? Against the definition in float32, with what must not be
 seen changed to see what moves; then times beside the other backends. Needs one NVIDIA GPU; from the
-repository's root: python benchmarks/attention_gpu.py"""
+repository's root: python -m benchmarks.attention_gpu"""
 
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import jax
 import jax.numpy as jnp

@@ -112,10 +112,11 @@ def millrace_steps(args: argparse.Namespace) -> dict:
     from millrace.evaluate import row_sharding
     from millrace.objective import Batch, Vocabulary, file, make_task
 
-    fixed = ["batch.accumulate=1", "data.isolate=false", f"data.sequence_length={LENGTH}"]
-    fixed += [f"batch.sequences={args.batch}", "schedule.use=constant", "schedule.warmup=0"]
-    fixed += ["optimizer.learning_rate=1e-4"]
-    cfg = recipe.load("recipes/llama-3.2-1b.yaml", [*fixed, *args.overrides])
+    settings = {"batch.accumulate": 1, "batch.sequences": args.batch, "data.sequence_length": LENGTH}
+    settings |= {"data.isolate": "false", "optimizer.learning_rate": 1e-4}
+    settings |= {"schedule.use": "constant", "schedule.warmup": 0}
+    settings |= dict(item.split("=", 1) for item in args.overrides)
+    cfg = recipe.load("recipes/llama-3.2-1b.yaml", [f"{key}={value}" for key, value in settings.items()])
     devices = train.make_mesh(cfg)
     task = make_task(cfg, Vocabulary(VOCAB, None, None, None, None))
     with jax.set_mesh(devices):

@@ -1,6 +1,6 @@
 """Time and extra memory of the head and its loss, forward and backward, on one GPU: cut cross entropy at
 several chunk sizes, full logits in JAX, torch eager and torch.compile, in one run. The default shape is
-Gemma 2 2B's. Run from the root of the repository: PYTHONPATH=. python benchmarks/loss_gpu.py"""
+Gemma 2 2B's. From the repository's root: python -m benchmarks.loss_gpu"""
 
 import argparse
 import json

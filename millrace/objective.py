@@ -6,7 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from millrace.execution import Execution
+from millrace.execution import Execution, default_unroll
 from millrace.kernels.cut_cross_entropy import Totals, bind, cut
 from millrace.module import Array, module
 
@@ -57,7 +57,8 @@ class Task:
 def make_task(run: Any, vocabulary: Vocabulary) -> Task:
     """The task of a training recipe."""
     memory = run.memory
-    how = Execution(run.attention, memory.compute, memory.remat, memory.unroll)
+    unroll = default_unroll() if memory.unroll == "auto" else memory.unroll
+    how = Execution(run.attention, memory.compute, memory.remat, unroll)
     return Task(run.model, run.objective, run.loss, how, vocabulary, run.data.isolate)
 
 

@@ -114,10 +114,12 @@ class Mesh:
 class Memory:
     compute: Literal["bfloat16", "float32"] = "bfloat16"
     remat: Literal["none", "dots", "full"] = "none"
-    unroll: int = 1  # layers compiled side by side instead of as one loop body
+    unroll: int | str = "auto"  # layers compiled side by side, not as one loop body
 
     def __post_init__(self) -> None:
         at_least(1, self, "unroll")
+        if isinstance(self.unroll, str) and self.unroll != "auto":
+            raise ValueError("unroll: expected a number of layers or auto")
 
 
 @dataclass(frozen=True)
