@@ -36,6 +36,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `millrace ... | head`: Python would complain once more at its end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:  # a folder that cannot be written, a full disk
+        if not error.filename:
+            raise
+        print(f"millrace: {error.filename}: {error.strerror}", file=sys.stderr)
+        return 2
 
 
 def train(args: argparse.Namespace) -> int:

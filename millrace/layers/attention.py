@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
+from millrace.errors import UserError
 from millrace.mesh import RULES, current, spec
 
 Array = jax.Array
@@ -109,7 +110,7 @@ def choose(
     platform: str | None = None,
 ) -> str:
     """The backend for one device's q and k (arrays or shapes) when the sequence is split over `context`
-    devices. Raises ValueError when the one that `attention.use` names cannot do it."""
+    devices. Raises UserError when the one that `attention.use` names cannot do it."""
     platform = platform or _platform()
     short = ("xla",) if k.shape[1] <= 1024 else ("blockwise",)
     names = ORDER.get(platform, short) if cfg.use == "auto" else (cfg.use,)
@@ -122,7 +123,7 @@ def choose(
         )
         if reason is None:
             return name
-    raise ValueError(f"attention.use: {names[-1]} cannot be used here: {reason}. Set attention.use to auto")
+    raise UserError(f"attention.use: {names[-1]} cannot be used here: {reason}. Set attention.use to auto")
 
 
 def complaint(platform: str, function: Callable[..., Array], *arguments: Any) -> str | None:
