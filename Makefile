@@ -59,7 +59,11 @@ test: lint
 test-all: .venv/aot lint
 	$(BIN)/python -m pytest -n auto --quiet --slow
 
-bench: .venv/test
+.venv/gpu: .venv/test
+	@$(PIP) install --quiet --quiet --constraint constraints.txt --editable '.[gpu]'
+	@touch $@
+
+bench: .venv/gpu
 	$(BIN)/python -m benchmarks.llama_1b
 	$(BIN)/python -m benchmarks.loss_gpu
 	$(BIN)/python -m benchmarks.attention_gpu

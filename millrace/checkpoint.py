@@ -16,9 +16,12 @@ class Checkpoints:
     """The checkpoints folder of a run. Weights (`params`), their average (`ema`) and the rest are items of
     their own: who exports reads only the one it needs."""
 
-    def __init__(self, run: str, keep: int = 3):
+    def __init__(self, run: str, *, keep: int | None = None):
+        """With `keep`, for the trainer, who alone may clear away old and half-written checkpoints."""
         folder = run if "://" in run else str(Path(run).absolute())
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=True)
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=keep, enable_async_checkpointing=True, cleanup_tmp_directories=keep is not None
+        )
         handlers: dict[str, Any] = {
             item: ocp.StandardCheckpointHandler() for item in ("params", "ema", "rest")
         }

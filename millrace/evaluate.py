@@ -24,10 +24,14 @@ def evaluate(
     mesh: Mesh,
     *,
     sequences: int,
+    causal: bool,
     batches: int = 0,
-) -> dict[str, float]:
+    stop: Callable[[], bool] = lambda: False,
+) -> dict[str, float] | None:
     """`score` is an eval_step with its weights. `batches` 0 takes the whole split. What an objective draws at
-    random (which tokens to mask) depends only on the batch's number, so that evaluations can be compared."""
+    random (which tokens to mask) depends only on the batch's number, so that evaluations can be compared.
+    Bits a byte are told of causal models only: a masked one tells no text as a whole. None if `stop` said so
+    half-way."""
     rows = dataset.rows("evaluation")
     if not rows:
         raise UserError(
@@ -39,18 +43,26 @@ def evaluate(
         batch = place(dataset, mesh, number, split="evaluation", sequences=sequences, seed=0)
         sums = fetch(score(batch, jax.random.fold_in(jax.random.key(0), number)))
         totals = {name: totals.get(name, 0.0) + value for name, value in sums.items()}
+        if stop():
+            return None
     loss = totals["nll"] / max(totals["count"], 1.0)
-    split = dataset.index.splits["evaluation"]
-    return {
+    result = {
         "loss": loss,
         "unigram_entropy": dataset.index.unigram_entropy,
         "perplexity": math.exp(min(loss, 700.0)),
-        "bits_per_byte": loss / math.log(2) * split.tokens / max(split.bytes, 1),
     }
+    return result | {"bits_per_byte": loss / math.log(2) * answers_per_byte(dataset)} if causal else result
+
+
+def answers_per_byte(dataset: Dataset) -> float:
+    """How many tokens a decoder must tell for a byte of held-out text: all but those that begin documents."""
+    split = dataset.index.splits["evaluation"]
+    given = split.documents if dataset.bos is not None else 0
+    return (split.tokens - given) / max(split.bytes, 1)
 
 
 def evaluate_run(run: Opened) -> dict[str, float]:
-    """The held-out data of a run's recipe, through its newest weights."""
+    """All held-out data of a run's recipe, through its newest weights."""
     cfg = run.cfg
     dataset = Dataset.open(cfg.data.path, sequence_length=cfg.data.sequence_length)
     if run.tokenizer_sha256 not in (None, dataset.tokenizer_sha256):
@@ -60,14 +72,17 @@ def evaluate_run(run: Opened) -> dict[str, float]:
     with jax.set_mesh(run.devices):
         score = functools.partial(jax.jit(eval_step(task, axes)), run.params)
         rows = cfg.batch.sequences // cfg.batch.accumulate
-        return evaluate(score, dataset, run.devices, sequences=rows, batches=cfg.eval.batches)
+        result = evaluate(score, dataset, run.devices, sequences=rows, causal=cfg.model.causal)
+    assert result is not None
+    return result
 
 
 def spoken(result: dict[str, float]) -> str:
-    return (
+    said = (
         f"evaluation loss {result['loss']:.4f} nats, unigram entropy {result['unigram_entropy']:.4f}, "
-        f"perplexity {result['perplexity']:,.2f}, {result['bits_per_byte']:.3f} bits a byte"
+        f"perplexity {result['perplexity']:,.2f}"
     )
+    return said + (f", {result['bits_per_byte']:.3f} bits a byte" if "bits_per_byte" in result else "")
 
 
 def vocabulary(dataset: Dataset) -> Vocabulary:

@@ -69,10 +69,11 @@ def compile_fast(lowered: Any) -> Any:
 
 
 def cast(params: Any, axes: Any, dtype: Any) -> Any:
-    """Matrices in the compute dtype, norms as they are. Done once a step and before any weight is gathered
-    from other devices, so that half the bytes travel."""
+    """The matrices of the layers in the compute dtype. Done once a step and before any weight is gathered
+    from other devices, so that half the bytes travel. Norms and embeddings stay as they are: their gradients
+    are sums over all tokens, and summed in their own dtype."""
     return jax.tree.map(
-        lambda axes, w: w.astype(dtype) if axes.is_matrix else w,
+        lambda axes, w: w.astype(dtype) if axes.is_hidden_matrix else w,
         axes,
         params,
         is_leaf=lambda node: isinstance(node, Axes),

@@ -102,7 +102,7 @@ class Late:
 class Meter:
     """Turns the metrics of a step into the row that is logged. `begin` when the loop starts, `pause`
     around all that is not a step (compiling included), `row` as soon as a step's metrics are read.
-    `started` is the clock's reading when the process began."""
+    `started` is the clock's reading when the run began in this process."""
 
     tokens_per_step: int
     flops_per_token: float

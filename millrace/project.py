@@ -16,5 +16,6 @@ def project(w: Any, x: jax.Array, spec: str) -> jax.Array:
 
 @functools.singledispatch
 def lookup(w: Any, tokens: jax.Array, dtype: Any) -> jax.Array:
-    """Rows of an embedding table."""
-    return w.astype(dtype)[tokens]
+    """Rows of an embedding table. Cast after the look-up: the gradient of a token that occurs thousands of
+    times is a sum, and in bf16 most of it would be lost."""
+    return w[tokens].astype(dtype)

@@ -8,6 +8,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from millrace import module
+from millrace.mesh import spec
 from millrace.module import Array, dotted, named
 
 
@@ -29,18 +30,16 @@ def fresh(params: Any, tx: Any, *, seed: int, ema: bool) -> State:
     return State(step, params, tx.init(params), average, key, skipped, streak)
 
 
-def shardings(state: State, params: Any, mesh: Mesh) -> State:
-    """Where every leaf of the state lives. Whatever is shaped and named like a weight (moments, averages)
-    lies where that weight does; the rest is small and everywhere. `params`: the weights' shardings."""
-    whole = NamedSharding(mesh, P())
-    weights = [(path, leaf.shape) for path, leaf in named(state.params)]
-    homes = dict(named(params))
+def shardings(state: State, axes: Any, mesh: Mesh) -> State:
+    """Where every leaf of the state lives. What is named like a weight and has its rank (moments, averages)
+    is split like that weight, as far as its sizes allow; the rest is small and everywhere."""
+    weights = dict(named(axes))
 
     def home(path: Any, leaf: Any) -> NamedSharding:
         name = dotted(path)
-        for weight, shape in weights:
-            if (name == weight or name.endswith("." + weight)) and leaf.shape == shape:
-                return homes[weight]
-        return whole
+        for weight, its in weights.items():
+            if name.endswith("." + weight) and leaf.ndim == len(its.names):
+                return NamedSharding(mesh, spec(its.names, leaf.shape, mesh))
+        return NamedSharding(mesh, P())
 
     return jax.tree_util.tree_map_with_path(home, state)

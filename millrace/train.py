@@ -43,6 +43,8 @@ class Session:
     meter: Meter
     train_step: Callable[[State, Batch], tuple[State, step.Metrics]]
     eval_step: Callable[..., step.Metrics]
+    steps: int
+    stopper: "Stopper"
 
     def batch(self, number: int) -> Batch:
         cfg = self.cfg
@@ -51,17 +53,15 @@ class Session:
         )
 
     def log(self, rows: list[tuple[int, dict[str, float]]]) -> None:
+        """Every step is looked at, some are written down."""
         for number, values in rows:
             streak = int(values.pop("streak"))
-            before = self.meter.skipped
-            row = self.meter.row(number, values)
-            self.out.write(number, row)
-            if row["skipped"] > before:
-                self.out.event(
-                    f"step {number}: {skips(row['skipped'] - before)}: its loss was not finite", "warning"
-                )
+            if streak:
+                self.out.event(f"step {number}: loss or gradient was not finite, update skipped", "warning")
+            if number in (1, self.steps) or number % self.cfg.log.every == 0:
+                self.out.write(number, self.meter.row(number, values))
             if streak >= self.cfg.optimizer.patience:
-                raise Diverged(f"stopped at step {number}: the loss was not finite {streak} times in a row")
+                raise Diverged(f"stopped at step {number}: not finite {streak} times in a row")
 
     def evaluate(self, number: int, current: State) -> None:
         with self.meter.pause("evaluate", current.params):
@@ -70,14 +70,17 @@ class Session:
                 self.dataset,
                 self.devices,
                 sequences=self.cfg.batch.sequences // self.cfg.batch.accumulate,
+                causal=self.cfg.model.causal,
                 batches=self.cfg.eval.batches,
+                stop=lambda: self.stopper.asked is not None,
             )
-        self.out.write(number, {f"evaluate/{name}": value for name, value in result.items()})
+        if result is not None:
+            self.out.write(number, {f"evaluate/{name}": value for name, value in result.items()})
 
     def save(self, number: int, current: State) -> None:
         with self.meter.pause("checkpoint", current.params):
             self.checkpoints.save(number, current, meta(self.cfg, self.dataset, number))
-        self.out.event(f"step {number}: checkpoint saved in {self.cfg.run}/checkpoints")
+        self.out.event(f"step {number}: checkpoint on its way to {self.cfg.run}/checkpoints")
 
 
 def run(cfg: recipe.Run) -> int:
@@ -88,7 +91,7 @@ def run(cfg: recipe.Run) -> int:
     cfg = with_vocabulary(cfg, dataset)
     task = make_task(cfg, vocabulary(dataset))
     family, steps = file("models", task.model), recipe.durations(cfg)["steps"]
-    checkpoints = Checkpoints(cfg.run, cfg.checkpoint.keep)
+    checkpoints = Checkpoints(cfg.run, keep=cfg.checkpoint.keep)
     start = checkpoints.latest() or 0
     if checkpoints.latest() is not None:
         check_same(checkpoints.meta(start), cfg, dataset)
@@ -119,22 +122,26 @@ def run(cfg: recipe.Run) -> int:
                 meter=meter,
                 train_step=compiled(cfg, step.train_step(task, update, axes), abstract, devices),
                 eval_step=jax.jit(step.eval_step(task, axes)),
+                steps=steps,
+                stopper=stopper,
             )
-            return loop(session, restored(checkpoints, abstract, fresh), start, steps, stopper)
+            current = restored(checkpoints, abstract, fresh)
+            keep_recipe(cfg)
+            return loop(session, current, start)
     finally:
         checkpoints.close()
         out.close()
 
 
-def loop(session: Session, current: State, start: int, steps: int, stopper: "Stopper") -> int:
-    cfg, late = session.cfg, Late(session.cfg.log.every)
+def loop(session: Session, current: State, start: int) -> int:
+    cfg, late = session.cfg, Late()
     session.meter.begin(start, int(current.skipped))
     number = start
     try:
-        for number, batch in enumerate(read_ahead(session.batch, start, steps), start + 1):
+        for number, batch in enumerate(read_ahead(session.batch, start, session.steps), start + 1):
             current, metrics = session.train_step(current, batch)
             session.log(late.push(number, metrics))
-            last, stopping = number == steps, stopper.asked is not None
+            last, stopping = number == session.steps, session.stopper.asked is not None
             evaluating = last or (not stopping and cfg.eval.every and number % cfg.eval.every == 0)
             saving = last or stopping or number % cfg.checkpoint.every == 0
             if evaluating or saving:
@@ -145,28 +152,38 @@ def loop(session: Session, current: State, start: int, steps: int, stopper: "Sto
                 session.save(number, current)
             if stopping and not last:
                 session.out.event(
-                    f"asked to stop by {stopper.asked}; the same command goes on from step {number}"
+                    f"asked to stop by {session.stopper.asked}; the same command goes on from step {number}"
                 )
                 return PREEMPTED
         return 0
     except Diverged as error:
-        session.save(number, current)
+        # Not saved: weights without a finite loss may be past saving, and would push out a good checkpoint.
         session.out.event(f"{error}. {ADVICE}", "error")
         return 1
 
 
 ADVICE = (
-    "The weights are those before the first such step, and saved. To go on, run the command again with a "
-    "lower optimizer.learning_rate, a longer schedule.warmup or a lower optimizer.clip, or look at the data "
-    "of those steps"
+    "To go on from the last checkpoint, run the command again with a lower optimizer.learning_rate, a longer "
+    "schedule.warmup or a lower optimizer.clip, or look at the data of those steps"
 )
 
 
 def make_mesh(cfg: recipe.Run) -> Mesh:
+    """Lays out all devices. What an axis splits must divide by it: a batch that does not would be computed
+    by every device again, in silence."""
     try:
-        return mesh.make(mesh.resolve(dataclasses.asdict(cfg.mesh), jax.device_count()))
+        sizes = mesh.resolve(dataclasses.asdict(cfg.mesh), jax.device_count())
     except ValueError as error:
         raise UserError(f"mesh: {error}") from None
+    rows, over = cfg.batch.sequences // cfg.batch.accumulate, sizes["data"] * sizes["fsdp"]
+    if rows % over:
+        raise UserError(
+            f"batch.sequences: {rows} rows at a time cannot be shared by the {over} devices of mesh.data x "
+            "mesh.fsdp; change batch.sequences, batch.accumulate or the mesh"
+        )
+    if cfg.data.sequence_length % sizes["context"]:
+        raise UserError(f"mesh.context: {sizes['context']} does not divide data.sequence_length")
+    return mesh.make(sizes)
 
 
 def with_vocabulary(cfg: recipe.Run, dataset: Dataset) -> recipe.Run:
@@ -190,14 +207,14 @@ def make_state(
 ) -> tuple[State, Callable[[], State]]:
     """The state as shapes with shardings, and the function that makes it afresh on the devices."""
     family = file("models", task.model)
-    shapes, axes = module.shapes(family.Model, task.model), module.axes(family.Model, task.model)
+    axes = module.axes(family.Model, task.model)
 
     def fresh() -> State:
         params = module.init(family.Model, task.model, jax.random.key(cfg.seed))
         return state.fresh(params, update.tx, seed=cfg.seed, ema=cfg.optimizer.ema > 0)
 
     abstract = jax.eval_shape(fresh)
-    homes = state.shardings(abstract, mesh.shardings(axes, shapes, devices), devices)
+    homes = state.shardings(abstract, axes, devices)
     abstract = jax.tree.map(
         lambda leaf, home: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=home), abstract, homes
     )
@@ -221,7 +238,8 @@ def restored(checkpoints: Checkpoints, abstract: State, fresh: Callable[[], Stat
     if latest is None:
         return fresh()
     if checkpoints.has(latest, "rest"):
-        return checkpoints.restore(latest, abstract)
+        current = checkpoints.restore(latest, abstract)
+        return dataclasses.replace(current, streak=current.streak * 0)  # what made it stop may be mended
     # An import: weights alone. They are read twice, since the state is donated and must not share arrays.
     params = checkpoints.restore_params(latest, abstract.params)
     ema = None if abstract.ema is None else checkpoints.restore_params(latest, abstract.ema)
@@ -229,19 +247,29 @@ def restored(checkpoints: Checkpoints, abstract: State, fresh: Callable[[], Stat
 
 
 def check_same(saved: dict[str, Any], cfg: recipe.Run, dataset: Dataset) -> None:
-    """A run goes on only with the model and tokenizer it began with; the rest of the recipe may change."""
-    model, now = saved["recipe"]["model"], config.to_dict(cfg)["model"]
-    for key in now:
-        if model.get(key) != now[key]:
+    """A run goes on only with the model, the tokenizer and the order of the data it began with. The rest of
+    the recipe may change."""
+    before, now = flat(saved["recipe"]), flat(config.to_dict(cfg))
+    fixed = [key for key in now if key.startswith("model.")]
+    if "seed" in saved:  # not an import, which has taken no step yet
+        fixed += ["optimizer.use", "seed", "batch.sequences", "data.sequence_length"]
+    for key in fixed:
+        if before.get(key) != now[key]:
             raise UserError(
-                f"{cfg.run} holds a run with model.{key} = {model.get(key)}, and this recipe says "
-                f"{now[key]}; use another `run`, or put the key back"
+                f"{cfg.run} holds a run with {key} = {before.get(key)}, and this recipe says {now[key]}; "
+                "use another `run`, or put the key back"
             )
     if saved["tokenizer_sha256"] not in (None, dataset.tokenizer_sha256):
         raise UserError(
             f"{cfg.run} was trained with another tokenizer than that of {cfg.data.path}; use another `run`, "
             "or the data it began with"
         )
+
+
+def flat(tree: dict[str, Any]) -> dict[str, Any]:
+    sections = {key: value for key, value in tree.items() if isinstance(value, dict)}
+    nested = {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
+    return {key: value for key, value in tree.items() if key not in sections} | nested
 
 
 def meta(cfg: recipe.Run, dataset: Dataset, number: int) -> dict[str, Any]:
@@ -263,9 +291,14 @@ def open_folder(cfg: recipe.Run, start: int, steps: int) -> Writers:
     out = writers.make(
         cfg.run, step=start, total_steps=steps, tensorboard=log.tensorboard, wandb=log.wandb, recipe=settings
     )
-    (Path(cfg.run) / "recipe.yaml").write_text(config.to_yaml(cfg))
-    keep_tokenizer(cfg.data.path, cfg.run)
     return out
+
+
+def keep_recipe(cfg: recipe.Run) -> None:
+    """Recipe and tokenizer beside the weights, once nothing stands against going on with them."""
+    if jax.process_index() == 0:
+        (Path(cfg.run) / "recipe.yaml").write_text(config.to_yaml(cfg))
+        keep_tokenizer(cfg.data.path, cfg.run)
 
 
 def describe(cfg: recipe.Run, task: Task, abstract: State, devices: Mesh, start: int, steps: int) -> str:
@@ -276,10 +309,6 @@ def describe(cfg: recipe.Run, task: Task, abstract: State, devices: Mesh, start:
     begin = f"from step {start} to {steps}" if start else f"{steps} steps"
     rows = f"{cfg.batch.sequences} x {cfg.data.sequence_length} tokens"
     return f"{task.model.use} with {size:,} parameters on {where}; {begin} of {rows}"
-
-
-def skips(count: int) -> str:
-    return "an update was skipped" if count == 1 else f"{count} updates were skipped"
 
 
 class Stopper:

@@ -2,6 +2,10 @@
 not be seen is changed, and what must not see it must not move by a single bit."""
 
 import math
+import os
+import shutil
+import subprocess
+import sys
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -332,3 +336,13 @@ def compile_for(devices: Any, sizes: dict[str, int] | None, case: Case, head_dim
             lowered = gradient.lower(*arrays, segments)
     assert lowered.as_text().count("tpu_custom_call") >= 3  # forward, dq, dk and dv
     lowered.compile()
+
+
+@pytest.mark.skipif(shutil.which("nvidia-smi") is None, reason="needs an NVIDIA GPU")
+def test_cudnn_is_right_causal_and_keeps_documents_apart() -> None:
+    """On a GPU machine: the checks of benchmarks/attention_gpu.py, in a process that may use the GPU."""
+    env = {name: value for name, value in os.environ.items() if name not in ("JAX_PLATFORMS", "XLA_FLAGS")}
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.attention_gpu"], env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]

@@ -133,6 +133,14 @@ def test_weights_and_moments_are_split_over_the_mesh(tiny):
 
 
 @pytest.mark.parametrize("use", config.names("optim"))
+def test_no_optimizer_keeps_its_state_whole_on_every_device(tiny, use):
+    state = Bench(tiny(f"optimizer.use={use}"), {"fsdp": 4, "tensor": 2}).state()
+    leaves = jax.tree.leaves(state.optimizer)
+    held = sum(leaf.addressable_shards[0].data.size for leaf in leaves)
+    assert held < 0.4 * sum(leaf.size for leaf in leaves)
+
+
+@pytest.mark.parametrize("use", config.names("optim"))
 def test_every_optimizer_trains(tiny, use):
     rate = {"sgd": 0.5, "lion": 2e-3}.get(use, 1e-2)
     bench = Bench(tiny(f"optimizer.use={use}", f"optimizer.learning_rate={rate}", "schedule.steps=20"))
@@ -152,6 +160,28 @@ def test_bfloat16_compute_keeps_float32_weights(tiny):
     _, exact = Bench(tiny()).run(3)
     assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype("float32")}
     assert rows[-1]["loss"] == pytest.approx(exact[-1]["loss"], abs=0.03)
+
+
+@pytest.mark.parametrize("model", [(), ENCODER], ids=["llama", "eurobert"])
+def test_bfloat16_gradients_of_embeddings_and_norms_are_sums_in_float32(tiny, model):
+    """Thousands of tokens share a row of the embedding: summed in bf16, most of its gradient is lost."""
+    moved = []
+    for compute in ("float32", "bfloat16"):
+        sgd = (
+            "optimizer.use=sgd",
+            "optimizer.momentum=0.0",
+            "optimizer.clip=null",
+            "optimizer.weight_decay=0.0",
+        )
+        flat = ("schedule.use=constant", "schedule.warmup=0", "optimizer.learning_rate=1.0")
+        bench = Bench(tiny(*model, *sgd, *flat, f"memory.compute={compute}", "batch.sequences=256"))
+        before = weights(bench.state())
+        after = weights(bench.run(1)[0])
+        moved.append({name: after[name] - before[name] for name in before})
+    for name in moved[0]:
+        if "norm" in name or name == "embedding":
+            error = np.linalg.norm(moved[1][name] - moved[0][name]) / np.linalg.norm(moved[0][name])
+            assert error < 0.02, f"{name}: {error}"
 
 
 def test_clipping_scales_the_whole_gradient_to_the_bound(tiny):

@@ -8,12 +8,16 @@ import sys
 import time
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from millrace import config, recipe, train
 from millrace.checkpoint import Checkpoints
+from millrace.data.stream import Dataset
 from millrace.errors import UserError
+from millrace.evaluate import evaluate_run
+from millrace.execution import Execution
 from millrace.folder import open_run
 from millrace.module import named
 
@@ -142,12 +146,27 @@ def test_a_finished_run_says_so_and_changes_nothing(tiny, capfd):
 def test_losses_that_stay_infinite_stop_the_run_with_a_report(tiny, capfd):
     # A decay of 1e30 a step sends every matrix to infinity in one update.
     cfg = tiny(
-        "optimizer.weight_decay=1e38", "optimizer.learning_rate=1e3", "optimizer.patience=3", "log.every=1"
+        "optimizer.weight_decay=1e38", "optimizer.learning_rate=1e3", "optimizer.patience=3", "log.every=10"
     )
     assert train.run(cfg) == 1
     said = capfd.readouterr().out
-    assert "skipped" in said and "3 times in a row" in said and "learning_rate" in said
-    assert Checkpoints(cfg.run).latest() is not None
+    assert said.count("update skipped") == 3
+    assert "3 times in a row" in said and "learning_rate" in said
+    assert "step 2:" in said and "step 5:" not in said  # seen at once, although only every tenth is logged
+
+
+def test_a_diverged_run_keeps_its_last_good_checkpoint(tiny):
+    steady = ("checkpoint.keep=1", "schedule.use=constant", "schedule.warmup=0")
+    assert train.run(tiny(*steady, "schedule.steps=2")) == 0
+    wild = (
+        "optimizer.learning_rate=1e30",
+        "optimizer.patience=2",
+        "schedule.steps=9",
+        "checkpoint.every=100",
+    )
+    assert train.run(tiny(*steady, *wild)) == 1
+    assert Checkpoints(tiny().run).latest() == 2
+    assert train.run(tiny(*steady, "schedule.steps=3")) == 0
 
 
 def test_another_model_in_the_same_folder_is_refused(tiny):
@@ -158,13 +177,52 @@ def test_another_model_in_the_same_folder_is_refused(tiny):
 
 def test_another_optimizer_in_the_same_folder_is_refused(tiny):
     assert train.run(tiny("schedule.steps=2", "schedule.warmup=0")) == 0
-    with pytest.raises(UserError, match="optimizer"):
+    with pytest.raises(UserError, match=r"optimizer\.use = adamw, and this recipe says lion"):
         train.run(tiny("optimizer.use=lion", "optimizer.learning_rate=1e-3"))
+    assert recipe.load_run(tiny().run).optimizer.use == "adamw"  # what was refused leaves no trace
+
+
+@pytest.mark.parametrize("change", ["seed=7", "batch.sequences=16", "data.sequence_length=32"])
+def test_a_change_that_would_lose_the_place_in_the_data_is_refused(tiny, change):
+    assert train.run(tiny("schedule.steps=1", "schedule.warmup=0")) == 0
+    with pytest.raises(UserError, match=change.partition("=")[0]):
+        train.run(tiny(change))
+
+
+def test_rows_that_the_devices_cannot_share_are_refused(tiny):
+    with pytest.raises(UserError, match="12 rows at a time cannot be shared by the 8 devices"):
+        train.run(tiny("batch.sequences=12"))
 
 
 def test_a_mesh_too_large_for_the_machine_is_refused(tiny):
     with pytest.raises(UserError, match="cannot be laid over 8 devices"):
         train.run(tiny("mesh.data=3", "mesh.fsdp=1", "batch.sequences=9"))
+
+
+def test_evaluation_of_a_run_is_the_mean_over_every_held_out_token(tiny):
+    """Against the definition: each row through the model alone, log-softmax over full logits."""
+    cfg = tiny("schedule.steps=3", "schedule.warmup=0", "batch.sequences=16")
+    assert train.run(cfg) == 0
+    run = open_run(recipe.load_run(cfg.run))
+    data = Dataset.open(cfg.data.path)
+    total = count = 0.0
+    how = Execution(config.part_class("attention", "xla")(), "float32")
+    for number in range(data.rows("evaluation")):
+        tokens = data.batch(number, split="evaluation", sequences=1, seed=0)
+        segments = data.segments(tokens)
+        seen = dict(segments=jnp.asarray(segments), positions=jnp.asarray(data.positions(segments)))
+        hidden = run.params(run.cfg.model, jnp.asarray(tokens), how=how, **seen)
+        logits = np.asarray(hidden[0] @ run.params.unembed.T, np.float64)
+        logs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+        told = (segments[0, 1:] == segments[0, :-1]) & (segments[0, 1:] > 0)
+        total -= logs[:-1][np.arange(63), tokens[0, 1:]][told].sum()
+        count += told.sum()
+    result = evaluate_run(run)
+    assert result["loss"] == pytest.approx(total / count, abs=1e-5)
+    assert result["perplexity"] == pytest.approx(np.exp(total / count), rel=1e-4)
+    split = data.index.splits["evaluation"]
+    exact = total / np.log(2) / split.bytes * (split.tokens - split.documents) / count
+    assert result["bits_per_byte"] == pytest.approx(exact, rel=1e-4)
 
 
 def test_training_goes_on_from_imported_weights(tiny, tmp_path):

@@ -32,6 +32,7 @@ class Shard:
 @dataclass(frozen=True)
 class Split:
     rows: int
+    documents: int
     tokens: int  # without padding
     bytes: int  # of text
     shards: tuple[Shard, ...]
@@ -98,16 +99,17 @@ def pack(
     entropy = 0.0
     for number, name in enumerate(SPLITS):
         if not found[name]:
-            splits[name] = Split(0, 0, 0, ())
+            splits[name] = Split(0, 0, 0, 0, ())
             continue
         random = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, number])))
         stream = np.concatenate([found[name][i].tokens for i in random.permutation(len(found[name]))])
+        count = len(found[name])
         size = sum(document.bytes for document in found.pop(name))  # popped: the stream holds the tokens now
         if name == "train":
             entropy = unigram_entropy(stream)
         rows = cut(stream, cfg.sequence_length, filler)
         shards = write_shards(rows, random.permutation(len(rows)), folder / name, shard_bytes)
-        splits[name] = Split(len(rows), len(stream), size, shards)
+        splits[name] = Split(len(rows), count, len(stream), size, shards)
     return Packed(splits, entropy)
 
 

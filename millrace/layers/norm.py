@@ -25,7 +25,15 @@ def _forward(x: jax.Array, weight: jax.Array, eps: float) -> tuple[jax.Array, An
 
 
 def _backward(eps: float, kept: Any, d: jax.Array) -> Any:
-    return jax.vjp(partial(_normalise, eps=eps), *kept)[1](d)
+    x, weight = kept
+    wide, d = x.astype(jnp.float32), d.astype(jnp.float32)
+    scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    normal = wide * scale
+    scaled = d * weight.astype(jnp.float32)
+    d_x = scale * (scaled - normal * jnp.mean(scaled * normal, axis=-1, keepdims=True))
+    # Summed over all tokens, so in float32: in bf16 what comes late is lost.
+    d_weight = jnp.sum(d * normal.astype(x.dtype), axis=tuple(range(x.ndim - 1)))
+    return d_x.astype(x.dtype), d_weight.astype(weight.dtype)
 
 
 rms_norm.defvjp(_forward, _backward)

@@ -46,6 +46,10 @@ class Config:
         for name in ("vocab", "head_dim"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}: expected 0 or more")
+        if self.rope_theta <= 0:
+            raise ValueError("rope_theta: expected a number above 0")
+        if self.norm_eps < 0:
+            raise ValueError("norm_eps: expected 0 or more")
         if self.heads % self.kv_heads:
             raise ValueError(f"kv_heads: expected a divisor of heads, {self.heads}")
         if not self.head_dim:

@@ -1,0 +1,77 @@
+"""What holds of every model file, found by looking into the folder: a new one needs no line in here."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from millrace import config, module
+from millrace.execution import Execution
+from millrace.objective import file
+
+SIZES = dict(layers=2, embed=32, heads=4, kv_heads=2, mlp=48, vocab=64)
+LENGTH = 24
+
+
+class Case:
+    """A small model of one family with weights large enough to tell inputs apart."""
+
+    def __init__(self, name: str):
+        cls = config.part_class("models", name)
+        known = {f.name for f in dataclasses.fields(cls)}
+        self.cfg = cls(**{key: value for key, value in SIZES.items() if key in known})
+        self.family = file("models", self.cfg)
+        fresh = module.init(self.family.Model, self.cfg, jax.random.key(0))
+        self.params = jax.tree.map(lambda w: w * 4 if w.ndim > 1 and w.std() > 0 else w, fresh)
+        self.tokens = jnp.asarray(np.random.default_rng(0).integers(4, 64, (2, LENGTH)))
+
+    def hidden(self, tokens: Any, how: dict[str, Any] | None = None, **seen: Any) -> np.ndarray:
+        execution = Execution(config.part_class("attention", "xla")(), "float32", **how or {})
+        return np.asarray(jax.jit(lambda p, t: p(self.cfg, t, how=execution, **seen))(self.params, tokens))
+
+
+@pytest.fixture(scope="module", params=config.names("models"))
+def case(request) -> Case:
+    return Case(request.param)
+
+
+def test_a_decoder_never_sees_the_future_and_an_encoder_does(case):
+    changed = case.tokens.at[:, 15].set((case.tokens[:, 15] + 7) % 60 + 4)
+    before, after = case.hidden(case.tokens), case.hidden(changed)
+    assert np.abs(before[:, 15:] - after[:, 15:]).max() > 1e-3
+    if case.cfg.causal:
+        np.testing.assert_array_equal(before[:, :15], after[:, :15])
+    else:
+        assert np.abs(before[:, :15] - after[:, :15]).max() > 1e-5
+
+
+def test_packed_documents_do_not_see_each_other(case):
+    segments = jnp.where(jnp.arange(LENGTH) < 10, 1, 2) * jnp.ones((2, 1), jnp.int32)
+    positions = jnp.where(jnp.arange(LENGTH) < 10, jnp.arange(LENGTH), jnp.arange(LENGTH) - 10)
+    seen = dict(segments=segments, positions=jnp.broadcast_to(positions, segments.shape))
+    whole = case.hidden(case.tokens, **seen)
+    for part in (slice(0, 10), slice(10, LENGTH)):
+        changed = case.tokens.at[:, part].set(5)
+        other = slice(10, LENGTH) if part.start == 0 else slice(0, 10)
+        np.testing.assert_array_equal(case.hidden(changed, **seen)[:, other], whole[:, other])
+
+
+@pytest.mark.parametrize("how", [{"remat": "dots"}, {"remat": "full"}, {"unroll": 2}], ids=str)
+def test_how_a_model_is_run_does_not_change_what_it_computes(case, how):
+    np.testing.assert_allclose(case.hidden(case.tokens, how), case.hidden(case.tokens), atol=2e-6)
+
+
+def test_every_weight_has_a_name_at_hugging_face(case):
+    assert {path for path, _ in module.named(case.params)} <= set(case.family.HF)
+
+
+def test_flops_are_at_least_six_a_weight_that_multiplies(case):
+    looked_up = 0 if case.params.unembed is case.params.embedding else case.params.embedding.size
+    weights = sum(leaf.size for leaf in jax.tree.leaves(case.params)) - looked_up
+    short, long = (case.family.flops(case.cfg, length) for length in (1, 1025))
+    assert 6 * weights <= short < 6.5 * weights
+    scores = 6 * case.cfg.layers * case.cfg.heads * case.cfg.head_dim * 1024
+    assert long - short == pytest.approx(scores if case.cfg.causal else 2 * scores)
