@@ -108,7 +108,8 @@ def import_(args: argparse.Namespace) -> None:
     from millrace.export import huggingface
 
     cfg = huggingface.import_(args.folder, args.run)
-    print(f"{args.run}: {cfg.model.use} imported; `millrace generate {args.run}` tries it, and")
+    tries = f"`millrace generate {args.run}` tries it, and" if cfg.model.causal else "now"
+    print(f"{args.run}: {cfg.model.use} imported; {tries}")
     print(f"`millrace train {args.run}/recipe.yaml data.path=DATA` trains it further")
 
 

@@ -64,6 +64,11 @@ class Session:
                 raise Diverged(f"stopped at step {number}: not finite {streak} times in a row")
 
     def evaluate(self, number: int, current: State) -> None:
+        if not self.dataset.rows("evaluation"):
+            self.out.event(
+                f"step {number}: nothing is held out for evaluation (pack.evaluation), so none is made"
+            )
+            return
         with self.meter.pause("evaluate", current.params):
             result = evaluate(
                 functools.partial(self.eval_step, current.params),
@@ -146,10 +151,10 @@ def loop(session: Session, current: State, start: int) -> int:
             saving = last or stopping or number % cfg.checkpoint.every == 0
             if evaluating or saving:
                 session.log(late.flush())
+            if saving:  # first: whatever evaluation meets, the work is kept
+                session.save(number, current)
             if evaluating:
                 session.evaluate(number, current)
-            if saving:
-                session.save(number, current)
             if stopping and not last:
                 session.out.event(
                     f"asked to stop by {session.stopper.asked}; the same command goes on from step {number}"
@@ -249,6 +254,11 @@ def restored(checkpoints: Checkpoints, abstract: State, fresh: Callable[[], Stat
 def check_same(saved: dict[str, Any], cfg: recipe.Run, dataset: Dataset) -> None:
     """A run goes on only with the model, the tokenizer and the order of the data it began with. The rest of
     the recipe may change."""
+    if saved["tokenizer_sha256"] not in (None, dataset.tokenizer_sha256):
+        raise UserError(
+            f"{cfg.run} was trained with another tokenizer than that of {cfg.data.path}; use another `run`, "
+            "or the data it began with"
+        )
     before, now = flat(saved["recipe"]), flat(config.to_dict(cfg))
     fixed = [key for key in now if key.startswith("model.")]
     if "seed" in saved:  # not an import, which has taken no step yet
@@ -259,11 +269,6 @@ def check_same(saved: dict[str, Any], cfg: recipe.Run, dataset: Dataset) -> None
                 f"{cfg.run} holds a run with {key} = {before.get(key)}, and this recipe says {now[key]}; "
                 "use another `run`, or put the key back"
             )
-    if saved["tokenizer_sha256"] not in (None, dataset.tokenizer_sha256):
-        raise UserError(
-            f"{cfg.run} was trained with another tokenizer than that of {cfg.data.path}; use another `run`, "
-            "or the data it began with"
-        )
 
 
 def flat(tree: dict[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -249,6 +250,17 @@ def test_an_average_can_begin_later_in_a_run(tiny):
         open_run(recipe.load_run(tiny().run), item="ema")
     assert train.run(tiny("schedule.steps=3", "schedule.warmup=0", "optimizer.ema=0.9")) == 0
     assert open_run(recipe.load_run(tiny().run), item="ema").step == 3
+
+
+def test_data_with_nothing_held_out_trains_to_the_end(tiny, tmp_path, packed, capfd):
+    index = json.loads((Path(packed) / "index.json").read_text())
+    index["splits"]["evaluation"] |= {"rows": 0, "documents": 0, "tokens": 0, "bytes": 0, "shards": []}
+    shutil.copytree(packed, tmp_path / "data")
+    (tmp_path / "data" / "index.json").write_text(json.dumps(index))
+    cfg = tiny(f"data.path={tmp_path}/data", "schedule.steps=2", "schedule.warmup=0", "eval.every=1")
+    assert train.run(cfg) == 0
+    assert "nothing is held out" in capfd.readouterr().out
+    assert Checkpoints(cfg.run).latest() == 2
 
 
 def test_only_the_newest_checkpoints_are_kept(tiny):
