@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def train(args: argparse.Namespace) -> int:
     from millrace import recipe
 
-    cfg = recipe.load(args.recipe, args.overrides)
+    cfg = recipe.load_train(args.recipe, args.overrides)
     from millrace import train
 
     return train.run(cfg)

@@ -230,6 +230,15 @@ def load_run(folder: str | Path, overrides: typing.Sequence[str] = ()) -> Run:
     return dataclasses.replace(load(path, overrides), run=str(folder))
 
 
+def load_train(path: str | Path, overrides: typing.Sequence[str] = ()) -> Run:
+    """The recipe to train by. One that lies in a run folder means that folder, wherever it was moved to."""
+    folder = Path(path).parent
+    named = any(item.startswith("run=") for item in overrides)
+    if Path(path).name == "recipe.yaml" and (folder / "checkpoints").is_dir() and not named:
+        return load_run(folder, overrides)
+    return load(path, overrides)
+
+
 def load_any(path: str | Path, overrides: typing.Sequence[str] = ()) -> Run | DataRun:
     """A recipe of either kind: data recipes have a `source`."""
     reader = Reader(path, overrides)

@@ -244,6 +244,16 @@ def test_training_goes_on_from_imported_weights(tiny, tmp_path):
         np.testing.assert_array_equal(value, dict(named(average))[name], err_msg=name)
 
 
+def test_a_run_folder_that_was_moved_goes_on_where_it_is(tiny, tmp_path):
+    assert train.run(tiny("schedule.steps=1", "schedule.warmup=0")) == 0
+    Path(tiny().run).rename(tmp_path / "elsewhere")
+    moved = tmp_path / "elsewhere" / "recipe.yaml"
+    assert recipe.load_train(moved).run == f"{tmp_path}/elsewhere"
+    assert recipe.load_train(moved, ["run=other"]).run == "other"
+    assert train.run(recipe.load_train(moved, ["schedule.steps=2"])) == 0
+    assert Checkpoints(f"{tmp_path}/elsewhere").latest() == 2
+
+
 def test_an_average_can_begin_later_in_a_run(tiny):
     assert train.run(tiny("schedule.steps=2", "schedule.warmup=0")) == 0
     with pytest.raises(UserError, match=r"optimizer\.ema above 0"):
