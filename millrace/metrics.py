@@ -27,22 +27,10 @@ TPU_PEAKS = {
 }
 # All words of an entry must be in the device's name; the first entry that fits counts.
 GPU_PEAKS = {
-    "GB200": 2500e12,
     "B200": 2250e12,
-    "H200 NVL": 835e12,
     "H200": 989e12,
-    "GH200": 989e12,
-    "H100 NVL": 835e12,
-    "H100 PCIe": 756e12,
     "H100": 989e12,
     "A100": 312e12,
-    "A40": 150e12,
-    "L40S": 362e12,
-    "L40": 181e12,
-    "L4": 121e12,
-    "RTX 4090": 165e12,
-    "RTX 3090": 71e12,
-    "MI300X": 1307e12,
 }
 
 
@@ -51,7 +39,7 @@ def peak_flops(device: Any) -> float | None:
     if device.platform == "tpu":
         return TPU_PEAKS.get(device.device_kind)
     words = set(device.device_kind.replace("-", " ").split())
-    if words & {"Laptop", "MIG"}:  # a part of the card that the name speaks of
+    if words & {"Laptop", "MIG", "NVL", "PCIe"}:  # less than the card that the name speaks of
         return None
     return next((peak for name, peak in GPU_PEAKS.items() if words.issuperset(name.split())), None)
 
@@ -73,29 +61,23 @@ def fetch(pending: dict[str, Any]) -> dict[str, float]:
 
 class Late:
     """Reads the metrics of a step only after the next one has been dispatched, so that the device
-    always has work queued while the host waits. Push every step; the first of the run and every
-    `every`th are read, the rest stay on the device."""
+    always has work queued while the host waits."""
 
-    def __init__(self, every: int = 1) -> None:
-        self.every = every
+    def __init__(self) -> None:
         self._held: tuple[int, dict[str, Any]] | None = None
 
     def push(self, step: int, metrics: dict[str, Any]) -> list[tuple[int, dict[str, float]]]:
-        """Takes the metrics of `step`, counted from 1; gives those of the step before, if it is read."""
+        """Takes the metrics of `step`; gives those of the step before, if there was one."""
         before, self._held = self._held, (step, metrics)
-        if self._is_read(step):
-            for value in metrics.values():
-                if isinstance(value, jax.Array):
-                    value.copy_to_host_async()
-        return [(before[0], fetch(before[1]))] if before and self._is_read(before[0]) else []
-
-    def flush(self) -> list[tuple[int, dict[str, float]]]:
-        """The last step pushed, read whatever its number: before a pause and at the end."""
-        before, self._held = self._held, None
+        for value in metrics.values():
+            if isinstance(value, jax.Array):
+                value.copy_to_host_async()
         return [(before[0], fetch(before[1]))] if before else []
 
-    def _is_read(self, step: int) -> bool:
-        return step == 1 or step % self.every == 0
+    def flush(self) -> list[tuple[int, dict[str, float]]]:
+        """The last step pushed: before a pause and at the end."""
+        before, self._held = self._held, None
+        return [(before[0], fetch(before[1]))] if before else []
 
 
 @dataclass(kw_only=True)

@@ -151,12 +151,9 @@ def test_mfu_is_absent_where_the_peak_is_unknown() -> None:
         ("tpu", "TPU v3", 61.5e12),
         ("tpu", "TPU7x", 1153.5e12),
         ("gpu", "NVIDIA H100 80GB HBM3", 989e12),
-        ("gpu", "NVIDIA H100 PCIe", 756e12),
         ("gpu", "NVIDIA A100-SXM4-80GB", 312e12),
-        ("gpu", "NVIDIA L40S", 362e12),
-        ("gpu", "NVIDIA L4", 121e12),
-        ("gpu", "NVIDIA GB200", 2500e12),
         ("gpu", "NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
+        ("gpu", "NVIDIA H100 PCIe", None),
         ("gpu", "NVIDIA GeForce RTX 4090 Laptop GPU", None),
         ("gpu", "Some Card of 2031", None),
         ("tpu", "TPU v9", None),
@@ -199,13 +196,6 @@ def test_a_step_is_read_only_after_the_next_was_dispatched() -> None:
     assert late.push(2, {"loss": Scalar(2)}) == [(1, {"loss": 1.0})] and read == [1]
     assert late.flush() == [(2, {"loss": 2.0})] and read == [1, 2]
     assert late.flush() == []
-
-
-def test_only_the_first_step_each_nth_and_the_last_are_read() -> None:
-    late = Late(every=4)
-    steps = [step for n in range(1, 11) for step, _ in late.push(n, {"loss": jnp.float32(n)})]
-    assert steps == [1, 4, 8]
-    assert late.flush() == [(10, {"loss": 10.0})]
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
