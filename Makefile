@@ -24,8 +24,10 @@ help:
 	@$(PIP) install --quiet --quiet --constraint constraints.txt --editable '.[test]'
 	@touch $@
 
-.venv/aot: .venv/test
-	@$(PIP) install --quiet --quiet --constraint constraints.txt --editable '.[aot]'
+# In a folder of its own, for tests/test_tpu.py alone: beside the other packages JAX would find it at every
+# start, look for a TPU, and print that there is none.
+.venv/libtpu: .venv/test
+	@$(PIP) install --quiet --quiet --constraint constraints.txt --upgrade --target $@ libtpu
 	@touch $@
 
 demo: .venv/core
@@ -56,7 +58,7 @@ lint: .venv/test
 test: lint
 	$(BIN)/python -m pytest -n auto --quiet
 
-test-all: .venv/aot lint
+test-all: .venv/libtpu lint
 	$(BIN)/python -m pytest -n auto --quiet --slow
 
 .venv/gpu: .venv/test

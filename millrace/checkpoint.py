@@ -1,6 +1,8 @@
 """Checkpoints through Orbax: asynchronous and atomic. A weight is stored whole under its dotted path, all
 layers in one array, so that the layout depends on neither the mesh nor how the layers are compiled."""
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ class Checkpoints:
 
     def __init__(self, run: str, *, keep: int | None = None):
         """With `keep`, for the trainer, who alone may clear away old and half-written checkpoints."""
+        self.run = run
         folder = run if "://" in run else str(Path(run).absolute())
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep, enable_async_checkpointing=True, cleanup_tmp_directories=keep is not None
@@ -43,7 +46,8 @@ class Checkpoints:
         self._save(0, {"params": dict(named(params))}, meta)
 
     def meta(self, step: int) -> dict[str, Any]:
-        return self.manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
+        with self._whole(step):
+            return self.manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
 
     def has(self, step: int, item: str) -> bool:
         return item in self.manager.item_metadata(step).keys()  # noqa: SIM118  (not a mapping)
@@ -73,9 +77,31 @@ class Checkpoints:
         self.manager.save(step, args=ocp.args.Composite(**args, meta=ocp.args.JsonSave(meta)), force=True)
 
     def _read(self, step: int, item: str, wanted: dict[str, Any], section: str) -> dict[str, Any]:
-        _compare(wanted, self.manager.item_metadata(step)[item], section)
         args = ocp.args.Composite(**{item: ocp.args.StandardRestore(wanted)})
-        return self.manager.restore(step, args=args)[item]
+        with self._whole(step):
+            stored = self.manager.item_metadata(step)[item]
+            if stored is None:
+                raise FileNotFoundError(f"no {item}/_METADATA")
+            _compare(wanted, stored, section)
+            return self.manager.restore(step, args=args)[item]
+
+    @contextlib.contextmanager
+    def _whole(self, step: int) -> Iterator[None]:
+        """Tells of a checkpoint of which something is missing. Orbax says it by any exception there is, the
+        plain Exception included."""
+        try:
+            yield
+        except (UserError, jax.errors.JaxRuntimeError):
+            raise
+        except Exception as error:
+            if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
+                raise  # no permission, no network: nothing to remove a checkpoint for
+            earlier = [other for other in self.manager.all_steps() if other < step]
+            then = f"go on from step {max(earlier)}, the one before" if earlier else "begin anew"
+            raise UserError(
+                f"{self.run}/checkpoints/{step}: this checkpoint cannot be read "
+                f"({' '.join(str(error).split())[:100]}); if it is damaged, remove that folder to {then}"
+            ) from error
 
 
 def _rest(state: State) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import io
 import os
 import re
 import sys
@@ -18,10 +19,13 @@ examples:
   millrace train recipes/demo.yaml schedule.steps=200
   millrace generate runs/demo --prompt "def main("
   millrace export runs/demo exported
-exit codes: 0 done, 2 a mistake in what was asked, 75 stopped early (run it again), 1 anything else"""
+exit codes: 0 done, 2 a mistake in what was asked, 3 too large for the memory,
+  75 stopped early (run it again), 1 anything else"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal that lacks a letter shows its number
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         args = parser().parse_args(argv)
         code = args.command(args) or 0
@@ -29,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     except UserError as error:
         print(f"millrace: {error}", file=sys.stderr)
-        return 2
+        return error.code
     except KeyboardInterrupt:
         print("millrace: interrupted", file=sys.stderr)
         return 130
@@ -90,8 +94,9 @@ def generate(args: argparse.Namespace) -> None:
     from millrace import generate
 
     sampling = generate.Sampling(args.temperature, args.top_k, args.top_p, args.seed)
+    pieces = generate.generate(run, args.prompt, args.tokens, sampling)
     print(args.prompt, end="", flush=True)
-    for piece in generate.generate(run, args.prompt, args.tokens, sampling):
+    for piece in pieces:
         print(piece, end="", flush=True)
     print()
 

@@ -77,8 +77,10 @@ def keys(cls: type) -> dict[str, list[tuple[str, Any]]]:
 
 @functools.cache
 def part_class(folder: str, name: str, common: type | None = None) -> type:
-    """The Config of one part: the class in its file, `use`, and the keys its section always has."""
+    """The Config of one part: the class in its file, `use`, and the keys its section always has, which the
+    class may declare itself to give them another default."""
     own: Any = _source_class(folder, name)
+    fields = dataclasses.fields(common) if common else ()
 
     def checks(self: Any) -> None:
         for cls in (own, common):
@@ -86,7 +88,7 @@ def part_class(folder: str, name: str, common: type | None = None) -> type:
 
     return dataclasses.make_dataclass(
         "Config",
-        [(f.name, f.type, _copy(f)) for f in (dataclasses.fields(common) if common else ())],
+        [(f.name, f.type, _copy(f)) for f in fields if f.name not in own.__dataclass_fields__],
         bases=(own,),
         frozen=True,
         kw_only=True,
@@ -291,7 +293,8 @@ class Reader:
         OmegaConf.set_readonly(schema, False)
         for key, value in node.items():
             try:
-                schema[key] = self._fitting(prefix + key, value, fields[key])
+                # Not schema[key] = ..., which converts `nan` and `1` as well, but warns the user of it.
+                OmegaConf.update(schema, key, self._fitting(prefix + key, value, fields[key]))
             except (OmegaConfBaseException, TypeError, OverflowError):
                 self._wrong_type(prefix + key, value, fields[key])
         missing = [key for key in fields if OmegaConf.is_missing(schema, key)]

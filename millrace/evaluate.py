@@ -19,7 +19,7 @@ from millrace.step import eval_step
 
 
 def evaluate(
-    score: Callable[[Batch, jax.Array], Any],
+    score: Callable[[Batch, int], Any],
     dataset: Dataset,
     mesh: Mesh,
     *,
@@ -29,7 +29,7 @@ def evaluate(
     stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, float] | None:
     """`score` is an eval_step with its weights. `batches` 0 takes the whole split. What an objective draws at
-    random (which tokens to mask) depends only on the batch's number, so that evaluations can be compared.
+    random (which tokens to mask) depends only on the row's number, so that evaluations can be compared.
     Bits a byte are told of causal models only: a masked one tells no text as a whole. None if `stop` said so
     half-way."""
     rows = dataset.rows("evaluation")
@@ -41,7 +41,7 @@ def evaluate(
     totals: dict[str, float] = {}
     for number in range(min(batches or every, every)):
         batch = place(dataset, mesh, number, split="evaluation", sequences=sequences, seed=0)
-        sums = fetch(score(batch, jax.random.fold_in(jax.random.key(0), number)))
+        sums = fetch(score(batch, number * sequences))
         totals = {name: totals.get(name, 0.0) + value for name, value in sums.items()}
         if stop():
             return None

@@ -1,6 +1,10 @@
 """A run folder, opened for use: its recipe, its tokenizer and its newest weights."""
 
+import contextlib
+import fcntl
+import os
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -32,7 +36,7 @@ def open_run(cfg: recipe.Run, *, item: Literal["params", "ema"] = "params") -> O
         step = checkpoints.latest()
         if step is None:
             raise UserError(f"{cfg.run}: no checkpoint in it yet")
-        if not checkpoints.has(step, item):
+        if item == "ema" and not checkpoints.has(step, item):
             raise UserError(f"{cfg.run}: no average of the weights in it; train with optimizer.ema above 0")
         model = file("models", cfg.model).Model
         devices = mesh.make({"data": 1, "fsdp": jax.device_count(), "tensor": 1, "context": 1})
@@ -48,6 +52,33 @@ def open_run(cfg: recipe.Run, *, item: Literal["params", "ema"] = "params") -> O
     if not (folder / "tokenizer.json").is_file():
         return Opened(cfg, params, step, devices, None, None)
     return Opened(cfg, params, step, devices, tokenise.load(folder), tokenise.sha256(folder))
+
+
+@contextlib.contextmanager
+def lock(run: str) -> Iterator[None]:
+    """Keeps a second trainer out of a run folder: it would clear away what the first is writing. The kernel
+    lets go of the lock when the process dies, however it does. One host of several holds it; a folder that is
+    not a local one, or whose file system has no locks, goes without."""
+    if "://" in run or jax.process_index():
+        yield
+        return
+    Path(run).mkdir(parents=True, exist_ok=True)
+    with open(Path(run) / ".lock", "a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            holder = file.read().strip() or "unknown"
+            raise UserError(
+                f"{run}: another process trains in this folder (pid {holder}); wait for it, stop it, or use "
+                "another `run`"
+            ) from None
+        except OSError:
+            pass
+        file.truncate(0)
+        file.write(f"{os.getpid()}\n")
+        file.flush()
+        yield
 
 
 def keep_tokenizer(source: str | Path, run: str | Path) -> None:

@@ -27,6 +27,8 @@ class Sampling:
     seed: int = field(default=0, compare=False)  # no part of what is compiled
 
     def __post_init__(self) -> None:
+        if not 0 <= self.seed < 2**32:
+            raise UserError(f"--seed: expected a number from 0 to {2**32 - 1}")
         if not self.temperature >= 0 or self.top_k < 0 or not 0 < self.top_p <= 1:
             raise UserError(
                 "expected --temperature 0 or more, --top-k 0 or more and --top-p above 0 and at most 1"
@@ -34,7 +36,8 @@ class Sampling:
 
 
 def generate(run: Opened, prompt: str, tokens: int, sampling: Sampling) -> Iterator[str]:
-    """Pieces of text as they come, the prompt left out. Ends early where the model ends its text."""
+    """Pieces of text as they come, the prompt left out. Ends early where the model ends its text. What cannot
+    be continued is refused here, before the first piece is asked for."""
     cfg, tokenizer = run.cfg, run.tokenizer
     if not cfg.model.causal:
         raise UserError(f"model.use: {cfg.model.use} reads text in both directions and cannot continue it")
@@ -42,14 +45,24 @@ def generate(run: Opened, prompt: str, tokens: int, sampling: Sampling) -> Itera
         raise UserError("no tokenizer.json in the run folder; copy the one the model was trained with there")
     if tokens < 1:
         raise UserError("--tokens: expected 1 or more")
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:  # bytes of the command line that Python could not decode
+        raise UserError("--prompt: found bytes that are not UTF-8, expected text in UTF-8") from None
     special = tokenizer.special
     ids = ([] if special.bos is None else [special.bos]) + tokenizer.encode(prompt)
     if not ids:
         raise UserError("--prompt: expected some text, since this tokenizer has no begin-of-text token")
+    return pieces(run, ids, tokens, sampling)
+
+
+def pieces(run: Opened, ids: list[int], tokens: int, sampling: Sampling) -> Iterator[str]:
+    tokenizer, ids = run.tokenizer, list(ids)
+    assert tokenizer is not None
     # With the prompt: tokenizers that mark the start of a word drop the space before the first.
     shown = tokenizer.decode(ids)
     for token in sample(run, ids, tokens, sampling):
-        if token in (special.eos, special.bos):
+        if token in (tokenizer.special.eos, tokenizer.special.bos):
             return
         ids.append(token)
         text = tokenizer.decode(ids)

@@ -22,6 +22,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "mlp": ("tensor",),
     "vocab": ("tensor",),
     "batch": ("data", "fsdp"),
+    "rows": ("data",),  # the batch, where it stands beside an `embed` that is still split
     "sequence": ("context",),
 }
 

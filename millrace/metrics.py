@@ -2,6 +2,7 @@
 2204.02311, appendix B), memory and goodput. The one place where the loop waits for device values."""
 
 import contextlib
+import os
 import resource
 import sys
 import time
@@ -52,6 +53,14 @@ def memory(devices: Sequence[Any] | None = None) -> int | None:
         return peak if sys.platform == "darwin" else peak * 1024
     stats = [device.memory_stats() or {} for device in devices]
     return max((one["peak_bytes_in_use"] for one in stats if "peak_bytes_in_use" in one), default=None)
+
+
+def memory_limit(devices: Sequence[Any]) -> int | None:
+    """Bytes that a run can have on each of these devices; on a CPU on all of them together."""
+    if devices[0].platform == "cpu":
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limits = [(device.memory_stats() or {}).get("bytes_limit") for device in devices]
+    return min((limit for limit in limits if limit), default=None)
 
 
 def fetch(pending: dict[str, Any]) -> dict[str, float]:

@@ -7,6 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from millrace.mesh import constrain
+
 
 @functools.singledispatch
 def project(w: Any, x: jax.Array, spec: str) -> jax.Array:
@@ -17,5 +19,8 @@ def project(w: Any, x: jax.Array, spec: str) -> jax.Array:
 @functools.singledispatch
 def lookup(w: Any, tokens: jax.Array, dtype: Any) -> jax.Array:
     """Rows of an embedding table. Cast after the look-up: the gradient of a token that occurs thousands of
-    times is a sum, and in bf16 most of it would be lost."""
-    return w[tokens].astype(dtype)
+    times is a sum, and in bf16 most of it would be lost. On a mesh each device looks up its columns for the
+    rows of all that hold other columns; swapping columns for rows is then one all-to-all. Left to itself the
+    compiler takes the way over every row of the batch on every device ("involuntary rematerialization")."""
+    found = w[constrain(tokens, "rows", "sequence")]
+    return constrain(found, "rows", "sequence", "embed").astype(dtype)

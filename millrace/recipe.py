@@ -289,7 +289,10 @@ def _read(reader: Reader, cls: type[Any]) -> Any:
     parts = {f.name: f.metadata["folder"] for f in dataclasses.fields(cls) if "folder" in f.metadata}
     if "use" in tree:
         name = next((name for name, folder in parts.items() if tree["use"] in names(folder)), "SECTION")
-        hint = f"a recipe takes it with `{name}: {path}`, the path seen from the recipe"
+        # Recipes stand beside the folder that has a section's name, or beside the file itself.
+        folder, last = Path(path).absolute().parts[-2:]
+        seen = f"{name}/{last}" if folder == name else last
+        hint = f"a recipe takes it with `{name}: {seen}`, the path seen from the recipe"
         raise UserError(f"{path}:1: found a section alone, expected a whole recipe; {hint}")
     if cls is Run and "source" in tree and "model" not in tree:
         hint = f"`millrace data prepare {path}` makes its data"

@@ -47,11 +47,18 @@ def train_step(task: Task, update: Update, axes: Any) -> Callable[[State, Batch]
     return step
 
 
-def eval_step(task: Task, axes: Any) -> Callable[[Any, Batch, Array], Metrics]:
-    """Sums over one batch, weights untouched."""
+def eval_step(task: Task, axes: Any) -> Callable[[Any, Batch, Any], Metrics]:
+    """Sums over one batch, weights untouched. `first` is the number of its first row in the split: each row
+    draws by its own number (which tokens to mask), so that the size of the batch changes nothing."""
+    prepare = file("objectives", task.objective).prepare
 
-    def step(params: Any, batch: Batch, key: Array) -> Metrics:
-        examples = file("objectives", task.objective).prepare(task, batch, key)
+    def step(params: Any, batch: Batch, first: Any) -> Metrics:
+        def alone(row: Batch, number: Array) -> Examples:
+            single = jax.tree.map(lambda x: x[None], row)
+            examples = prepare(task, single, jax.random.fold_in(jax.random.key(0), number))
+            return jax.tree.map(lambda x: x[0], examples)
+
+        examples = jax.vmap(alone)(batch, first + jnp.arange(batch.tokens.shape[0]))
         return _sums(task, axes, params, examples)[1]
 
     return step

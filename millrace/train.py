@@ -12,13 +12,13 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from millrace import config, mesh, module, recipe, state, step, writers
+from millrace import config, fit, mesh, module, recipe, state, step, writers
 from millrace.checkpoint import Checkpoints
 from millrace.data.stream import Dataset, read_ahead
 from millrace.errors import UserError
 from millrace.evaluate import evaluate, place, row_sharding, vocabulary
 from millrace.execution import INIT_OPTIONS, compile_fast
-from millrace.folder import keep_tokenizer
+from millrace.folder import keep_tokenizer, lock
 from millrace.metrics import Late, Meter, peak_flops
 from millrace.objective import Batch, Task, file, make_task
 from millrace.state import State
@@ -96,46 +96,48 @@ def run(cfg: recipe.Run) -> int:
     cfg = with_vocabulary(cfg, dataset)
     task = make_task(cfg, vocabulary(dataset))
     family, steps = file("models", task.model), recipe.durations(cfg)["steps"]
-    checkpoints = Checkpoints(cfg.run, keep=cfg.checkpoint.keep)
-    start = checkpoints.latest() or 0
-    if checkpoints.latest() is not None:
-        check_same(checkpoints.meta(start), cfg, dataset)
-    out = open_folder(cfg, start, steps)
-    try:
-        with jax.set_mesh(devices), Stopper() as stopper:
-            update = make_update(cfg, task)
-            abstract, fresh = make_state(cfg, task, update, devices)
-            out.event(describe(cfg, task, abstract, devices, start, steps))
-            if start >= steps:
-                out.event(f"all {steps} steps are done; raise schedule.steps to go on")
-                return 0
-            meter = Meter(
-                tokens_per_step=cfg.batch.sequences * cfg.data.sequence_length,
-                flops_per_token=family.flops(task.model, cfg.data.sequence_length),
-                total_steps=steps,
-                devices=devices.size,
-                peak=peak_flops(jax.devices()[0]),
-                started=started,
-            )
-            axes = module.axes(family.Model, task.model)
-            session = Session(
-                cfg=cfg,
-                dataset=dataset,
-                devices=devices,
-                checkpoints=checkpoints,
-                out=out,
-                meter=meter,
-                train_step=compiled(cfg, step.train_step(task, update, axes), abstract, devices),
-                eval_step=jax.jit(step.eval_step(task, axes)),
-                steps=steps,
-                stopper=stopper,
-            )
-            current = restored(checkpoints, abstract, fresh)
-            keep_recipe(cfg)
-            return loop(session, current, start)
-    finally:
-        checkpoints.close()
-        out.close()
+    with lock(cfg.run), fit.told():
+        checkpoints = Checkpoints(cfg.run, keep=cfg.checkpoint.keep)
+        start = checkpoints.latest() or 0
+        if checkpoints.latest() is not None:
+            check_same(checkpoints.meta(start), cfg, dataset)
+        out = open_folder(cfg, start, steps)
+        try:
+            with jax.set_mesh(devices), Stopper() as stopper:
+                update = make_update(cfg, task)
+                abstract, fresh = make_state(cfg, task, update, devices)
+                out.event(describe(cfg, task, abstract, devices, start, steps))
+                if start >= steps:
+                    out.event(finished(start, steps))
+                    return 0
+                fit.check(abstract)
+                meter = Meter(
+                    tokens_per_step=cfg.batch.sequences * cfg.data.sequence_length,
+                    flops_per_token=family.flops(task.model, cfg.data.sequence_length),
+                    total_steps=steps,
+                    devices=devices.size,
+                    peak=peak_flops(jax.devices()[0]),
+                    started=started,
+                )
+                axes = module.axes(family.Model, task.model)
+                session = Session(
+                    cfg=cfg,
+                    dataset=dataset,
+                    devices=devices,
+                    checkpoints=checkpoints,
+                    out=out,
+                    meter=meter,
+                    train_step=compiled(cfg, step.train_step(task, update, axes), abstract, devices),
+                    eval_step=jax.jit(step.eval_step(task, axes)),
+                    steps=steps,
+                    stopper=stopper,
+                )
+                current = restored(checkpoints, abstract, fresh)
+                keep_recipe(cfg)
+                return loop(session, current, start)
+        finally:
+            checkpoints.close()
+            out.close()
 
 
 def loop(session: Session, current: State, start: int) -> int:
@@ -242,10 +244,10 @@ def restored(checkpoints: Checkpoints, abstract: State, fresh: Callable[[], Stat
     latest = checkpoints.latest()
     if latest is None:
         return fresh()
-    if checkpoints.has(latest, "rest"):
+    if latest > 0:
         current = checkpoints.restore(latest, abstract)
         return dataclasses.replace(current, streak=current.streak * 0)  # what made it stop may be mended
-    # An import: weights alone. They are read twice, since the state is donated and must not share arrays.
+    # An import: weights alone, at step 0. Read twice, since the state is donated and must not share arrays.
     params = checkpoints.restore_params(latest, abstract.params)
     ema = None if abstract.ema is None else checkpoints.restore_params(latest, abstract.ema)
     return dataclasses.replace(fresh(), params=params, ema=ema)
@@ -311,9 +313,15 @@ def describe(cfg: recipe.Run, task: Task, abstract: State, devices: Mesh, start:
     split = " x ".join(f"{axis} {n}" for axis, n in devices.shape.items() if n > 1)
     kind = jax.devices()[0].device_kind
     where = f"{devices.size} {kind}" + (f" ({split})" if split else "")
-    begin = f"from step {start} to {steps}" if start else f"{steps} steps"
+    begin = f"from step {start} to {steps}" if 0 < start < steps else f"{steps} steps"
     rows = f"{cfg.batch.sequences} x {cfg.data.sequence_length} tokens"
     return f"{task.model.use} with {size:,} parameters on {where}; {begin} of {rows}"
+
+
+def finished(start: int, steps: int) -> str:
+    if start > steps:
+        return f"the run is at step {start}, beyond schedule.steps, which is {steps}; raise it to go on"
+    return f"all {steps} steps are done; raise schedule.steps to go on"
 
 
 class Stopper:

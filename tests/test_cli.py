@@ -94,6 +94,14 @@ def test_a_reader_that_leaves_early_is_no_mistake(argv: list[str]) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_letters_that_the_terminal_lacks_are_shown_by_their_numbers() -> None:
+    Path("recipe.yaml").rename("mühle.yaml")
+    command = [sys.executable, "-m", "millrace", "recipe", "check", "mühle.yaml"]
+    env = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "m\\xfchle.yaml: fine\n", "")
+
+
 def test_a_mistyped_command_is_told_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     said = told(capsys, "recipe", "chek", "recipe.yaml")
     assert said.startswith("command line: found chek, expected one of show, check, list, schema; ")

@@ -130,7 +130,17 @@ MISTAKES = [
     ("3e-3", "-1", ":7: optimizer.learning_rate: found -1, expected 0 or more"),
     ("z_loss: 1e-4", "soft_cap: 0", ":6: loss.soft_cap: found 0, expected a number above 0"),
     ("clip: 1.0", "b1: 1", ":7: optimizer.b1: found 1, expected a number from 0"),
+    ("clip: 1.0", "eps: -1", ":7: optimizer.eps: found -1, expected a number above 0"),
+    ("use: adamw", "use: stable_adamw, eps: 0", ":7: optimizer.eps: found 0, expected a number above 0"),
+    ("use: adamw", "use: muon, eps: -1e-8", ":7: optimizer.eps: found -1e-8, expected a number above 0"),
+    ("3e-3", "nan", ':7: optimizer.learning_rate: found "nan", expected a finite number'),
     ("mlp: 128", "mlp: 128, rope_factor: 8", ":3: model.rope_factor: found 8, expected"),
+    ("mlp: 128", "mlp: 128, rope_original: 4096", ":3: model.rope_original: found 4096, expected rope_scal"),
+    (
+        "mlp: 128",
+        "mlp: 128, rope_scaling: linear, rope_factor: 2, rope_original: 4096",
+        ":3: model.rope_original: found 4096, expected rope_scaling to be yarn or llama3",
+    ),
     (
         "use: llama",
         "use: eurobert",
@@ -210,6 +220,29 @@ def test_a_file_that_is_no_recipe_is_told_as_such(content: bytes, says: str) -> 
     with pytest.raises(UserError) as caught:
         recipe.load_any("recipe.yaml")
     assert str(caught.value).startswith(says)
+
+
+@pytest.mark.parametrize(
+    "path, seen", [("recipes/attention/mine.yaml", "attention/mine.yaml"), ("parts/mine.yaml", "mine.yaml")]
+)
+def test_a_section_alone_is_told_with_its_path_as_a_recipe_sees_it(path: str, seen: str) -> None:
+    Path(path).parent.mkdir(parents=True)
+    Path(path).write_text("use: splash\n")
+    with pytest.raises(UserError, match=f"takes it with `attention: {seen}`"):
+        recipe.load(path)
+    home = Path(path).parent.parent if "/" in seen else Path(path).parent
+    (home / "recipe.yaml").write_text(TRAINING + f"attention: {seen}\n")
+    assert recipe.load(home / "recipe.yaml").attention.use == "splash"
+
+
+def test_values_that_have_to_be_converted_pass_without_a_warning() -> None:
+    assert load("log.wandb=1").log.wandb is True  # warnings are errors in these tests
+
+
+def test_two_stages_end_at_nothing_unless_told_otherwise() -> None:
+    assert load("schedule.use=two_stage").schedule.floor == 0
+    assert load("schedule.use=two_stage", "schedule.floor=0.2").schedule.floor == 0.2
+    assert load().schedule.floor == 0.1
 
 
 def test_a_missing_file_is_told_with_the_nearest_name() -> None:

@@ -13,6 +13,7 @@ import torch
 import transformers
 
 from millrace import generate, mesh, module, recipe
+from millrace.cli import main
 from millrace.data import tokenise
 from millrace.errors import UserError
 from millrace.execution import Execution
@@ -162,7 +163,7 @@ def test_a_text_ends_where_the_model_ends_it_and_leaves_the_prompt_out(reciter):
 def test_what_cannot_be_continued_is_refused_in_words(run, tmp_path):
     def refused(message: str, run: Opened = run, prompt: str = "the", tokens: int = 3) -> None:
         with pytest.raises(UserError, match=message):
-            next(generate.generate(run, prompt, tokens, GREEDY))
+            generate.generate(run, prompt, tokens, GREEDY)  # at once, before anything is shown
 
     parts = dict(params=None, step=0, devices=run.devices, tokenizer_sha256=None)
     encoder = tmp_path / "recipe.yaml"
@@ -177,6 +178,7 @@ def test_what_cannot_be_continued_is_refused_in_words(run, tmp_path):
     )
     refused("no tokenizer.json in the run folder", Opened(cfg=run.cfg, tokenizer=None, **parts))
     refused("--tokens: expected 1 or more", tokens=0)
+    refused("--prompt: found bytes that are not UTF-8", prompt=b"caf\xe9".decode(errors="surrogateescape"))
     special = tokenise.Special(bos=None, eos=2, pad=0, mask=3)
     silent = tokenise.Tokenizer(run.tokenizer.inner, special)
     refused("--prompt: expected some text", Opened(cfg=run.cfg, tokenizer=silent, **parts), prompt="")
@@ -190,6 +192,18 @@ def test_what_cannot_be_continued_is_refused_in_words(run, tmp_path):
 def test_impossible_sampling_is_refused(settings):
     with pytest.raises(UserError, match="expected --temperature 0 or more"):
         Sampling(**settings)
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32, 10**30])
+def test_a_seed_that_cannot_be_is_refused(seed):
+    with pytest.raises(UserError, match="--seed: expected a number from 0 to 4294967295"):
+        Sampling(seed=seed)
+
+
+def test_what_is_refused_is_told_without_the_prompt(run, capsys):
+    assert main(["generate", run.cfg.run, "--prompt", "the mill", "--tokens", "0"]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err) == ("", "millrace: --tokens: expected 1 or more\n")
 
 
 CHANCES = np.array([0.05, 0.4, 0.1, 0.25, 0.2])  # of tokens 0 to 4

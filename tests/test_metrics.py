@@ -276,8 +276,30 @@ def test_a_missing_wandb_is_told_once_with_the_way_to_get_it(
     held = writers.make(tmp_path, total_steps=10, wandb=True)
     held.write(1, ROW)
     held.close()
-    assert capsys.readouterr().out.count('pip install "millrace[wandb]"') == 1
+    assert capsys.readouterr().out.count('pip install ".[wandb]"') == 1
     assert [row["step"] for row in rows(tmp_path / "metrics.jsonl")] == [1]
+
+
+def test_wandb_is_waited_for_only_so_long_and_that_is_said_before(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+
+    def init(settings: SimpleNamespace, **rest: Any) -> None:
+        said.append(capsys.readouterr().out)
+        assert f"for {settings.init_timeout} s at most" in said[0]
+        raise TimeoutError("no answer")
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(Settings=SimpleNamespace, init=init))
+    writers.make(tmp_path, total_steps=10, wandb=True).close()
+    assert said and "wandb is off: no answer" in capsys.readouterr().out
+
+
+def test_tensorboard_takes_a_nan_in_silence(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    board = TensorBoard(tmp_path)
+    board.write(1, {"loss": float("nan")})
+    board.close()
+    assert caplog.text == ""
 
 
 def test_plain_output_has_every_column_aligned_and_no_control_characters(

@@ -24,11 +24,11 @@ NAMES = sorted(p.stem for p in Path(millrace.schedules.__path__[0]).glob("*.py")
 def make(name: str, *, steps: int = 1000, warmup: int = 100, floor: float = 0.1, **own: Any) -> Curves:
     """As the run makes it: the file's own keys and the common ones, lengths resolved to steps."""
     part = importlib.import_module(f"millrace.schedules.{name}")
-    keys = dataclasses.asdict(part.Config()) | own
+    keys = dataclasses.asdict(part.Config()) | dict(steps=steps, warmup=warmup, floor=floor) | own
     for field in dataclasses.fields(part.Config):
         if field.type == int | str:
             keys[field.name] = duration(keys[field.name], tokens_per_step=1, total=steps)
-    return part.make(SimpleNamespace(steps=steps, warmup=warmup, floor=floor, **keys))
+    return part.make(SimpleNamespace(**keys))
 
 
 def rates(curves: Curves, *steps: int) -> list[float]:

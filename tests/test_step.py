@@ -118,6 +118,13 @@ def test_the_mesh_does_not_change_the_loss_of_an_encoder(tiny, alone, sizes):
     check_mesh(tiny, alone, "eurobert", dict(zip(mesh.AXES, sizes, strict=True)))
 
 
+@pytest.mark.parametrize("sizes", [(1, 2, 2, 2), (2, 2, 2, 1)], ids=str)
+def test_no_mesh_makes_the_compiler_copy_every_row_to_every_device(tiny, capfd, sizes):
+    """It says so, across the display, when it finds no better way."""
+    Bench(tiny("model.tied=false"), dict(zip(mesh.AXES, sizes, strict=True)))
+    assert "Involuntary full rematerialization" not in capfd.readouterr().err
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", all_meshes(), ids=lambda sizes: str(tuple(sizes.values())))
 @pytest.mark.parametrize("name", ["llama", "eurobert"])

@@ -1,5 +1,6 @@
 """Whole runs: stopping and going on, other device counts, and what a user is told when something is off."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -9,11 +10,12 @@ import sys
 import time
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from millrace import config, recipe, train
+from millrace import config, mesh, recipe, train
 from millrace.checkpoint import Checkpoints
 from millrace.data.stream import Dataset
 from millrace.errors import UserError
@@ -144,6 +146,94 @@ def test_a_finished_run_says_so_and_changes_nothing(tiny, capfd):
         np.testing.assert_array_equal(value, before[name])
 
 
+def test_fewer_steps_than_are_done_is_said_to_be_so(tiny, capfd):
+    assert train.run(tiny("schedule.steps=3")) == 0
+    capfd.readouterr()
+    assert train.run(tiny("schedule.steps=2")) == 0
+    said = capfd.readouterr().out
+    assert "the run is at step 3, beyond schedule.steps, which is 2" in said and "from step" not in said
+
+
+HOLDER = """
+import sys, time
+from millrace.folder import lock
+with lock(sys.argv[1]):
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_folder_in_which_another_process_trains_is_refused_until_that_dies(tiny):
+    cfg = tiny("schedule.steps=1", "schedule.warmup=0")
+    other = subprocess.Popen([sys.executable, "-c", HOLDER, cfg.run], stdout=subprocess.PIPE, text=True)
+    try:
+        assert other.stdout is not None and other.stdout.readline() == "held\n"
+        with pytest.raises(UserError, match=rf"{cfg.run}: another process .* \(pid {other.pid}\)"):
+            train.run(cfg)
+        assert not (Path(cfg.run) / "checkpoints").exists()  # nothing of the other's was touched
+    finally:
+        other.kill()
+        other.communicate()
+    assert train.run(cfg) == 0
+    assert train.run(cfg) == 0  # given back at the end
+
+
+DAMAGES = ["meta/metadata", "meta", "params/_METADATA", "params/manifest.ocdbt", "params", "rest"]
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_goes_on(tiny, tmp_path):
+    cfg = tiny("schedule.use=constant", "schedule.warmup=0", "schedule.steps=2", "checkpoint.every=1")
+    longer = ("schedule.use=constant", "schedule.warmup=0", "schedule.steps=3")
+    assert train.run(cfg) == 0
+    for number, damage in enumerate(DAMAGES):
+        copy = tmp_path / f"copy{number}"
+        shutil.copytree(cfg.run, copy)
+        damaged = copy / "checkpoints" / "2" / damage
+        shutil.rmtree(damaged) if damaged.is_dir() else damaged.unlink()
+        said = rf"{copy}/checkpoints/2: .*cannot be read.* remove that folder to go on from step 1"
+        with pytest.raises(UserError, match=said):
+            train.run(tiny(f"run={copy}", *longer))
+        if damage.startswith("params"):
+            with pytest.raises(UserError, match=said):
+                open_run(recipe.load_run(copy))
+    shutil.rmtree(copy / "checkpoints" / "2")
+    assert train.run(tiny(f"run={copy}", *longer)) == 0
+    assert Checkpoints(str(copy)).latest() == 3
+
+
+@pytest.mark.slow
+def test_a_run_killed_at_any_moment_goes_on_to_the_same_end(tiny, tmp_path):
+    """Five kills around saves: each comes at random within the time that a step and its save take."""
+    settings = ("schedule.steps=60", "checkpoint.every=5", "checkpoint.keep=2", "eval.every=0")
+    whole = save_recipe(tiny(f"run={tmp_path}/whole", *settings), tmp_path / "whole.yaml")
+    broken = save_recipe(tiny(f"run={tmp_path}/broken", *settings), tmp_path / "broken.yaml")
+    code, said = finish(start(whole))
+    assert code == 0, said
+    one, other = recipe.load(whole), recipe.load(broken)
+
+    random, log = np.random.default_rng(), tmp_path / "broken" / "metrics.jsonl"
+    kills = 0
+    for number in range(1, 6):
+        process = start(broken)
+        aim = 10 * number  # a step that is saved, later with each life
+        while process.poll() is None and not (log.exists() and f'"step": {aim - 1},' in log.read_text()):
+            time.sleep(0.002)
+        time.sleep(random.uniform(0.03, 0.2))
+        process.kill()
+        code, said = finish(process)
+        assert code in (0, -signal.SIGKILL), said
+        kills += code == -signal.SIGKILL
+    assert kills >= 4
+    code, said = finish(start(broken))
+    assert code == 0, said
+    assert rows(other)[-1]["step"] == 60
+    assert {row["step"]: row["loss"] for row in rows(other)} == {
+        row["step"]: row["loss"] for row in rows(one)
+    }
+    for name, value in weights(one).items():
+        np.testing.assert_array_equal(value, weights(other)[name], err_msg=name)
+
+
 def test_losses_that_stay_infinite_stop_the_run_with_a_report(tiny, capfd):
     # A decay of 1e30 a step sends every matrix to infinity in one update.
     cfg = tiny(
@@ -224,6 +314,20 @@ def test_evaluation_of_a_run_is_the_mean_over_every_held_out_token(tiny):
     split = data.index.splits["evaluation"]
     exact = total / np.log(2) / split.bytes * (split.tokens - split.documents) / count
     assert result["bits_per_byte"] == pytest.approx(exact, rel=1e-4)
+
+
+def test_masked_evaluation_is_the_same_for_any_batch_size_and_device_count(tiny):
+    encoder = "model={use: eurobert, layers: 2, embed: 32, heads: 4, kv_heads: 2, mlp: 64}"
+    assert train.run(tiny("objective.use=masked", encoder, "schedule.steps=1", "schedule.warmup=0")) == 0
+
+    def loss(sequences: int, devices: int) -> float:
+        run = open_run(recipe.load_run(tiny().run, [f"batch.sequences={sequences}"]))
+        some = mesh.make(dict.fromkeys(mesh.AXES, 1) | {"fsdp": devices}, jax.devices()[:devices])
+        run = dataclasses.replace(run, params=jax.device_get(run.params), devices=some)
+        return evaluate_run(run)["loss"]
+
+    wanted = loss(8, 8)
+    assert [loss(2, 1), loss(2, 2), loss(8, 1)] == pytest.approx([wanted] * 3, abs=2e-6)
 
 
 def test_training_goes_on_from_imported_weights(tiny, tmp_path):

@@ -2,6 +2,7 @@
 positions that families share. What is a family's own (its names, its extras) stands in its model file."""
 
 import dataclasses
+import json
 import math
 from typing import Any
 
@@ -60,18 +61,18 @@ def write_rope(cfg: Any) -> dict[str, Any]:
 def read(settings: dict[str, Any], config: type, **own: Any) -> dict[str, Any]:
     """The recipe's model section for their settings and the family's `own` keys. `config` is the family's
     Config; UserError where the settings say what it cannot be."""
-    heads, embed = need(settings, "num_attention_heads"), need(settings, "hidden_size")
+    heads, embed = whole(settings, "num_attention_heads"), whole(settings, "hidden_size")
     found = {
-        "vocab": need(settings, "vocab_size"),
-        "layers": need(settings, "num_hidden_layers"),
+        "vocab": whole(settings, "vocab_size"),
+        "layers": whole(settings, "num_hidden_layers"),
         "embed": embed,
         "heads": heads,
-        "kv_heads": settings.get("num_key_value_heads") or heads,
-        "head_dim": settings.get("head_dim") or embed // heads,
-        "mlp": need(settings, "intermediate_size"),
-        "norm_eps": settings.get("rms_norm_eps", 1e-6),
+        "kv_heads": whole(settings, "num_key_value_heads", heads),
+        "head_dim": whole(settings, "head_dim", embed // heads),
+        "mlp": whole(settings, "intermediate_size"),
+        "norm_eps": number(settings, "rms_norm_eps", 1e-6),
         "activation": read_activation(settings),
-        "tied": settings.get("tie_word_embeddings", False),
+        "tied": truth(settings, "tie_word_embeddings"),
     }
     found |= read_rope(settings) | own
     refuse_extras(settings)
@@ -93,7 +94,7 @@ def read(settings: dict[str, Any], config: type, **own: Any) -> dict[str, Any]:
 def read_activation(settings: dict[str, Any]) -> str:
     by_name = {theirs: ours for ours, theirs in ACTIVATIONS.items()}
     name = need(settings, "hidden_act")
-    if name not in by_name:
+    if not isinstance(name, str) or name not in by_name:
         raise UserError(f"config.json: hidden_act: found {name}, expected one of {', '.join(by_name)}")
     return by_name[name]
 
@@ -101,18 +102,22 @@ def read_activation(settings: dict[str, Any]) -> str:
 def read_rope(settings: dict[str, Any]) -> dict[str, Any]:
     """Both spellings: `rope_parameters` (transformers 5) and `rope_theta` with `rope_scaling` (4)."""
     rope = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
+    if not isinstance(rope, dict):
+        raise UserError(f"config.json: rope_scaling: found {shown(rope)}, expected values in braces")
     kind = rope.get("rope_type") or rope.get("type") or "default"
-    out: dict[str, Any] = {
-        "rope_theta": float(rope.get("rope_theta") or settings.get("rope_theta") or 10_000.0)
-    }
-    if kind not in BOUNDS:
+    theta = number(rope, "rope_theta", number(settings, "rope_theta", 10_000.0))
+    out: dict[str, Any] = {"rope_theta": theta}
+    if not isinstance(kind, str) or kind not in BOUNDS:
         raise UserError(f"config.json: rope_type: found {kind}, expected one of {', '.join(BOUNDS)}")
     known = {"rope_type": ..., "type": ..., "rope_theta": ..., "partial_rotary_factor": 1.0} | BOUNDS[kind]
     if kind != "default":
-        factor = float(need(rope, "factor"))
-        length = rope.get("original_max_position_embeddings") or need(settings, "max_position_embeddings")
-        out |= {"rope_scaling": kind, "rope_factor": factor, "rope_original": length}
+        factor = number(rope, "factor")
+        out |= {"rope_scaling": kind, "rope_factor": factor}
         known |= {"factor": ..., "original_max_position_embeddings": ...}
+        if kind != "linear":  # which is the same whatever the context was
+            name = "original_max_position_embeddings"
+            length = rope.get(name) or need(settings, "max_position_embeddings")
+            out["rope_original"] = whole({name: length}, name)
         if kind == "yarn":
             known["attention_factor"] = 0.1 * math.log(max(factor, 1.0)) + 1.0
     for name, value in rope.items():
@@ -126,9 +131,9 @@ def read_rope(settings: dict[str, Any]) -> dict[str, Any]:
 def refuse_extras(settings: dict[str, Any]) -> None:
     """Settings that change what a model computes, and of which our models have only the usual value."""
     for name in ("attention_bias", "mlp_bias"):
-        if settings.get(name):
+        if truth(settings, name):
             raise UserError(f"config.json: {name}: found true, but weights with biases cannot be imported")
-    windows = "sliding_attention" in (settings.get("layer_types") or ())
+    windows = "sliding_attention" in str(settings.get("layer_types"))
     if windows or settings.get("use_sliding_window"):
         raise UserError("config.json: layers with a sliding window, which cannot be imported")
     if settings.get("partial_rotary_factor") not in (None, 1, 1.0):
@@ -141,3 +146,34 @@ def need(settings: dict[str, Any], name: str) -> Any:
     if settings.get(name) is None:
         raise UserError(f"config.json: {name}: found nothing, and there is no model without it")
     return settings[name]
+
+
+def whole(settings: dict[str, Any], name: str, usual: int | None = None) -> int:
+    """A size. Null, and the 0 that some write for it, mean the usual where there is one."""
+    if usual is not None and settings.get(name) in (None, 0):
+        return usual
+    value = need(settings, name)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise UserError(f"config.json: {name}: found {shown(value)}, expected a whole number of 1 or more")
+    return value
+
+
+def number(settings: dict[str, Any], name: str, usual: float | None = None) -> float:
+    if usual is not None and settings.get(name) is None:
+        return usual
+    value = need(settings, name)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+        raise UserError(f"config.json: {name}: found {shown(value)}, expected a number")
+    return float(value)
+
+
+def truth(settings: dict[str, Any], name: str) -> bool:
+    value = settings.get(name)
+    if not isinstance(value, bool | None):
+        raise UserError(f"config.json: {name}: found {shown(value)}, expected true or false")
+    return bool(value)
+
+
+def shown(value: Any) -> str:
+    """As it stands in the file, in few characters."""
+    return json.dumps(value)[:60]

@@ -20,6 +20,7 @@ from millrace import config, module, recipe
 from millrace.checkpoint import Checkpoints
 from millrace.data import tokenise
 from millrace.errors import UserError
+from millrace.export import config_json
 from millrace.folder import Opened, keep_tokenizer
 from millrace.objective import file
 
@@ -108,7 +109,7 @@ def import_(folder: str, run: str) -> recipe.Run:
         "model": family.from_hf(settings),
         "data": {
             "path": "data/NAME",
-            "sequence_length": min(settings.get("max_position_embeddings") or 2048, 2048),
+            "sequence_length": min(config_json.whole(settings, "max_position_embeddings", 2048), 2048),
         },
         "objective": {"use": "causal" if family.Config.causal else "masked"},
         "optimizer": {"use": "adamw", "learning_rate": 1e-5, "weight_decay": 0.1},

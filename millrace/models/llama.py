@@ -62,6 +62,10 @@ class Config:
             raise ValueError("rope_factor: expected rope_scaling to be set as well, or it has no effect")
         if self.rope_scaling != "none" and self.rope_factor <= 1:
             raise ValueError("rope_factor: expected more than 1, by which rope_scaling stretches the context")
+        if self.rope_scaling not in ("yarn", "llama3") and self.rope_original != type(self).rope_original:
+            raise ValueError("rope_original: expected rope_scaling to be yarn or llama3, or it has no effect")
+        if self.rope_original < 1:
+            raise ValueError("rope_original: expected 1 or more")
 
 
 @module

@@ -16,6 +16,8 @@ class Config:
         for name in ("b1", "b2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name}: expected a number from 0 up to, but not including, 1")
+        if self.eps <= 0:
+            raise ValueError("eps: expected a number above 0")
 
 
 def make(cfg: Config, axes: Any) -> optax.GradientTransformation:

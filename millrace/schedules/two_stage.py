@@ -19,6 +19,7 @@ class Config:
     switch: int | str = "50 %"  # where the second stage begins
     middle: float = 0.53  # end of the first stage, as a share of the peak
     second: float = 0.33  # start of the second
+    floor: float = 0.0  # where it ends
 
     def __post_init__(self) -> None:
         for name in ("middle", "second"):

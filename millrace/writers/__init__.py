@@ -91,7 +91,7 @@ def make(
     if tensorboard:
         writers.add("tensorboard", lambda: TensorBoard(run / "tensorboard", step=step))
     if wandb:
-        writers.add("wandb", lambda: Wandb(run, recipe=recipe or {}))
+        writers.add("wandb", lambda: Wandb(run, recipe=recipe or {}, say=writers.event))
     return writers
 
 

@@ -1,6 +1,7 @@
 """Scalars for TensorBoard, as tensorboardX event files in the run folder."""
 
 import importlib
+import logging
 import os
 import time
 from pathlib import Path
@@ -23,6 +24,8 @@ class TensorBoard:
             self._scalar = importlib.import_module("tensorboardX.summary").scalar
         except ImportError:
             raise ImportError("it is not installed (pip install tensorboardX)") from None
+        # It would warn of every NaN, across the display, which says so itself.
+        logging.getLogger("tensorboardX").setLevel(logging.ERROR)
         folder.mkdir(parents=True, exist_ok=True)
         # Two lives of a run may start within the second that the file name holds.
         self._file = files.EventsWriter(str(folder / "events"), f".{os.getpid()}.{step}")

@@ -4,19 +4,23 @@
 import importlib
 import os
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+PATIENCE = 60  # seconds; it waits 90 by itself, in silence
 
 
 class Wandb:
     name = "wandb"
     optional = True
 
-    def __init__(self, run_folder: Path, *, recipe: dict[str, Any]) -> None:
+    def __init__(self, run_folder: Path, *, recipe: dict[str, Any], say: Callable[[str], None]) -> None:
         try:
             wandb = importlib.import_module("wandb")
         except ImportError:
-            raise ImportError('it is not installed (pip install "millrace[wandb]")') from None
+            raise ImportError('it is not installed (pip install ".[wandb]")') from None
+        say(f"connecting to Weights & Biases, for {PATIENCE} s at most")
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "millrace"),
             id=_identity(run_folder),
@@ -25,7 +29,7 @@ class Wandb:
             resume="allow",
             config=recipe,
             # It would copy every redraw of our terminal, and ask for a key until somebody answers.
-            settings=wandb.Settings(console="off", silent=True, login_timeout=30),
+            settings=wandb.Settings(console="off", silent=True, login_timeout=30, init_timeout=PATIENCE),
         )
         # Against our own step: wandb's only grows, and it drops the rows of a run that went back.
         for group in ("train/*", "evaluate/*"):

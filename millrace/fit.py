@@ -1,0 +1,58 @@
+"""Whether a run fits the memory of its devices, and what to change where it does not."""
+
+import contextlib
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from millrace import metrics
+from millrace.errors import DoesNotFit
+from millrace.state import State
+
+ADVICE = (
+    "raise batch.accumulate, set memory.remat to dots or full, or split more over devices with mesh.fsdp, "
+    "mesh.tensor or mesh.context"
+)
+
+
+def check(state: State) -> None:
+    """Before anything is allocated: on a CPU, a state larger than the memory ends in swapping or a kill.
+    Gradients count too, since all are there before the first weight moves; activations come on top."""
+    devices = jax.local_devices()
+    # Simulated devices have the memory of one machine between them.
+    sharing = len(devices) if devices[0].platform == "cpu" else 1
+    need, limit = sharing * (_held(state) + _held(state.params)), metrics.memory_limit(devices)
+    if limit is not None and need > limit:
+        where = f"the {sharing} devices of this machine, which have" if sharing > 1 else "a device, which has"
+        raise DoesNotFit(
+            f"model: weights, gradients and optimizer state take {_gib(need)} on {where} {_gib(limit)}; "
+            "choose a smaller model, split it over more devices with mesh.fsdp or mesh.tensor, or take an "
+            "optimizer that keeps less"
+        )
+
+
+@contextlib.contextmanager
+def told() -> Iterator[None]:
+    """Tells of an allocation that failed, in compiling or in a step, as the user's choice that it is."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        said = " ".join(str(error).split())[:100]
+        # On CPUs some of them come as INTERNAL.
+        if "RESOURCE_EXHAUSTED" not in said and "Out of memory" not in said:
+            raise
+        raise DoesNotFit(f"batch: the step takes more memory than there is ({said}); {ADVICE}") from error
+
+
+def _held(tree: Any) -> int:
+    """Bytes on one device."""
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(tree)
+    )
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:,.1f} GiB"

@@ -1,0 +1,57 @@
+"""What does not fit is told, with sizes and a way out, before memory runs out and when it has."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from millrace import config, fit, mesh, metrics, train
+from millrace.cli import main
+from millrace.errors import DoesNotFit
+from millrace.state import State
+
+
+def exhaust(*_: object) -> int:
+    """More bytes than an address has room for."""
+    return int(jnp.zeros((2**31 - 1, 2**31 - 1), jnp.int8)[0, 0])
+
+
+def state(size: int, split: P) -> State:
+    """`size` weights of 4 bytes without an optimizer, as shapes."""
+    devices = mesh.make({"data": 1, "fsdp": 8, "tensor": 1, "context": 1})
+    params = jax.ShapeDtypeStruct((size // 8 * 8,), jnp.float32, sharding=NamedSharding(devices, split))
+    return State(*[None, params, None, None, None, None, None])
+
+
+def test_a_copy_on_each_simulated_device_counts_eight_times():
+    memory = metrics.memory_limit(jax.local_devices())
+    assert memory is not None
+    # Weights and gradients: a quarter of the memory once, twice the memory eight times.
+    fit.check(state(memory // 32, P("fsdp")))
+    with pytest.raises(DoesNotFit, match=r"take [\d.,]+ GiB on the 8 devices .* [\d.,]+ GiB; .*mesh.fsdp"):
+        fit.check(state(memory // 32, P()))
+
+
+def test_a_model_larger_than_the_memory_is_told_before_it_is_made(tiny, tmp_path, capsys):
+    (tmp_path / "large.yaml").write_text(
+        config.to_yaml(tiny("model.layers=64", "model.embed=32768", "model.mlp=131072"))
+    )
+    assert main(["train", str(tmp_path / "large.yaml")]) == 3
+    said = capsys.readouterr().err
+    assert said.startswith("millrace: model: weights, gradients and optimizer state take ")
+    assert said.count("\n") == 1
+
+
+def test_memory_that_runs_out_in_the_loop_is_told_with_advice(tiny, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(train, "loop", exhaust)
+    (tmp_path / "recipe.yaml").write_text(config.to_yaml(tiny()))
+    assert main(["train", str(tmp_path / "recipe.yaml")]) == 3
+    said = capsys.readouterr().err
+    assert said.startswith("millrace: batch: the step takes more memory than there is (")
+    assert "batch.accumulate" in said and "memory.remat" in said and said.count("\n") == 1
+
+
+def test_other_errors_of_the_runtime_stay_what_they_are():
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"), fit.told():
+        raise jax.errors.JaxRuntimeError("INTERNAL: a bug")
