@@ -9,7 +9,6 @@ import difflib
 import functools
 import json
 import math
-import operator
 import os
 import types
 import typing
@@ -40,7 +39,10 @@ def to_dict(cfg: Any) -> dict[str, Any]:
     out: dict[str, Any] = {"use": cfg.use} if isinstance(getattr(cfg, "use", None), str) else {}
     for f in dataclasses.fields(cfg):
         value = getattr(cfg, f.name)
-        out[f.name] = to_dict(value) if dataclasses.is_dataclass(value) else value
+        if isinstance(value, dict):
+            out[f.name] = {name: to_dict(part) for name, part in value.items()}
+        else:
+            out[f.name] = to_dict(value) if dataclasses.is_dataclass(value) else value
     return out
 
 
@@ -63,10 +65,11 @@ def keys(cls: type) -> dict[str, list[tuple[str, Any]]]:
     out: dict[str, list[tuple[str, Any]]] = {}
     for f in dataclasses.fields(cls):
         if "folder" in f.metadata:
-            out[f"{f.name}.use"] = [("str", f)]
+            section = f"{f.name}.NAME" if f.metadata["many"] else f.name
+            out[f"{section}.use"] = [("str", f)]
             for name in names(f.metadata["folder"]):
                 for inner in dataclasses.fields(part_class(f.metadata["folder"], name, f.metadata["common"])):
-                    out.setdefault(f"{f.name}.{inner.name}", []).append((name, inner))
+                    out.setdefault(f"{section}.{inner.name}", []).append((name, inner))
         elif dataclasses.is_dataclass(f.type):
             for inner in dataclasses.fields(typing.cast(Any, f.type)):
                 out[f"{f.name}.{inner.name}"] = [("", inner)]
@@ -92,8 +95,18 @@ def part_class(folder: str, name: str, common: type | None = None) -> type:
         bases=(own,),
         frozen=True,
         kw_only=True,
-        namespace={"use": name, "__post_init__": checks, "__module__": own.__module__},
+        namespace={
+            "use": name,
+            "__post_init__": checks,
+            "__module__": own.__module__,
+            # A pickle of it, for another process, names the part: the class itself is found nowhere.
+            "__reduce__": lambda self: (_remake, (folder, name, common, dict(vars(self)))),
+        },
     )
+
+
+def _remake(folder: str, name: str, common: type | None, values: dict[str, Any]) -> Any:
+    return part_class(folder, name, common)(**values)
 
 
 def _copy(f: Any) -> Any:
@@ -150,7 +163,10 @@ class Reader:
 
     def unknown(self, key: str, valid: list[str]) -> typing.NoReturn:
         parent, _, name = key.rpartition(".")
-        known = keys(self.cls)
+        known = {
+            other.replace(".NAME.", f".{key.split('.')[1]}." if key.count(".") == 2 else ".NAME."): parts
+            for other, parts in keys(self.cls).items()
+        }
         alike = [other for other in known if other.rpartition(".")[2] == name]
         if key in known:
             hint = f"it belongs to {parent}.use: {_listed([part for part, _ in known[key]])}"
@@ -165,7 +181,10 @@ class Reader:
     def found(self, key: str) -> str:
         """What stands at a key, as it was written, in few words."""
         if key not in self.places and self.cfg is not None:
-            return f"{_short(operator.attrgetter(key)(self.cfg))}, the default"
+            value = self.cfg
+            for name in key.split("."):
+                value = value[name] if isinstance(value, dict) else getattr(value, name)
+            return f"{_short(value)}, the default"
         value, text = typing.cast(Any, self.tree), self.texts.get(key, "")
         for name in key.split("."):
             value = value.get(name) if isinstance(value, dict) else None
@@ -217,8 +236,8 @@ class Reader:
                 again = f"found a second time, expected once; it first stands in line {lines[name]}"
                 raise UserError(f"{place}: {prefix}{name}: {again}")
             lines[name], self.places[prefix + name] = key.start_mark.line + 1, place
-            if isinstance(value, yaml.MappingNode) and not prefix:
-                self._mark(value, file, name + ".")
+            if isinstance(value, yaml.MappingNode) and prefix.count(".") < 2:
+                self._mark(value, file, f"{prefix}{name}.")
             self.texts[prefix + name] = value.value if isinstance(value, yaml.ScalarNode) else "..."
 
     def _include(self, key: str, folder: Path) -> None:
@@ -263,24 +282,28 @@ class Reader:
         self.fail(key, f"expected ${{...}} to name another key ({reason})", found=found)
 
     def _section(self, f: Any) -> Any:
-        node, folder = self.tree.get(f.name, {}), f.metadata.get("folder")
-        if not isinstance(node, dict):
-            spelt = (
-                f"{f.name}.use={node}" if self.place(f.name) == COMMAND_LINE else f"{f.name}: {{use: {node}}}"
-            )
-            hint = _did_you_mean(spelt) if folder and node in names(folder) else ""
-            self.fail(f.name, "expected `key: value` pairs or the path of a .yaml file", hint=hint)
-        cls = self._part(f, node) if folder else f.type
-        return self._make(cls, {k: v for k, v in node.items() if k != "use" or not folder}, f.name + ".")
+        if not f.metadata.get("many"):
+            return self._one(f, f.name, self.tree.get(f.name, {}))
+        nodes = self.tree.get(f.name)
+        if not isinstance(nodes, dict) or not nodes:
+            self.fail(f.name, f"expected one or more by name: {f.name}: {{NAME: {{...}}}}")
+        return {str(name): self._one(f, f"{f.name}.{name}", node) for name, node in nodes.items()}
 
-    def _part(self, f: Any, node: dict[str, Any]) -> type:
+    def _one(self, f: Any, key: str, node: Any) -> Any:
+        folder = f.metadata.get("folder")
+        if not isinstance(node, dict):
+            spelt = f"{key}.use={node}" if self.place(key) == COMMAND_LINE else f"{key}: {{use: {node}}}"
+            hint = _did_you_mean(spelt) if folder and node in names(folder) else ""
+            self.fail(key, "expected `key: value` pairs or the path of a .yaml file", hint=hint)
+        cls = self._part(f, key, node) if folder else f.type
+        return self._make(cls, {k: v for k, v in node.items() if k != "use" or not folder}, key + ".")
+
+    def _part(self, f: Any, key: str, node: dict[str, Any]) -> type:
         folder, use = f.metadata["folder"], node.get("use", f.metadata["use"])
         valid = names(folder)
         if use not in valid:
             hint = _did_you_mean(nearest(str(use), valid))
-            self.fail(
-                f"{f.name}.use", f"expected one of {', '.join(valid)}", hint=hint * isinstance(use, str)
-            )
+            self.fail(f"{key}.use", f"expected one of {', '.join(valid)}", hint=hint * isinstance(use, str))
         return part_class(folder, use, f.metadata["common"])
 
     def _make(self, cls: type[Any], node: dict[str, Any], prefix: str) -> Any:

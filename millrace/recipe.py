@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,9 +14,10 @@ from millrace.errors import UserError
 from millrace.schedule import duration
 
 
-def part(folder: str, common: type | None = None, use: str | None = None) -> Any:
-    """A section whose `use` names a file in `folder`. Its keys are that file's Config and the common ones."""
-    return field(default=None, metadata=dict(folder=folder, common=common, use=use))
+def part(folder: str, common: type | None = None, use: str | None = None, many: bool = False) -> Any:
+    """A section whose `use` names a file in `folder`. Its keys are that file's Config and the common ones.
+    With `many` the section holds several such parts, each under a name of its own."""
+    return field(default=None, metadata=dict(folder=folder, common=common, use=use, many=many))
 
 
 def section(cls: type) -> Any:
@@ -172,26 +174,58 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Tokenizer:
-    use: Literal["bpe", "file"] = "bpe"
-    vocab: int = 32768
-    path: str | None = None  # the tokenizer.json to take, with `use: file`
+class Source:
+    """What every source of documents can say."""
+
+    weight: float = 1.0  # how often its documents come in an epoch: 2 is twice, 0.5 a random half
 
     def __post_init__(self) -> None:
-        if self.use == "bpe":
+        if self.weight <= 0:
+            raise ValueError("weight: expected a number above 0")
+
+
+@dataclass(frozen=True)
+class Normalize:
+    unicode: Literal["none", "nfc", "nfkc"] = "none"
+    shortest: int = 1  # characters; what is shorter is left out
+    longest: int | None = None
+    quality: bool = False  # leave out what repeats itself or is hardly text (data/filters.py)
+    exact: bool = False  # leave out all but the first of equal texts
+    near: float | None = None  # and of texts that share this much (Jaccard), 0.8 is usual
+
+    def __post_init__(self) -> None:
+        at_least(1, self, "shortest")
+        if self.longest is not None and self.longest < self.shortest:
+            raise ValueError(f"longest: expected at least normalize.shortest, {self.shortest}, or null")
+        if self.near is not None and not 0.3 <= self.near <= 1:
+            raise ValueError("near: expected a share from 0.3 to 1, or null")
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    use: Literal["bpe", "unigram", "file"] = "bpe"
+    vocab: int = 32768
+    sample: int = 256  # megabytes of text to train on, drawn from all sources
+    path: str | None = None  # with `use: file`: tokenizer.json, its folder, a .tiktoken or a .model
+    template: str | None = None  # a chat template (Jinja), where the tokenizer has none
+
+    def __post_init__(self) -> None:
+        if self.use != "file":
             at_least(260, self, "vocab")  # 256 bytes and 4 special tokens
+            at_least(1, self, "sample")
             if self.path:
-                raise ValueError("path: expected nothing, since `use: bpe` trains a tokenizer of its own")
+                raise ValueError(f"path: expected nothing, since `use: {self.use}` trains a tokenizer")
         elif not self.path:
             raise ValueError("path: expected the path of a tokenizer.json")
-        elif self.vocab != Tokenizer.vocab:
-            raise ValueError("vocab: expected nothing, since `use: file` takes the file's")
+        for name in ("vocab", "sample"):
+            if self.use == "file" and getattr(self, name) != getattr(Tokenizer, name):
+                raise ValueError(f"{name}: expected nothing, since `use: file` takes what is there")
 
 
 @dataclass(frozen=True)
 class Pack:
+    mode: Literal["concat", "document", "best_fit"] = "best_fit"
     sequence_length: int = 2048
-    dtype: Literal["auto", "uint16", "uint32"] = "auto"
     evaluation: float = 0.01  # share of the documents held out
 
     def __post_init__(self) -> None:
@@ -201,14 +235,28 @@ class Pack:
 
 
 @dataclass(frozen=True)
+class Shuffle:
+    epochs: int = 1  # sets of the same rows in different orders; training goes through them in turn
+    rounds: int = 1  # one is uniform already
+
+    def __post_init__(self) -> None:
+        at_least(1, self, "epochs", "rounds")
+
+
+@dataclass(frozen=True)
 class DataRun:
     """A data recipe."""
 
     path: str
     seed: int = 0
-    source: Any = part("data/sources")
+    engine: Literal["local", "ray"] = "local"
+    workers: int | str = "auto"
+    errors: Literal["stop", "skip"] = "stop"  # what bad input does: end the work, or be left out and counted
+    sources: Any = part("data/sources", Source, use="files", many=True)
+    normalize: Normalize = section(Normalize)
     tokenizer: Tokenizer = section(Tokenizer)
     pack: Pack = section(Pack)
+    shuffle: Shuffle = section(Shuffle)
 
 
 def load(path: str | Path, overrides: typing.Sequence[str] = ()) -> Run:
@@ -240,9 +288,9 @@ def load_train(path: str | Path, overrides: typing.Sequence[str] = ()) -> Run:
 
 
 def load_any(path: str | Path, overrides: typing.Sequence[str] = ()) -> Run | DataRun:
-    """A recipe of either kind: data recipes have a `source`."""
+    """A recipe of either kind: data recipes have `sources`."""
     reader = Reader(path, overrides)
-    return _read(reader, DataRun if "source" in reader.tree else Run)
+    return _read(reader, DataRun if "sources" in reader.tree else Run)
 
 
 def check_run(run: Run, reader: Reader) -> None:
@@ -255,17 +303,21 @@ def check_run(run: Run, reader: Reader) -> None:
             "objective.use",
             f"expected masked, since {run.model.use} reads both sides and sees the next token",
         )
+    if run.objective.use != "causal" and run.model.causal:
+        reader.fail("objective.use", f"expected causal, since {run.model.use} sees only what came before")
     _check_packed(run, reader)
 
 
 def check_data(run: DataRun, reader: Reader) -> None:
     _check_seed(run, reader)
-    if run.tokenizer.use == "bpe" and run.pack.dtype == "uint16" and run.tokenizer.vocab > 2**16:
-        reader.fail(
-            "tokenizer.vocab",
-            f"expected at most {2**16}, all that pack.dtype uint16 can hold",
-            hint="set pack.dtype: uint32",
-        )
+    if "://" in run.path:
+        hint = "copy the finished folder there; training reads it from a URL"
+        reader.fail("path", "expected a local folder", hint=hint)
+    if run.workers != "auto" and not (isinstance(run.workers, int) and run.workers > 0):
+        reader.fail("workers", "expected auto or a number of processes")
+    for name in run.sources:
+        if not re.fullmatch(r"[\w.-]+", name):
+            reader.fail("sources", f"expected names of letters, digits, _, . and -, not {name!r}")
 
 
 def durations(run: Run, reader: Reader | None = None) -> dict[str, int]:
@@ -294,10 +346,10 @@ def _read(reader: Reader, cls: type[Any]) -> Any:
         seen = f"{name}/{last}" if folder == name else last
         hint = f"a recipe takes it with `{name}: {seen}`, the path seen from the recipe"
         raise UserError(f"{path}:1: found a section alone, expected a whole recipe; {hint}")
-    if cls is Run and "source" in tree and "model" not in tree:
+    if cls is Run and "sources" in tree and "model" not in tree:
         hint = f"`millrace data prepare {path}` makes its data"
         raise UserError(f"{path}:1: found a data recipe, expected a training recipe; {hint}")
-    if cls is DataRun and "model" in tree and "source" not in tree:
+    if cls is DataRun and "model" in tree and "sources" not in tree:
         hint = f"`millrace train {path}` trains with it"
         raise UserError(f"{path}:1: found a training recipe, expected a data recipe; {hint}")
     return reader.read(cls, check_run if cls is Run else check_data)
@@ -352,5 +404,6 @@ def _check_packed(run: Run, reader: Reader) -> None:
         reader.fail("model.vocab", f"expected at most {limit}, all that {path}'s {dtype} tokens can name")
     if run.model.vocab and run.model.vocab < vocab:
         reader.fail("model.vocab", f"expected {vocab} or more, the vocabulary of {path}")
-    if mask is None and hasattr(run.objective, "masked"):
+    hides = run.objective.use == "diffusion" or getattr(run.objective, "masked", 0) > 0
+    if mask is None and hides:
         reader.fail("objective.use", f"expected another, since {path}'s tokenizer has no mask token")

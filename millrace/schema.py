@@ -23,6 +23,8 @@ def _field(f: Any) -> dict[str, Any]:
     if "folder" in f.metadata:
         folder, common, default = (f.metadata[name] for name in ("folder", "common", "use"))
         parts = [_part(config.part_class(folder, name, common), default) for name in config.names(folder)]
+        if f.metadata["many"]:
+            parts = [{"type": "object", "additionalProperties": {"anyOf": parts}, "minProperties": 1}]
         return {"anyOf": [*parts, FILE]}
     if dataclasses.is_dataclass(f.type):
         return {"anyOf": [_section(f.type), FILE]}
@@ -62,7 +64,11 @@ def _must_be_written(f: Any) -> bool:
     """Whether a recipe without this key cannot be: a section is needed when one of its own keys is."""
     if "folder" in f.metadata:
         folder, common, default = (f.metadata[name] for name in ("folder", "common", "use"))
-        return default is None or "required" in _section(config.part_class(folder, default, common))
+        return (
+            f.metadata["many"]
+            or default is None
+            or "required" in _section(config.part_class(folder, default, common))
+        )
     return "required" in _section(f.type) if dataclasses.is_dataclass(f.type) else _is_required(f)
 
 

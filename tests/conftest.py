@@ -38,7 +38,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> str:
         )
         (root / "texts" / f"{number:03}.txt").write_text(f"Text {number}: {words}.\n")
     (root / "data.yaml").write_text(
-        f"path: {root}/data\nsource: {{use: text, path: {root}/texts}}\ntokenizer: {{use: bpe, vocab: 300}}\n"
+        f"path: {root}/data\nsources: {{test: {{path: {root}/texts}}}}\ntokenizer: {{use: bpe, vocab: 300}}\n"
         "pack: {sequence_length: 64, evaluation: 0.1}\n"
     )
     prepare(recipe.load_data(root / "data.yaml"), lambda line: None)

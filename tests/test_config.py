@@ -39,9 +39,10 @@ memory: {compute: float32}
 """
 DATA = """\
 path: data/test
-source: {use: text, path: texts}
+sources: {books: {use: files, path: texts}}
 tokenizer: {use: bpe, vocab: 4096}
-pack: {sequence_length: 64, dtype: auto, evaluation: 0.05}
+pack: {sequence_length: 64, evaluation: 0.05}
+seed: 1
 """
 
 # What is replaced, by what, how the message goes on after the file's name, and what else it says.
@@ -153,7 +154,17 @@ DATA_MISTAKES = [
     ("use: bpe", "use: bpe, path: x.json", ':3: tokenizer.path: found "x.json", expected nothing'),
     ("use: bpe", "use: file, path: x.json", ":3: tokenizer.vocab: found 4096, expected nothing"),
     ("use: bpe, vocab: 4096", "use: file", ":3: tokenizer.path: found nothing, expected the path of a"),
-    ("use: text", "use: txt", ':2: source.use: found "txt", expected one of', "did you mean text?"),
+    ("use: files", "use: file", ':2: sources.books.use: found "file", expected one', "did you mean files?"),
+    ("path: texts", "pth: x", ":2: sources.books.pth: found an unknown key", "did you mean sources.books.pa"),
+    ("path: texts", "weight: 2", ":2: sources.books.path: found nothing, expected text; it is required"),
+    ("path: texts", "path: x, weight: 0", ":2: sources.books.weight: found 0, expected a number above 0"),
+    ("use: files", "use: python_library", ":2: sources.books.path: ", "it belongs to sources.books.use"),
+    ("books: {use: files, path: texts}", "", ":2: sources: found {}, expected one or more by name"),
+    ("{books: {use: files, path: texts}}", "texts", ':2: sources: found "texts", expected one or more by'),
+    ("books", "a b", ":2: sources: found ", "expected names of letters, digits, _, . and -, not 'a b'"),
+    ("path: data/test", "path: gs://bucket/data", ':1: path: found "gs://bucket/data", expected a'),
+    ("seed: 1", "workers: 0", ":5: workers: found 0, expected auto or a number of processes"),
+    ("seed: 1", "normalize: {longest: 0}", ":5: normalize.longest: found 0, expected at least normal"),
     ("0.05", "1", ":4: pack.evaluation: found 1, expected a share from 0"),
 ]
 
@@ -194,12 +205,6 @@ def check_told(text: str, old: str, new: str, begins: str, *says: str) -> None:
     assert said.startswith("recipe.yaml" + begins)
     for part in says:
         assert part in said
-
-
-def test_a_vocabulary_above_what_the_dtype_holds_is_told_with_the_way_out() -> None:
-    said = message(DATA, "tokenizer.vocab=70000", "pack.dtype=uint16")
-    assert said.startswith("command line: tokenizer.vocab: found 70000, expected at most 65536, all that")
-    assert said.endswith("set pack.dtype: uint32")
 
 
 @pytest.mark.parametrize(
