@@ -6,8 +6,13 @@ import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from millrace.data.tokenise import Document
+import pyarrow as pa
+
+from millrace.data.documents import Part, Problems
+from millrace.data.formats import TABLE
+from millrace.data.formats.columns import DOCUMENT
 
 
 @dataclass(frozen=True)
@@ -28,9 +33,16 @@ SKIPPED = {
 }  # fmt: skip
 
 
-def rows(cfg: Config) -> Iterator[Document]:
-    left = cfg.limit * 1_000_000
-    for name, path in files(Path(sysconfig.get_path("stdlib"))):
+def parts(cfg: Any) -> list[Part]:
+    """One alone: where the limit falls hangs on all files before."""
+    return [Part(sysconfig.get_path("stdlib"))]
+
+
+def read(cfg: Any, part: Part, problems: Problems) -> Iterator[pa.Table]:
+    names: list[str] = []
+    texts: list[str] = []
+    size, left = 0, cfg.limit * 1_000_000
+    for name, path in files(Path(part.file)):
         content = path.read_bytes()
         if not content.strip() or len(content) > LARGEST:
             continue
@@ -40,8 +52,14 @@ def rows(cfg: Config) -> Iterator[Document]:
             continue
         left -= len(content)
         if left < 0:
-            return
-        yield Document(name, text)
+            break
+        if size + len(content) > TABLE:
+            yield _table(names, texts)
+            names, texts, size = [], [], 0
+        names.append(name)
+        texts.append(text)
+        size += len(content)
+    yield _table(names, texts)
 
 
 def files(library: Path) -> list[tuple[str, Path]]:
@@ -53,3 +71,10 @@ def files(library: Path) -> list[tuple[str, Path]]:
         kept = [name for name in names if name.endswith(".py") and not name.startswith("_sysconfigdata")]
         found += [(Path(folder, name).relative_to(library).as_posix(), Path(folder, name)) for name in kept]
     return sorted(found)
+
+
+def _table(names: list[str], texts: list[str]) -> pa.Table:
+    nothing = pa.nulls(len(names), pa.large_string())
+    return pa.Table.from_arrays(
+        [pa.array(names, pa.string()), pa.array(texts, pa.large_string()), nothing, nothing], schema=DOCUMENT
+    )
