@@ -1,0 +1,192 @@
+"""The first stage: documents of any source, made alike, as parquet. Each part of a source is read, its text
+normalised and filtered, and written as one file with a summary beside it."""
+
+import importlib
+import unicodedata
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from millrace.data import filters, shards
+from millrace.data.documents import SCHEMA, Part, Problems
+from millrace.data.fingerprints import Fingerprints
+
+ROW_GROUP = 16_000_000  # bytes of text: what a later stage holds at a time
+
+
+@dataclass(frozen=True)
+class Unit:
+    """The work of one worker at a time: a part of a source, by its number among those of all sources."""
+
+    number: int
+    source: str
+    cfg: Any  # the source's section of the recipe
+    part: Part
+
+    @property
+    def has_ids(self) -> bool:
+        """Whether ids are the user's, and may thus come twice."""
+        return getattr(self.cfg, "id", None) is not None
+
+
+@dataclass(frozen=True)
+class Written:
+    documents: int
+    bytes: int  # of text
+
+
+def units(recipe: Any) -> list[Unit]:
+    """All there is to read, in the order of the recipe."""
+    found = [
+        (name, cfg, part) for name, cfg in recipe.sources.items() for part in source_module(cfg).parts(cfg)
+    ]
+    return [Unit(number, *rest) for number, rest in enumerate(found)]
+
+
+def normalise_part(unit: Unit, cfg: Any, policy: Any, folder: Path | str) -> dict[str, Any]:
+    """Writes NUMBER.parquet, what duplicates are found by if they are looked for, and, last, NUMBER.json, the
+    summary that it returns. `cfg` is the recipe's normalize section, `policy` what to do with bad input."""
+    folder = Path(folder)
+    problems, counts = Problems(policy), Counter[str]()
+    fingerprints = Fingerprints(cfg, ids=unit.has_ids)
+    tables = cleaned(unit, cfg, problems=problems, counts=counts, fingerprints=fingerprints)
+    with shards.atomic(place(folder, unit.number)) as file:
+        written = write_documents(file, tables)
+    fingerprints.write(folder, unit.number)
+    summary = {
+        "number": unit.number,
+        "source": unit.source,
+        "file": unit.part.file,
+        "documents_read": counts.pop("read"),
+        "documents": written.documents,
+        "bytes": written.bytes,
+        "dropped": dict(counts),
+        "problems": problems.summary(),
+    }
+    shards.write_json(summary_place(folder, unit.number), summary)
+    return summary
+
+
+def place(folder: Path, number: int) -> Path:
+    return folder / f"{number:05}.parquet"
+
+
+def summary_place(folder: Path, number: int) -> Path:
+    return folder / f"{number:05}.json"
+
+
+def write_documents(file: Any, tables: Iterable[pa.Table]) -> Written:
+    """Row groups of about ROW_GROUP bytes. How the documents were divided into tables leaves no trace."""
+    documents, total, waiting = 0, 0, SCHEMA.empty_table()
+    # Statistics and dictionaries of long texts cost time and save nothing.
+    options = dict(compression="zstd", compression_level=1, use_dictionary=["source"], write_statistics=False)
+    with pq.ParquetWriter(file, SCHEMA, **options) as writer:
+        for table in tables:
+            waiting = pa.concat_tables([waiting, table])
+            ends = np.cumsum(sizes(waiting))
+            start = done = 0
+            while len(ends) and ends[-1] - done >= ROW_GROUP:
+                stop = int(np.searchsorted(ends, done + ROW_GROUP)) + 1
+                writer.write_table(waiting.slice(start, stop - start).combine_chunks())
+                start, done = stop, int(ends[stop - 1])
+            documents, total = documents + start, total + done
+            waiting = waiting.slice(start)
+        if len(waiting):
+            writer.write_table(waiting.combine_chunks())
+    return Written(documents + len(waiting), total + int(sizes(waiting).sum()))
+
+
+def sizes(table: pa.Table) -> np.ndarray:
+    """Bytes of text or messages, of each document."""
+    lengths = [pc.fill_null(pc.binary_length(table[name]), 0).to_numpy() for name in ("text", "messages")]
+    return lengths[0] + lengths[1]
+
+
+def cleaned(
+    unit: Unit, cfg: Any, *, problems: Problems, counts: Counter[str], fingerprints: Fingerprints
+) -> Iterator[pa.Table]:
+    """The documents of a part that are kept. Counts those read, and those left out by each filter."""
+    counts["read"] = 0
+    for table in source_module(unit.cfg).read(unit.cfg, unit.part, problems):
+        if not len(table):
+            continue
+        numbers = np.arange(counts["read"], counts["read"] + len(table))
+        counts["read"] += len(table)
+        table = unicode(conform(table, unit.source), cfg.unicode)
+        texts = contents(table)
+        keep, dropped = filters.judge(texts, cfg)
+        counts.update(dropped)
+        if dropped:
+            mask = pa.array(keep)
+            table, texts, numbers = table.filter(mask), texts.filter(mask), numbers[keep]
+        if len(table):
+            fingerprints.add(table, texts, numbers)
+            yield table
+
+
+def conform(table: pa.Table, source: str) -> pa.Table:
+    """With all columns of SCHEMA, each in one piece."""
+    table = table.append_column("source", pa.repeat(pa.scalar(source), len(table)))
+    return table.select(SCHEMA.names).cast(SCHEMA).combine_chunks()
+
+
+def unicode(table: pa.Table, form: str) -> pa.Table:
+    if form == "none":
+        return table
+    for name, change in (("text", unicodedata.normalize), ("messages", normalise_json)):
+        column = in_one(table[name])
+        mask = pc.fill_null(pc.invert(pc.string_is_ascii(column)), False)  # ASCII is normal in every form
+        if pc.any(mask).as_py():
+            changed = [change(form.upper(), value) for value in column.filter(mask).to_pylist()]  # type: ignore[arg-type]
+            column = pc.replace_with_mask(column, mask, pa.array(changed, pa.large_string()))
+            table = table.set_column(table.schema.get_field_index(name), SCHEMA.field(name), column)
+    return table
+
+
+def normalise_json(form: str, document: str) -> str:
+    """Each string by itself: in the text of the JSON, an accent would join the n of \\n, and what becomes a
+    quotation mark would end a string."""
+
+    def walk(value: Any) -> Any:
+        if isinstance(value, str):
+            return unicodedata.normalize(form, value)  # type: ignore[arg-type]
+        if isinstance(value, list):
+            return [walk(item) for item in value]
+        if isinstance(value, dict):
+            return {key: walk(item) for key, item in value.items()}
+        return value
+
+    return orjson.dumps(walk(orjson.loads(document))).decode()
+
+
+def contents(table: pa.Table) -> pa.LargeStringArray:
+    """What is read of each document: its text, or all that is said in its messages, a line each."""
+    text = in_one(table["text"])
+    if text.null_count:
+        said = [None if value is None else spoken(value) for value in table["messages"].to_pylist()]
+        text = pc.coalesce(text, pa.array(said, pa.large_string()), pa.scalar("", pa.large_string()))
+    return text
+
+
+def in_one(column: pa.ChunkedArray) -> pa.Array:
+    return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
+
+
+def spoken(messages: str) -> str:
+    """Contents as they are where they are strings; parts and calls of tools as JSON."""
+    said = [message.get(key) for message in orjson.loads(messages) for key in ("content", "tool_calls")]
+    return "\n".join(
+        value if isinstance(value, str) else orjson.dumps(value).decode() for value in said if value
+    )
+
+
+def source_module(cfg: Any) -> Any:
+    return importlib.import_module(f"millrace.data.sources.{cfg.use}")
