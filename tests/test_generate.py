@@ -14,7 +14,7 @@ import transformers
 
 from millrace import generate, mesh, module, recipe
 from millrace.cli import main
-from millrace.data import tokenise
+from millrace.data import learn, tokenise
 from millrace.errors import UserError
 from millrace.execution import Execution
 from millrace.export import huggingface
@@ -34,7 +34,7 @@ PROMPTS = {1: [7], 7: [1, 40, 9, 77, 40, 12, 200]}
 def folder(tmp_path_factory) -> Path:
     """A Llama of transformers with random weights, and a tokenizer of which most tokens are bare bytes."""
     folder = tmp_path_factory.mktemp("llama")
-    tokenizer = tokenise.train(iter(["the mill turns, the water falls"] * 3), 270)
+    tokenizer = learn.train(["the mill turns, the water falls"] * 3, kind="bpe", vocab=270)
     settings = transformers.LlamaConfig(
         vocab_size=tokenizer.vocab,
         hidden_size=64,
@@ -125,7 +125,7 @@ def reciter(tmp_path) -> Callable[[str], Opened]:
     """A model that knows one text by heart: for each token its head holds the embedding of the one before."""
 
     def make(text: str) -> Opened:
-        tokenizer = tokenise.train(iter(["the mill turns, the water falls"] * 3), 270)
+        tokenizer = learn.train(["the mill turns, the water falls"] * 3, kind="bpe", vocab=270)
         special = tokenizer.special
         (tmp_path / "recipe.yaml").write_text(
             f"run: {tmp_path}\nmodel: {{use: llama, layers: 1, embed: 272, heads: 2, kv_heads: 2, mlp: 8, "

@@ -18,7 +18,7 @@ from safetensors.numpy import load_file, save_file
 
 from millrace import config, module
 from millrace.checkpoint import Checkpoints
-from millrace.data import tokenise
+from millrace.data import learn, tokenise
 from millrace.errors import UserError
 from millrace.execution import Execution
 from millrace.export import huggingface
@@ -48,7 +48,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def tokenizer() -> tokenise.Tokenizer:
-    return tokenise.train(iter(["the mill turns, the water falls, the wheel and the stone"] * 3), 280)
+    return learn.train(["the mill turns, the water falls, the wheel, the stone"] * 3, kind="bpe", vocab=280)
 
 
 @pytest.fixture(scope="module")
@@ -196,7 +196,7 @@ def test_a_run_folder_that_was_moved_is_exported_with_its_tokenizer(runs, tokeni
     shutil.copytree(runs("eurobert").cfg.run, moved)
     recipe_file = moved / "recipe.yaml"
     for number, place in enumerate([tmp_path / "gone", tmp_path]):  # nothing there, or another tokenizer
-        tokenise.save(tokenise.train(iter(["other words"]), 262), tmp_path)
+        tokenise.save(learn.train(["other words"], kind="bpe", vocab=262), tmp_path)
         text = recipe_file.read_text().splitlines()
         recipe_file.write_text("\n".join([f"run: {place}", *text[1:]]))
         huggingface.export(open_run(load_run(moved)), str(tmp_path / f"out{number}"), "float32")

@@ -1,0 +1,163 @@
+import sys
+import sysconfig
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import tokenizers
+from tokenizers import AddedToken, pre_tokenizers
+
+from millrace.data import convert, encoders, learn, tokenise
+from millrace.data.documents import Ragged
+
+WORDS = ["river", "mill", "wheel", "grain", "sluice", "größe", "naïve", "水車", "🌊", "if", "x", "==", "1:"]
+SPECIAL = list(learn.OURS.values())
+
+
+@cache
+def code(count: int = 12) -> tuple[str, ...]:
+    """Real text: files of Python's library, and one of many scripts."""
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:count]
+    return (*(file.read_text(encoding="utf-8") for file in files), " ".join(WORDS * 20))
+
+
+@cache
+def trained(kind: Any = "bpe", vocab: int = 1000) -> tokenise.Tokenizer:
+    return learn.train(code() if kind == "bpe" else code()[-3:], kind=kind, vocab=vocab)
+
+
+@cache
+def hostile() -> list[str]:
+    return encoders.hostile(trained().inner)
+
+
+def texts_of(ragged: Ragged) -> list[list[int]]:
+    return [row.tolist() for row in np.split(ragged.values, ragged.offsets[1:-1])]
+
+
+@pytest.mark.parametrize("name", encoders.NAMES)
+def test_every_encoder_gives_the_ids_of_hugging_face_on_a_hostile_corpus(tmp_path: Path, name: str) -> None:
+    tokenise.save(trained(), tmp_path)
+    tokenizer = tokenise.load(tmp_path, encoder=name)
+    reference = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    reference.encode_special_tokens = True
+    texts = [*hostile(), *code()]
+    wanted = [reference.encode(text, add_special_tokens=False).ids for text in texts]
+    for given in (texts, pa.array(texts, pa.large_string())):
+        found = tokenizer.encode_batch(given)
+        assert found.values.dtype == np.uint32 and found.offsets.dtype == np.int64
+        assert texts_of(found) == wanted
+
+
+def cut_by(name: str) -> tokenizers.Tokenizer:
+    """A tokenizer whose ids tell where it cuts text."""
+    inner = tokenizers.Tokenizer.from_str(trained().inner.to_str())
+    if name != "gpt2":
+        split = pre_tokenizers.Split(tokenizers.Regex(getattr(convert, name)), "isolated")
+        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        inner.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
+    made = encoders.splitting(inner)
+    assert made is not None
+    return made
+
+
+@pytest.mark.parametrize("pattern", ["gpt2", "CL100K", "O200K"])
+@pytest.mark.parametrize("name", ["gigatoken", "fastokens"])
+def test_every_encoder_cuts_words_where_hugging_face_does(name: str, pattern: str) -> None:
+    assert encoders.difference(name, cut_by(pattern), encoders.cuts()) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pattern", ["gpt2", "CL100K", "O200K"])
+@pytest.mark.parametrize("name", ["gigatoken", "fastokens"])
+def test_every_encoder_cuts_at_every_character_as_hugging_face_does(name: str, pattern: str) -> None:
+    points = [chr(c) for c in range(0x110000) if not 0xD800 <= c < 0xE000]
+    inner = cut_by(pattern)
+    for i in range(0, len(points), 100_000):
+        texts = [f"a{c}a1{c}1!{c}! {c}A{c}'s" for c in points[i : i + 100_000]]
+        assert encoders.difference(name, inner, texts) is None
+
+
+def test_texts_with_characters_new_to_hugging_face_are_left_to_it() -> None:
+    inner = cut_by("gpt2")
+    texts = ["a\U00016ebb!", "plain", "", "größe 🌊", "!\U00016ebb1\u088f", "end"]
+    array = pa.array(texts, pa.large_string())
+    assert encoders.unsettled(array).tolist() == [True, False, False, False, True, False]
+    wanted = [inner.encode(text, add_special_tokens=False).ids for text in texts]
+    # The libraries do differ: without this, a tokenizer's ids would depend on which of them encodes.
+    assert texts_of(encoders.with_gigatoken(inner)(array)) != wanted
+    for given in (array, array[1:], array[:0], texts):
+        start = len(texts) - len(given) if len(given) else len(texts)
+        found = encoders.make("gigatoken", inner)(given)
+        assert len(found) == len(given) and (not len(given) or texts_of(found) == wanted[start:])
+
+
+@pytest.mark.parametrize("name", encoders.NAMES)
+def test_slices_and_empty_batches_of_arrow_text_are_read_right(name: str) -> None:
+    tokenizer = tokenise.Tokenizer(trained().inner, trained().special, encoder=name)
+    texts = ["one", "", "two é", "🌊 three", ""]
+    array = pa.array(texts, pa.large_string())
+    for part in (slice(None), slice(1, None), slice(2, 4), slice(4, 5), slice(3, 3)):
+        wanted = [tokenizer.encode(text) for text in texts[part]]
+        for given in (array[part], texts[part]):
+            found = tokenizer.encode_batch(given)
+            assert len(found) == len(wanted) and found.offsets[0] == 0
+            assert found.values.tolist() == [id for ids in wanted for id in ids]
+            assert found.lengths.tolist() == [len(ids) for ids in wanted]
+    assert tokenizer.encode_documents(array[:0]).offsets.tolist() == [0]
+    with pytest.raises(AssertionError):
+        tokenizer.encode_batch(pa.array(["a", None], pa.large_string()))
+
+
+def test_documents_get_their_beginning_and_end_and_nothing_else() -> None:
+    inner, texts = trained().inner, ["one two", "", "three"]
+    plain = [trained().encode(text) for text in texts]
+    for bos, eos in ((1, 2), (None, 2), (1, None)):
+        special = tokenise.Special(bos=bos, eos=eos, pad=None, mask=None)
+        found = tokenise.Tokenizer(inner, special, encoder="tokenizers").encode_documents(texts)
+        first, last = [bos] if bos is not None else [], [eos] if eos is not None else []
+        assert texts_of(found) == [[*first, *ids, *last] for ids in plain]
+
+
+def test_the_fastest_encoder_with_the_right_ids_is_chosen_and_the_reason_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenise.save(trained(), tmp_path)
+    assert tokenise.choose_encoder(tmp_path, list(code()[:2])).name == "gigatoken"
+    monkeypatch.setitem(sys.modules, "gigatoken", None)
+    choice = tokenise.choose_encoder(tmp_path, [])
+    assert choice.name == "fastokens" and "gigatoken does not do: import of gigatoken" in choice.why
+    monkeypatch.setitem(sys.modules, "fastokens", None)
+    assert tokenise.choose_encoder(tmp_path, []).name == "tokenizers"
+    monkeypatch.undo()
+    tokenise.save(trained("unigram"), tmp_path)
+    choice = tokenise.choose_encoder(tmp_path, [])
+    assert choice.name == "tokenizers" and "gigatoken does not do: " in choice.why and "Unigram" in choice.why
+
+
+def test_an_encoder_with_other_ids_is_found_out() -> None:
+    plain = trained().plain
+    other = learn.train(code()[:1], kind="bpe", vocab=400).plain
+    assert encoders.difference("gigatoken", plain, hostile()) is None
+    texts = ["", "the import statement"]
+    ours, theirs = (encoders.make("gigatoken", inner)(texts) for inner in (plain, other))
+    assert encoders.first_difference(ours, theirs, texts) == "gives other ids for 'the import statement'"
+    assert encoders.first_difference(ours, ours, texts) is None
+
+
+def test_added_tokens_that_are_not_special_are_tokens_in_every_encoder(tmp_path: Path) -> None:
+    inner = tokenizers.Tokenizer.from_str(trained().inner.to_str())
+    inner.add_special_tokens(["<|tool|>"])
+    inner.add_tokens([AddedToken("<think>", special=False, normalized=False), "héllo"])
+    inner.add_special_tokens(["<|last|>"])
+    tokenise.save(tokenise.Tokenizer(inner, trained().special), tmp_path)
+    think = inner.token_to_id("<think>")
+    texts = ["a<think>b", "<|tool|><think><|last|>", "héllo <|tool|> héllo"]
+    wanted = [tokenise.load(tmp_path).encode(text) for text in texts]
+    assert think in wanted[0] and wanted[1].count(think) == 1
+    assert not {inner.token_to_id("<|tool|>"), inner.token_to_id("<|last|>")} & {*wanted[1], *wanted[2]}
+    for name in encoders.NAMES:
+        assert texts_of(tokenise.load(tmp_path, encoder=name).encode_batch(texts)) == wanted

@@ -1,0 +1,118 @@
+import json
+import random
+import subprocess
+import sys
+import sysconfig
+from functools import cache
+from pathlib import Path
+
+import pytest
+import tokenizers
+from tokenizers import models, pre_tokenizers, trainers
+
+from millrace.data import learn
+from millrace.errors import UserError
+
+WORDS = ["river", "mill", "wheel", "grain", "sluice", "größe", "naïve", "水車", "🌊", "if", "x", "==", "1:"]
+SPECIAL = list(learn.OURS.values())
+
+
+@cache
+def code(count: int = 12) -> tuple[str, ...]:
+    """Real text: files of Python's library, and one of many scripts."""
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:count]
+    return (*(file.read_text(encoding="utf-8") for file in files), " ".join(WORDS * 20))
+
+
+TIES = {
+    "code": code()[:5],
+    "ties": ("abcd dcba abdc " * 3, "xyz zyx xyz"),
+    "random": tuple("".join(random.Random(i).choices("abc é水🌊 \n1'\u0301", k=200)) for i in range(50)),
+    "spaces": ("   \n\n\t  a   b\r\n" * 5, "", "   "),
+    "scripts": (" ".join("".join(map(chr, range(i, i + 20))) for i in range(33, 0xD700, 499)),) * 2,
+    "special": ("<|pad|> <|bos|> hi \xff\x00",),
+    "nothing": ("",),
+    "none": (),
+}
+
+
+@pytest.mark.parametrize("vocab", [260, 600, 2000])
+@pytest.mark.parametrize("name", TIES)
+def test_bpe_training_gives_the_merges_and_ids_of_hugging_face(name: str, vocab: int) -> None:
+    reference = tokenizers.Tokenizer(models.BPE())
+    reference.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+    )
+    reference.train_from_iterator(TIES[name], trainer)
+    ours = learn.train(iter(TIES[name]), kind="bpe", vocab=vocab).inner
+    wanted, found = (json.loads(inner.to_str())["model"] for inner in (reference, ours))
+    assert found["merges"] == wanted["merges"] and found["vocab"] == wanted["vocab"]
+
+
+PLENTIFUL = {
+    "code": code(),
+    "used up": ("abcd dcba abdc xyz zyx xyz\n" * 9_000, "", "the end"),
+    "ties": tuple(" ".join(random.Random(i).choices(WORDS + list("abcdefgh"), k=9_000)) for i in range(6)),
+    "equal": ("".join(f" {a}{b}{c}" for a in "abcdef" for b in "ghijkl" for c in "mnopqr") * 300,),
+}
+
+
+@pytest.mark.parametrize("name", PLENTIFUL)
+def test_gigatoken_trains_the_same_tokenizer_as_hugging_face(name: str) -> None:
+    texts, vocab = PLENTIFUL[name], sum(map(len, PLENTIFUL[name])) // learn.PLENTY
+    models_made = learn.byte_pairs_by_gigatoken(texts, vocab), learn.byte_pairs_by_tokenizers(texts, vocab)
+    ours, theirs = (json.loads(tokenizers.Tokenizer(model).to_str())["model"] for model in models_made)
+    assert len(theirs["merges"]) >= 20
+    assert ours["merges"] == theirs["merges"] and ours["vocab"] == theirs["vocab"]
+
+
+def test_without_gigatoken_tokenizers_trains_the_same_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    wanted = learn.train(code(), kind="bpe", vocab=500, report=said.append).inner.to_str()
+    assert said == []
+    monkeypatch.setitem(sys.modules, "gigatoken", None)
+    assert learn.train(code(), kind="bpe", vocab=500, report=said.append).inner.to_str() == wanted
+    assert len(said) == 1 and "gigatoken" in said[0]
+
+
+def test_texts_with_new_characters_are_trained_on_by_tokenizers_which_is_said() -> None:
+    texts, said = (*code(), " '\U00016ebb\"," * 50), list[str]()
+    ours = learn.train(texts, kind="bpe", vocab=500, report=said.append).inner
+    theirs = tokenizers.Tokenizer(learn.byte_pairs_by_tokenizers(texts, 500))
+    assert json.loads(ours.to_str())["model"] == json.loads(theirs.to_str())["model"]
+    assert len(said) == 1 and "1 of 14 texts have characters new" in said[0]
+
+
+def test_a_few_texts_with_new_characters_are_left_out_of_training_which_is_said() -> None:
+    texts = list(code())[:12] * 20
+    wanted = learn.train(texts, kind="bpe", vocab=500).inner.to_str()
+    said: list[str] = []
+    found = learn.train([*texts, "\U00016ebb new"], kind="bpe", vocab=500, report=said.append)
+    assert said == ["tokenizer: trained without 1 of 241 texts that have very new characters"]
+    assert found.inner.to_str() == wanted
+
+
+def test_training_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    print("before")
+    learn.train(code(), kind="bpe", vocab=300)
+    print("after")
+    assert capfd.readouterr() == ("before\nafter\n", "")
+
+
+def test_training_a_unigram_tokenizer_again_gives_the_same_file(tmp_path: Path) -> None:
+    program = (
+        "import sys; from pathlib import Path; from millrace.data import learn, tokenise\n"
+        "texts = [Path(sys.argv[1]).read_text(encoding='utf-8')]\n"
+        "print(learn.train(texts, kind='unigram', vocab=400).inner.to_str())"
+    )
+    (tmp_path / "text").write_text(code()[-2], encoding="utf-8")
+    command = [sys.executable, "-c", program, str(tmp_path / "text")]
+    first, second = (subprocess.run(command, capture_output=True, check=True).stdout for _ in range(2))
+    assert first == second and len(json.loads(first)["model"]["vocab"]) == 400
+
+
+def test_a_vocabulary_without_room_for_all_bytes_is_refused() -> None:
+    with pytest.raises(UserError, match=r"tokenizer\.vocab: at least 260 .* not 259"):
+        learn.train(code(), kind="bpe", vocab=259)
