@@ -1,0 +1,187 @@
+"""Packed data on disk: rows of one length in .npy shards, beside an index.json that says all there is to know
+about them. Any tool reads them; the index makes a folder of files a dataset."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import uuid
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from millrace.errors import UserError
+
+VERSION = 2
+LIMITS = {"uint16": 1 << 16, "uint32": 1 << 32}
+
+
+@dataclass(frozen=True)
+class Special:
+    """Ids of the special tokens a tokenizer has; None for those it lacks."""
+
+    bos: int | None
+    eos: int | None
+    pad: int | None
+    mask: int | None
+
+    @property
+    def filler(self) -> int:
+        """What fills rows. A tokenizer without a padding token pads with its end token, as is the custom."""
+        return next(token for token in (self.pad, self.eos, self.bos) if token is not None)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Packed rows, n of them. Bits are eight to a byte, the first in the lowest, and a row begins on a byte.
+
+    `starts` marks the first token of each document or piece of one in a row. Padding comes last in a row, is
+    marked like a document and is known by being nothing but filler. `loss` marks the tokens to be learnt;
+    None means all. `sources` says which source a row is from."""
+
+    tokens: np.ndarray  # [n s] uint16 or uint32
+    starts: np.ndarray  # [n ceil(s/8)] uint8
+    loss: np.ndarray | None  # [n ceil(s/8)] uint8
+    sources: np.ndarray  # [n] uint16
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """By the suffix of the file that holds each: SHARD.npy, SHARD.starts.npy..."""
+        named = {"": self.tokens, ".starts": self.starts, ".loss": self.loss, ".sources": self.sources}
+        return {suffix: array for suffix, array in named.items() if array is not None}
+
+    def take(self, rows: np.ndarray | slice) -> "Rows":
+        loss = None if self.loss is None else self.loss[rows]
+        return Rows(self.tokens[rows], self.starts[rows], loss, self.sources[rows])
+
+
+@dataclass(frozen=True)
+class Shard:
+    """`name` stands before the suffixes of Rows.arrays; `checksums` are CRC-32, in hex, by suffix."""
+
+    name: str
+    rows: int
+    checksums: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Split:
+    rows: int  # of one epoch
+    documents: int
+    tokens: int  # without padding, of one epoch; about, where a source's weight is not a whole number
+    bytes: int  # of text
+    epochs: tuple[tuple[Shard, ...], ...]  # the same rows in another order each
+
+
+@dataclass(frozen=True)
+class Index:
+    """What index.json holds."""
+
+    sequence_length: int
+    dtype: str
+    vocab: int
+    special: Special
+    tokenizer_sha256: str
+    unigram_entropy: float  # in nats, of the training tokens: the loss of a model that ignores context
+    sources: tuple[str, ...]  # names, by their number in Rows.sources
+    splits: dict[str, Split]  # train, and evaluation, which may have no rows
+    recipe: dict[str, Any]
+    version: int = VERSION
+
+    def write(self, folder: Path) -> None:
+        write_json(folder / "index.json", dataclasses.asdict(self))
+
+    @classmethod
+    def parse(cls, text: str | bytes, where: str) -> "Index":
+        try:
+            values = json.loads(text)
+            if values["version"] != VERSION:
+                raise UserError(
+                    f"{where} has version {values['version']}, this program reads {VERSION}; make the data "
+                    "again with `millrace data prepare RECIPE`"
+                )
+            splits = {
+                name: Split(
+                    **split
+                    | {"epochs": tuple(tuple(Shard(**shard) for shard in epoch) for epoch in split["epochs"])}
+                )
+                for name, split in values["splits"].items()
+            }
+            return cls(
+                **values
+                | {
+                    "special": Special(**values["special"]),
+                    "sources": tuple(values["sources"]),
+                    "splits": splits,
+                }
+            )
+        except UserError:
+            raise
+        except (ValueError, TypeError, KeyError, AttributeError):
+            raise UserError(f"{where} is not an index of packed data") from None
+
+
+def smallest_dtype(vocab: int) -> str:
+    return next(name for name, limit in LIMITS.items() if vocab <= limit)
+
+
+def pack_bits(flags: np.ndarray) -> np.ndarray:
+    return np.packbits(flags, axis=-1, bitorder="little")
+
+
+def unpack_bits(bits: np.ndarray, length: int) -> np.ndarray:
+    return np.unpackbits(bits, axis=-1, count=length, bitorder="little").view(bool)
+
+
+def checksum(content: Any) -> str:
+    """CRC-32 of a buffer: 2 GB/s, and in the standard library."""
+    return f"{zlib.crc32(content):08x}"
+
+
+def write_rows(folder: Path, name: str, rows: Rows) -> Shard:
+    """Writes a shard, each file whole or not at all, and on the disk when this returns."""
+    checksums = {}
+    for suffix, array in rows.arrays().items():
+        checksums[suffix] = checksum(np.ascontiguousarray(array).data)
+        with atomic(folder / f"{name}{suffix}.npy") as file:
+            np.save(file, array)
+    return Shard(name, len(rows), checksums)
+
+
+def read_rows(folder: Path, name: str, *, mmap: bool = True) -> Rows:
+    """A shard's arrays as they lie on a local disk."""
+
+    def load(suffix: str) -> np.ndarray:
+        return np.load(folder / f"{name}{suffix}.npy", mmap_mode="r" if mmap else None)
+
+    loss = load(".loss") if (folder / f"{name}.loss.npy").exists() else None
+    return Rows(load(""), load(".starts"), loss, load(".sources"))
+
+
+@contextlib.contextmanager
+def atomic(path: Path) -> Iterator[Any]:
+    """Opens a file for writing that takes its name only once all of it is on the disk."""
+    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.partial")
+    try:
+        with partial.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)  # a full disk is told with the file that did not fit
+        raise
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def write_json(path: Path, value: Any) -> None:
+    with atomic(path) as file:
+        file.write((json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode("utf-8"))
