@@ -51,7 +51,9 @@ def evaluate(
         "unigram_entropy": dataset.index.unigram_entropy,
         "perplexity": math.exp(min(loss, 700.0)),
     }
-    return result | {"bits_per_byte": loss / math.log(2) * answers_per_byte(dataset)} if causal else result
+    if causal and not dataset.has_loss:  # of a chat, too, only a part is told
+        result["bits_per_byte"] = loss / math.log(2) * answers_per_byte(dataset)
+    return result
 
 
 def answers_per_byte(dataset: Dataset) -> float:
@@ -64,9 +66,9 @@ def answers_per_byte(dataset: Dataset) -> float:
 def evaluate_run(run: Opened) -> dict[str, float]:
     """All held-out data of a run's recipe, through its newest weights."""
     cfg = run.cfg
-    dataset = Dataset.open(cfg.data.path, sequence_length=cfg.data.sequence_length)
-    if run.tokenizer_sha256 not in (None, dataset.tokenizer_sha256):
-        raise UserError(f"data.path: {cfg.data.path} was made with another tokenizer than {cfg.run}")
+    dataset = Dataset.open(
+        cfg.data.path, sequence_length=cfg.data.sequence_length, tokenizer_sha256=run.tokenizer_sha256
+    )
     task = make_task(cfg, vocabulary(dataset))
     axes = module.axes(file("models", cfg.model).Model, cfg.model)
     with jax.set_mesh(run.devices):
@@ -100,8 +102,7 @@ def place(dataset: Dataset, mesh: Mesh, step: int, *, split: str, sequences: int
     mine = sharding.addressable_devices_indices_map(shape).values()
     held = [index[0].indices(sequences) for index in mine if index is not None]
     first, last = min(start for start, _, _ in held), max(stop for _, stop, _ in held)
-    tokens = dataset.batch(step, split=split, sequences=sequences, seed=seed, rows=slice(first, last))
-    segments = dataset.segments(tokens)
+    packed = dataset.batch(step, split=split, sequences=sequences, seed=seed, rows=slice(first, last))
 
     def put(rows: Any) -> jax.Array:
         def part(index: Any) -> Any:
@@ -110,4 +111,5 @@ def place(dataset: Dataset, mesh: Mesh, step: int, *, split: str, sequences: int
 
         return jax.make_array_from_callback(shape, sharding, part)
 
-    return Batch(put(tokens), put(segments), put(dataset.positions(segments)))
+    loss = None if packed.loss is None else put(packed.loss)
+    return Batch(put(packed.tokens), put(packed.segments), put(packed.positions), loss)

@@ -3,7 +3,6 @@
 import contextlib
 import fcntl
 import os
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from jax.sharding import Mesh
 from millrace import mesh, module, recipe
 from millrace.checkpoint import Checkpoints
 from millrace.data import tokenise
+from millrace.data.mapped import open_folder
 from millrace.errors import UserError
 from millrace.objective import file
 
@@ -83,6 +83,7 @@ def lock(run: str) -> Iterator[None]:
 
 def keep_tokenizer(source: str | Path, run: str | Path) -> None:
     """Copies the tokenizer beside the weights: a run folder needs no data folder to be of use."""
+    folder = open_folder(source)
     for name in tokenise.FILES:
-        if (Path(source) / name).is_file():
-            shutil.copyfile(Path(source) / name, Path(run) / name)
+        with contextlib.suppress(FileNotFoundError):
+            (Path(run) / name).write_bytes(folder.read(name))

@@ -13,22 +13,26 @@ from millrace.module import Array, module
 
 @module
 class Batch:
-    """Packed rows as the stream gives them, [b s] each: segments count documents from 1, 0 is padding."""
+    """Packed rows as the stream gives them, [b s] each: segments count documents from 1, 0 is padding; `loss`
+    marks the tokens to be learnt, None means all."""
 
     tokens: Array
     segments: Array
     positions: Array
+    loss: Array | None = None
 
 
 @module
 class Examples:
-    """What the model reads and what it must answer, [b s] each; answers with weight 0 do not count."""
+    """What the model reads and what it must answer, [b s] each; answers with weight 0 do not count. A mean is
+    the weighted sum divided by that of `counts`; None stands for the weights themselves."""
 
     inputs: Array
     targets: Array
     weights: Array
     segments: Array | None
     positions: Array
+    counts: Array | None = None
 
 
 @dataclass(frozen=True)

@@ -127,7 +127,8 @@ def apply(update: Update, axes: Any, state: State, grads: Any, metrics: Metrics)
 def _sums(task: Task, axes: Any, params: Any, examples: Examples) -> tuple[Array, Metrics]:
     model = execution.cast(params, axes, task.how.dtype)
     totals = file("objectives", task.objective).loss(task, model, examples)
-    return totals.loss, {"loss": totals.loss, "nll": totals.nll, "count": examples.weights.sum()}
+    counts = examples.weights if examples.counts is None else examples.counts
+    return totals.loss, {"loss": totals.loss, "nll": totals.nll, "count": counts.sum()}
 
 
 def _is_axes(node: Any) -> bool:

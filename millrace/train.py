@@ -127,7 +127,9 @@ def run(cfg: recipe.Run) -> int:
                     checkpoints=checkpoints,
                     out=out,
                     meter=meter,
-                    train_step=compiled(cfg, step.train_step(task, update, axes), abstract, devices),
+                    train_step=compiled(
+                        cfg, step.train_step(task, update, axes), abstract, devices, has_loss=dataset.has_loss
+                    ),
                     eval_step=jax.jit(step.eval_step(task, axes)),
                     steps=steps,
                     stopper=stopper,
@@ -230,14 +232,16 @@ def make_state(
 
 
 def compiled(
-    cfg: recipe.Run, train_step: Callable[..., Any], abstract: State, devices: Mesh
+    cfg: recipe.Run, train_step: Callable[..., Any], abstract: State, devices: Mesh, *, has_loss: bool = False
 ) -> Callable[..., Any]:
-    """One program, the state donated: new weights take the place of the old."""
+    """One program, the state donated: new weights take the place of the old. `has_loss` says that batches
+    mark the tokens to be learnt."""
     shape = (cfg.batch.sequences, cfg.data.sequence_length)
     rows: Any = jax.ShapeDtypeStruct(shape, "int32", sharding=row_sharding(devices, shape))
+    loss: Any = jax.ShapeDtypeStruct(shape, "bool", sharding=rows.sharding) if has_loss else None
     homes = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     jitted = jax.jit(train_step, donate_argnums=0, out_shardings=(homes, None))
-    return compile_fast(jitted.lower(abstract, Batch(rows, rows, rows)))
+    return compile_fast(jitted.lower(abstract, Batch(rows, rows, rows, loss)))
 
 
 def restored(checkpoints: Checkpoints, abstract: State, fresh: Callable[[], State]) -> State:
@@ -258,8 +262,8 @@ def check_same(saved: dict[str, Any], cfg: recipe.Run, dataset: Dataset) -> None
     the recipe may change."""
     if saved["tokenizer_sha256"] not in (None, dataset.tokenizer_sha256):
         raise UserError(
-            f"{cfg.run} was trained with another tokenizer than that of {cfg.data.path}; use another `run`, "
-            "or the data it began with"
+            f"{cfg.run} was trained with tokenizer {saved['tokenizer_sha256']}, and {cfg.data.path} was made "
+            f"with {dataset.tokenizer_sha256}; use another `run`, or the data it began with"
         )
     before, now = flat(saved["recipe"]), flat(config.to_dict(cfg))
     fixed = [key for key in now if key.startswith("model.")]

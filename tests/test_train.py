@@ -299,9 +299,9 @@ def test_evaluation_of_a_run_is_the_mean_over_every_held_out_token(tiny):
     total = count = 0.0
     how = Execution(config.part_class("attention", "xla")(), "float32")
     for number in range(data.rows("evaluation")):
-        tokens = data.batch(number, split="evaluation", sequences=1, seed=0)
-        segments = data.segments(tokens)
-        seen = dict(segments=jnp.asarray(segments), positions=jnp.asarray(data.positions(segments)))
+        packed = data.batch(number, split="evaluation", sequences=1, seed=0)
+        tokens, segments = packed.tokens, packed.segments
+        seen = dict(segments=jnp.asarray(segments), positions=jnp.asarray(packed.positions))
         hidden = run.params(run.cfg.model, jnp.asarray(tokens), how=how, **seen)
         logits = np.asarray(hidden[0] @ run.params.unembed.T, np.float64)
         logs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
@@ -368,7 +368,7 @@ def test_an_average_can_begin_later_in_a_run(tiny):
 
 def test_data_with_nothing_held_out_trains_to_the_end(tiny, tmp_path, packed, capfd):
     index = json.loads((Path(packed) / "index.json").read_text())
-    index["splits"]["evaluation"] |= {"rows": 0, "documents": 0, "tokens": 0, "bytes": 0, "shards": []}
+    index["splits"]["evaluation"] |= {"rows": 0, "documents": 0, "tokens": 0, "bytes": 0, "epochs": []}
     shutil.copytree(packed, tmp_path / "data")
     (tmp_path / "data" / "index.json").write_text(json.dumps(index))
     cfg = tiny(f"data.path={tmp_path}/data", "schedule.steps=2", "schedule.warmup=0", "eval.every=1")

@@ -1,41 +1,71 @@
-"""Packed data to batches. The batch at step t is a pure function of (dataset, seed, t, global batch), so
-resuming is starting at another step, and any number of hosts, each reading its slots, see the same batch."""
+"""Packed data to batches, by reading alone. The batch at step t is a pure function of (dataset, seed, t,
+global batch), so resuming is starting at another step, and any number of hosts, each reading its slots, see
+the same batch."""
 
 import functools
-import math
+import hashlib
 import threading
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
-from millrace.data.pack import Index, Shard, choose_filler, crc32
-from millrace.data.tokenise import sha256
+from millrace.data.mapped import Column, Folder, check, open_folder, read_index, stored
+from millrace.data.shards import Index, Shard, unpack_bits
 from millrace.errors import UserError
 
 T = TypeVar("T")
 
 
-class Dataset:
-    """Rows of `sequence_length` tokens in memory-mapped shards. `pad` is the id that fills rows, also where
-    the tokenizer has no padding token of its own."""
+@dataclass(frozen=True)
+class Packed:
+    """Rows as a model takes them, [n s] each. Segments count the documents of a row from 1, be they whole or
+    a piece; 0 is padding. Positions count from 0 in each. `loss` marks the tokens to be learnt; None means
+    all."""
 
-    def __init__(self, index: Index, shards: dict[str, list[np.ndarray]]) -> None:
-        self.index = index
-        self.shards = shards
-        self.starts = {name: np.cumsum([0, *map(len, parts)]) for name, parts in shards.items()}
-        self.sequence_length: int = shards["train"][0].shape[1]
-        self.vocab = index.vocab
-        self.tokenizer_sha256 = index.tokenizer_sha256
+    tokens: np.ndarray  # int32
+    segments: np.ndarray  # int32
+    positions: np.ndarray  # int32
+    loss: np.ndarray | None  # bool
+
+
+class Dataset:
+    """Rows of `sequence_length` tokens. `pad` is the id that fills rows, also where the tokenizer has no
+    padding token of its own. `has_loss` tells whether batches say which tokens are to be learnt.
+
+    Training goes through the stored epochs one after the other, as they lie, and then begins again. Seed 0
+    starts at the first row, any other at a row that it draws from all of them."""
+
+    def __init__(self, index: Index, folder: Folder, sequence_length: int) -> None:
+        self.index, self.folder, self.sequence_length = index, folder, sequence_length
+        self.cuts = index.sequence_length // sequence_length
+        self.vocab, self.tokenizer_sha256 = index.vocab, index.tokenizer_sha256
         self.bos, self.eos, self.mask = index.special.bos, index.special.eos, index.special.mask
-        self.pad = choose_filler(index.special)
+        self.pad = index.special.filler
+        self.shards = {name: stored(index, name) for name in index.splits}
+        self.ends = {
+            name: list(accumulate(shard.rows * self.cuts for shard in shards))
+            for name, shards in self.shards.items()
+        }
+        self.has_loss = any(".loss" in shard.checksums for shards in self.shards.values() for shard in shards)
+        by_name = {shard.name: shard for shards in self.shards.values() for shard in shards}
+        # Some at a time: thousands of shards would use up the maps and descriptors that a process may have.
+        self._column = functools.lru_cache(maxsize=128)(
+            lambda name, suffix: Column(folder, index, by_name[name], suffix)
+        )
 
     @classmethod
-    def open(cls, path: str | Path, *, sequence_length: int | None = None) -> "Dataset":
-        """Opens packed data. A `sequence_length` k times shorter than the packed one cuts each row in k."""
-        folder = Path(path)
+    def open(
+        cls, path: str | Path, *, sequence_length: int | None = None, tokenizer_sha256: str | None = None
+    ) -> "Dataset":
+        """Opens packed data in a folder or at a URL. A `sequence_length` k times shorter than the packed one
+        cuts each row in k. Given a `tokenizer_sha256`, data made with another tokenizer is refused."""
+        folder = open_folder(path)
         index = read_index(folder)
         length = sequence_length or index.sequence_length
         if length < 1 or index.sequence_length % length:
@@ -43,77 +73,119 @@ class Dataset:
                 f"data.sequence_length: {length} does not divide {index.sequence_length}, the length of the "
                 f"rows in {path}; choose a divisor of it, or pack again with pack.sequence_length={length}"
             )
-        shards = {
-            name: [open_shard(folder, shard, index).reshape(-1, length) for shard in split.shards]
-            for name, split in index.splits.items()
-        }
-        return cls(index, shards)
+        if tokenizer_sha256 not in (None, index.tokenizer_sha256):
+            raise UserError(
+                f"data.path: {path} was made with tokenizer {index.tokenizer_sha256}, and {tokenizer_sha256} "
+                "is expected here; use the data that belongs to it, or prepare this data with that tokenizer"
+            )
+        check(index, folder)
+        keep_memory()
+        return cls(index, folder, length)
 
     def rows(self, split: str) -> int:
-        return int(self.starts[split][-1])
+        """Of one epoch."""
+        return self.index.splits[split].rows * self.cuts
 
-    def batch(
-        self, step: int, *, split: str, sequences: int, seed: int, rows: slice = slice(None)
+    def batch(self, step: int, *, split: str, sequences: int, seed: int, rows: slice = slice(None)) -> Packed:
+        """The batch at `step`, of which `rows` picks the slots wanted here.
+
+        Evaluation goes once through its rows; past their end come rows of padding, so that the last batch has
+        the shape of the others."""
+        first, count = self._numbers(step, split, sequences, seed, rows)
+        parts = [self._packed(*run) for run in self._runs(split, first, count)]
+        missing = count - sum(len(part.tokens) for part in parts)
+        if missing:
+            parts.append(self._padding(missing))
+        self._look_ahead(split, first, count, sequences)
+        return parts[0] if len(parts) == 1 else join(parts)
+
+    def tokens(
+        self,
+        step: int,
+        *,
+        split: str,
+        sequences: int,
+        seed: int,
+        rows: slice = slice(None),
+        out: np.ndarray | None = None,
     ) -> np.ndarray:
-        """The tokens (int32) of the batch at `step`, of which `rows` picks the slots wanted here.
-
-        Training passes over the split in a new order each epoch. Evaluation goes once through it in plain
-        order; past its end come rows of padding, so that the last batch has the shape of the others."""
-        total = self.rows(split)
-        if not total:
-            raise UserError(f"data.path: the {split} split of this data is empty")
-        numbers = step * sequences + np.arange(sequences)[rows]
-        if split != "train":
-            out = np.full((len(numbers), self.sequence_length), self.pad, np.int32)
-            out[numbers < total] = self.take(split, numbers[numbers < total])
-            return out
-        chosen = np.empty_like(numbers)
-        for epoch in np.unique(numbers // total).tolist():
-            here = numbers // total == epoch
-            chosen[here] = order(seed, epoch, total)[numbers[here] % total]
-        return self.take(split, chosen)
-
-    def take(self, split: str, rows: np.ndarray) -> np.ndarray:
-        out = np.empty((len(rows), self.sequence_length), np.int32)
-        starts = self.starts[split]
-        where = np.searchsorted(starts, rows, side="right") - 1
-        for number in np.unique(where).tolist():
-            here = where == number
-            # One indexing for all rows of a shard: a loop over rows of 2,048 is seven times slower.
-            out[here] = self.shards[split][number][rows[here] - starts[number]]
+        """The tokens of the batch alone, int32 [n s]; written to `out` if that is given."""
+        first, count = self._numbers(step, split, sequences, seed, rows)
+        out = np.empty((count, self.sequence_length), np.int32) if out is None else out
+        done = 0
+        for shard, begin, end in self._runs(split, first, count):
+            whole, cut = self._whole(begin, end)
+            stored = self._column(shard.name, "").rows(whole)
+            if self.cuts > 1:
+                stored = stored.reshape(-1, self.sequence_length)[cut]
+            np.copyto(out[done : done + end - begin], stored, casting="same_kind")
+            done += end - begin
+        if done < count:
+            out[done:] = self.pad
+        self._look_ahead(split, first, count, sequences)
         return out
 
-    def segments(self, tokens: np.ndarray) -> np.ndarray:
-        """Which document each token belongs to: 1 for the first in a row, be it whole or the rest of one,
-        then 2, 3...; 0 on padding."""
-        begins = np.zeros(tokens.shape, bool)
-        padding = tokens == self.pad
-        if self.bos is not None:
-            begins[..., 1:] = tokens[..., 1:] == self.bos
-        else:
-            begins[..., 1:] = tokens[..., :-1] == self.eos
-        if self.pad in (self.bos, self.eos):
-            # The first of a run is a real token, those that follow are padding.
-            padding[..., 1:] &= padding[..., :-1]
-            padding[..., 0] = False
-        return np.where(padding, 0, 1 + np.cumsum(begins, axis=-1)).astype(np.int32)
+    def _numbers(self, step: int, split: str, sequences: int, seed: int, rows: slice) -> tuple[int, int]:
+        """The first of the rows wanted, counted from where the split begins, and how many they are."""
+        if not self.ends[split]:
+            raise UserError(f"data.path: the {split} split of this data is empty")
+        slots = range(sequences)[rows]
+        assert slots.step == 1
+        packed = self.ends[split][-1] // self.cuts
+        start = offset(seed, packed) * self.cuts if split == "train" else 0
+        return start + step * sequences + slots.start, len(slots)
 
-    @staticmethod
-    def positions(segments: np.ndarray) -> np.ndarray:
-        """The place of each token in its segment, from 0."""
-        places = np.arange(segments.shape[-1], dtype=np.int32)
-        begins = np.zeros(segments.shape, bool)
-        begins[..., 1:] = segments[..., 1:] != segments[..., :-1]
-        return places - np.maximum.accumulate(np.where(begins, places, 0), axis=-1)
+    def _runs(self, split: str, first: int, count: int) -> Iterator[tuple[Shard, int, int]]:
+        """Where those rows lie: in which shards, from row to row. Evaluation has none past its end."""
+        ends, stop = self.ends[split], first + count
+        while first < stop:
+            row = first % ends[-1] if split == "train" else first
+            if row >= ends[-1]:
+                return
+            number = bisect_right(ends, row)
+            shard = self.shards[split][number]
+            begin = row - (ends[number] - shard.rows * self.cuts)
+            end = min(begin + stop - first, shard.rows * self.cuts)
+            yield shard, begin, end
+            first += end - begin
 
+    def _whole(self, begin: int, end: int) -> tuple[slice, slice]:
+        """The packed rows that such rows are cut from, and their place among all that are cut from these."""
+        first, last = begin // self.cuts, -(-end // self.cuts)
+        return slice(first, last), slice(begin - first * self.cuts, end - first * self.cuts)
 
-@functools.lru_cache(maxsize=2)  # a batch can touch two epochs, hardly ever more
-def order(seed: int, epoch: int, rows: int) -> np.ndarray:
-    """The order of the rows in one epoch."""
-    random = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, epoch])))
-    permutation = random.permutation(rows)
-    permutation.setflags(write=False)  # shared by all callers
-    return permutation
+    def _packed(self, shard: Shard, begin: int, end: int) -> Packed:
+        whole, cut = self._whole(begin, end)
+        tokens, length = self._column(shard.name, "").rows(whole), self.sequence_length
+        segments, positions = mark(tokens, self._column(shard.name, ".starts").rows(whole), length, self.pad)
+        loss = None
+        if ".loss" in shard.checksums:
+            loss = unpack_bits(self._column(shard.name, ".loss").rows(whole), tokens.shape[1]).reshape(
+                -1, length
+            )[cut]
+        elif self.has_loss:
+            loss = np.ones((end - begin, length), bool)
+        return Packed(tokens.reshape(-1, length)[cut].astype(np.int32), segments[cut], positions[cut], loss)
+
+    def _padding(self, count: int) -> Packed:
+        shape = (count, self.sequence_length)
+        positions = np.tile(np.arange(self.sequence_length, dtype=np.int32), (count, 1))
+        loss = np.zeros(shape, bool) if self.has_loss else None
+        return Packed(np.full(shape, self.pad, np.int32), np.zeros(shape, np.int32), positions, loss)
+
+    def _look_ahead(self, split: str, first: int, count: int, sequences: int) -> None:
+        """Asks for what the coming batches need: so many bytes of rows, or this host's share of two batches
+        if one is larger than that."""
+        if not self.folder.ahead:
+            return
+        size = self.folder.ahead // (self.sequence_length * np.dtype(self.index.dtype).itemsize)
+        coming = [(first + sequences, size)]
+        if sequences > size:
+            coming = [(first + sequences, count), (first + 2 * sequences, count)]
+        for start, many in coming:
+            for shard, begin, end in self._runs(split, start, min(many, self.ends[split][-1])):
+                for suffix in {"", ".starts", ".loss"} & shard.checksums.keys():
+                    self._column(shard.name, suffix).want(self._whole(begin, end)[0])
 
 
 def read_ahead(make: Callable[[int], T], start: int, stop: int) -> Iterator[T]:
@@ -147,39 +219,64 @@ def read_ahead(make: Callable[[int], T], start: int, stop: int) -> Iterator[T]:
         thread.join()
 
 
-def verify(path: str | Path) -> None:
-    """Reads all of the data and compares it with the checksums in the index. Raises UserError."""
-    folder = Path(path)
-    index = read_index(folder)
-    for split in index.splits.values():
-        for shard in split.shards:
-            file = folder / shard.file
-            if not file.is_file():
-                raise UserError(f"{file} is missing")
-            if crc32(file) != shard.crc32:
-                raise UserError(f"{file} is damaged: its checksum is not the one in {folder / 'index.json'}")
-    if sha256(folder) != index.tokenizer_sha256:
-        raise UserError(f"{folder / 'tokenizer.json'} is not the tokenizer that this data was made with")
+def mark(tokens: np.ndarray, starts: np.ndarray, length: int, filler: int) -> tuple[np.ndarray, np.ndarray]:
+    """Segments and positions of whole packed rows, cut to `length`. All is worked out for the pieces of
+    documents, which are few, and spread over their tokens at the end: 15 times faster than running sums."""
+    rows, packed = tokens.shape
+    flags = unpack_bits(starts, packed)
+    flags[:, 0] = True
+    pieces = np.flatnonzero(flags)
+    padding = padding_begins(tokens, pieces, filler)
+    if length < packed:
+        flags.reshape(-1, length)[:, 0] = True
+        pieces = np.flatnonzero(flags)
+    sizes = np.diff(pieces, append=rows * packed)
+    firsts = np.flatnonzero(pieces % length == 0)
+    numbers = 1 + np.arange(len(pieces)) - np.repeat(firsts, np.diff(firsts, append=len(pieces)))
+    numbers[pieces >= padding[pieces // packed]] = 0
+    segments = np.repeat(numbers.astype(np.int32), sizes)
+    begins = np.repeat(pieces.astype(np.int32), sizes)
+    positions = np.subtract(places(rows * packed), begins, out=begins)
+    return segments.reshape(-1, length), positions.reshape(-1, length)
 
 
-def read_index(folder: Path) -> Index:
-    if not (folder / "index.json").is_file():
-        raise UserError(f"data.path: no packed data in {folder}; make it with `millrace data prepare RECIPE`")
-    return Index.read(folder)
+@functools.lru_cache(maxsize=4)
+def places(count: int) -> np.ndarray:
+    numbers = np.arange(count, dtype=np.int32)
+    numbers.setflags(write=False)  # shared by all callers
+    return numbers
 
 
-def open_shard(folder: Path, shard: Shard, index: Index) -> np.ndarray:
-    file, shape = folder / shard.file, (shard.rows, index.sequence_length)
-    if not file.is_file():
-        raise UserError(f"{file} is missing; make the data again with `millrace data prepare RECIPE`")
-    try:
-        rows = np.load(file, mmap_mode="r")
-    except (ValueError, EOFError, OSError) as error:
-        raise UserError(f"{file} is damaged: {error}") from None
-    size, whole = file.stat().st_size, rows.offset + math.prod(shape) * np.dtype(index.dtype).itemsize
-    if rows.shape != shape or rows.dtype != index.dtype or size != whole:
-        raise UserError(
-            f"{file} holds {rows.dtype} of shape {rows.shape} in {size} bytes, "
-            f"and the index says {index.dtype} of shape {shape} in {whole}"
-        )
-    return rows
+def padding_begins(tokens: np.ndarray, pieces: np.ndarray, filler: int) -> np.ndarray:
+    """The place, counted over all rows, at which each row's padding begins: its last piece, if that is
+    nothing but filler; else its end."""
+    ends = np.arange(1, len(tokens) + 1) * tokens.shape[1]
+    begins = ends.copy()
+    ended = np.flatnonzero(tokens[:, -1] == filler)
+    if len(ended):
+        last = pieces[np.searchsorted(pieces, ends[ended]) - 1]
+        between = np.stack([last, ends[ended] - 1], axis=1).ravel()  # the token at the end is known already
+        other = np.logical_or.reduceat((tokens != filler).ravel(), between)[::2]
+        begins[ended[~other]] = last[~other]
+    return begins
+
+
+def join(parts: list[Packed]) -> Packed:
+    def one(name: str) -> Any:
+        found = [getattr(part, name) for part in parts]
+        return None if found[0] is None else np.concatenate(found)
+
+    return Packed(one("tokens"), one("segments"), one("positions"), one("loss"))
+
+
+def keep_memory() -> None:
+    """Has the C library keep freed memory for the next batch. By default it hands blocks of over 128 KiB back
+    to the system, which zeroes fresh ones page by page: batches of 32 x 2,048 took 370 us of CPU time, and
+    take 120. Its limit is the largest block ever freed, even if nobody wrote to it."""
+    np.empty(31 << 20, np.uint8)  # glibc follows up to 32 MiB
+
+
+@functools.lru_cache(maxsize=8)
+def offset(seed: int, rows: int) -> int:
+    """The row at which a seed starts. By a hash, which no version of a library changes."""
+    return int.from_bytes(hashlib.sha256(str(seed).encode()).digest()[:8]) % rows if seed else 0

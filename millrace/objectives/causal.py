@@ -20,4 +20,6 @@ def prepare(task: Task, batch: Batch, key: Array) -> Examples:
     targets = jnp.roll(batch.tokens, -1, axis=1)
     following = jnp.roll(batch.segments, -1, axis=1).at[:, -1].set(0)  # the row's last token has no next
     counts = (following == batch.segments) & (batch.segments > 0) if task.isolate else following > 0
+    if batch.loss is not None:
+        counts &= jnp.roll(batch.loss, -1, axis=1)
     return Examples(batch.tokens, targets, counts.astype(jnp.float32), segments, positions)

@@ -1,10 +1,13 @@
-"""Masked language modelling (arXiv 1810.04805): some tokens are hidden, and told from those on both sides."""
+"""Masked language modelling (arXiv 1810.04805): some tokens are hidden, and told from those on both sides.
+With `masked: 0, random: 1` it is replaced-token corruption: each chosen token is shown as another one, and
+the model tells what stood there. Finding where tokens were replaced (ELECTRA) is not here."""
 
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 
+from millrace.corruption import choosable, choose, choose_spans, replace
 from millrace.errors import UserError
 from millrace.module import Array
 from millrace.objective import Batch, Examples, Task, seen, token_loss
@@ -17,6 +20,7 @@ class Config:
     rate: float = 0.5  # share of the tokens to be told
     masked: float = 1.0  # of those: shown as the mask token
     random: float = 0.0  # shown as some other token; the rest is shown as it is
+    span: int = 1  # tokens chosen side by side at most; n of them with a probability proportional to 1/n
 
     def __post_init__(self):
         for name in ("rate", "masked", "random"):
@@ -26,21 +30,22 @@ class Config:
             raise ValueError("rate: expected more than 0, or nothing is learnt")
         if self.masked + self.random > 1:
             raise ValueError("random: expected masked + random to be at most 1")
+        if not 1 <= self.span <= 32:
+            raise ValueError("span: expected a number of tokens from 1 to 32")
 
 
 def prepare(task: Task, batch: Batch, key: Array) -> Examples:
     cfg, vocabulary = task.objective, task.vocabulary
-    if vocabulary.mask is None:
+    if cfg.masked and vocabulary.mask is None:
         raise UserError("objective.use: masked needs a tokenizer with a mask token, and this data's has none")
-    choose, change, draw = (jax.random.uniform(k, batch.tokens.shape) for k in jax.random.split(key, 3))
-    plain = batch.segments > 0
-    for special in (vocabulary.bos, vocabulary.eos, vocabulary.pad):
-        if special is not None:
-            plain &= batch.tokens != special
-    chosen = plain & (choose < cfg.rate)
-    others = (draw * vocabulary.size).astype(batch.tokens.dtype)
-    inputs = jnp.where(chosen & (change < cfg.masked), vocabulary.mask, batch.tokens)
-    swapped = chosen & (change >= cfg.masked) & (change < cfg.masked + cfg.random)
-    inputs = jnp.where(swapped, others, inputs)
+    choice_key, shown_key = jax.random.split(key)
+    may = choosable(vocabulary, batch)
+    if cfg.span == 1:
+        chosen = choose(choice_key, may, rate=cfg.rate)
+    else:
+        chosen = choose_spans(choice_key, may, segments=batch.segments, rate=cfg.rate, longest=cfg.span)
+    inputs = replace(
+        shown_key, batch.tokens, chosen=chosen, vocabulary=vocabulary, masked=cfg.masked, random=cfg.random
+    )
     segments, positions = seen(task, batch)
     return Examples(inputs, batch.tokens, chosen.astype(jnp.float32), segments, positions)

@@ -1,0 +1,440 @@
+"""The stream on a local disk: what a batch holds, whoever reads it, and what is refused."""
+
+import dataclasses
+import json
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from millrace import mesh
+from millrace.config import part_class
+from millrace.data.shards import Index, Rows, Special, Split, pack_bits, write_rows
+from millrace.data.stream import Dataset, read_ahead
+from millrace.evaluate import place
+from millrace.objective import Batch, Task, Vocabulary
+from millrace.objectives import causal, masked
+
+PAD = Special(bos=1, eos=2, pad=0, mask=3)
+NO_PAD = Special(bos=None, eos=2, pad=None, mask=None)
+
+
+def random_rows(
+    count: int, length: int, *, seed: int, special: Special = PAD, dtype: str = "uint16", loss: bool = False
+) -> tuple[Rows, list[list[list[int]]]]:
+    """Rows of short documents, some of them padded, and the same as lists: row, piece, tokens; the padding is
+    not among the pieces."""
+    random = np.random.default_rng(seed)
+    tokens = np.full((count, length), special.filler, dtype)
+    flags = np.zeros((count, length), bool)
+    pieces: list[list[list[int]]] = []
+    for row in range(count):
+        filled = length if random.random() < 0.6 else int(random.integers(1, length + 1))
+        place, here = 0, []
+        while place < filled:
+            size = int(min(random.integers(2, 20), filled - place))
+            # Ends of documents, the filler where there is no padding token, also come on their own.
+            ids = [*random.integers(4, 60_000, size - 1).tolist(), 2]
+            tokens[row, place : place + size] = ids
+            flags[row, place] = True
+            here.append(ids)
+            place += size
+        if filled < length:
+            flags[row, filled] = True
+        elif len(here[-1]) == 1 and special.filler == 2:  # by the rule, that is padding
+            here.pop()
+        pieces.append(here)
+    bits = pack_bits(random.random((count, length)) < 0.5) if loss else None
+    return Rows(tokens, pack_bits(flags), bits, np.zeros(count, np.uint16)), pieces
+
+
+def write(
+    folder: Path,
+    *,
+    epochs: int = 2,
+    sizes: tuple[int, ...] = (7, 5, 11),
+    evaluation: int = 5,
+    length: int = 32,
+    special: Special = PAD,
+    dtype: str = "uint16",
+    loss: bool = False,
+) -> dict[str, Rows]:
+    """A dataset of random rows. Returns all rows of each split, in the order in which they are stored."""
+    folder.mkdir(exist_ok=True, parents=True)
+    kept: dict[str, list[Rows]] = {"train": [], "evaluation": []}
+    splits = {}
+    for split, epoch_sizes in (
+        ("train", [sizes] * epochs),
+        ("evaluation", [(evaluation,)] if evaluation else []),
+    ):
+        shards = []
+        for epoch, counts in enumerate(epoch_sizes):
+            for number, count in enumerate(counts):
+                seed = 1000 * epoch + number + (split == "train") * 77
+                rows, _ = random_rows(count, length, seed=seed, special=special, dtype=dtype, loss=loss)
+                kept[split].append(rows)
+                shards.append(write_rows(folder, f"{split}-{epoch}-{number:05}", rows))
+        many = len(epoch_sizes[0]) if epoch_sizes else 1
+        grouped = tuple(tuple(shards[i : i + many]) for i in range(0, len(shards), many))
+        splits[split] = Split(sum(epoch_sizes[0]) if epoch_sizes else 0, 9, 9, 9, grouped)
+    Index(length, dtype, 60_000, special, "f00d", 5.0, ("a",), splits, {}).write(folder)
+    return {name: joined(parts) for name, parts in kept.items() if parts}
+
+
+def joined(parts: list[Rows]) -> Rows:
+    columns = [part.arrays() for part in parts]
+    one = {suffix: np.concatenate([column[suffix] for column in columns]) for suffix in columns[0]}
+    return Rows(one[""], one[".starts"], one.get(".loss"), one[".sources"])
+
+
+def batch_arrays(data: Dataset, step: int, **how) -> list[np.ndarray]:
+    packed = data.batch(step, **({"split": "train", "sequences": 6, "seed": 0} | how))
+    return [array for array in dataclasses.astuple(packed) if array is not None]
+
+
+def assert_same(left: list[np.ndarray], right: list[np.ndarray]) -> None:
+    assert len(left) == len(right)
+    for one, other in zip(left, right, strict=True):
+        assert one.dtype == other.dtype
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "uint32"])
+def test_epochs_follow_one_another_as_they_lie_and_then_begin_again(tmp_path: Path, dtype: str) -> None:
+    stored = write(tmp_path, dtype=dtype)["train"].tokens.astype(np.int32)
+    data = Dataset.open(tmp_path)
+    assert data.rows("train") == 23 and len(stored) == 46
+    for sequences in (1, 5, 23, 60):
+        steps = -(-100 // sequences)
+        read = np.concatenate(
+            [data.tokens(t, split="train", sequences=sequences, seed=0) for t in range(steps)]
+        )
+        np.testing.assert_array_equal(read, stored[np.arange(len(read)) % 46])
+
+
+@pytest.mark.parametrize("hosts", [1, 2, 4])
+@pytest.mark.parametrize("cut", [32, 8])
+def test_the_batch_does_not_depend_on_how_many_hosts_read_it(tmp_path: Path, hosts: int, cut: int) -> None:
+    write(tmp_path, loss=True)
+    whole = Dataset.open(tmp_path, sequence_length=cut)
+    others = [Dataset.open(tmp_path, sequence_length=cut) for _ in range(hosts)]
+    for split, seed in (("train", 0), ("train", 3), ("evaluation", 0)):
+        for step in range(12):
+            how = dict(split=split, sequences=8, seed=seed)
+            shares = [slice(8 // hosts * n, 8 // hosts * (n + 1)) for n in range(hosts)]
+            parts = [
+                batch_arrays(one, step, rows=rows, **how) for one, rows in zip(others, shares, strict=True)
+            ]
+            assert_same(
+                [np.concatenate(column) for column in zip(*parts, strict=True)],
+                batch_arrays(whole, step, **how),
+            )
+
+
+def test_a_run_resumed_at_any_step_sees_what_an_unbroken_one_sees(tmp_path: Path) -> None:
+    write(tmp_path)
+
+    def stream(start: int) -> Iterator[list[np.ndarray]]:
+        data = Dataset.open(tmp_path)
+        return read_ahead(lambda t: batch_arrays(data, t, seed=5), start, 30)
+
+    unbroken = list(stream(0))
+    for start in (1, 7, 8, 29):
+        for one, other in zip(stream(start), unbroken[start:], strict=True):
+            assert_same(one, other)
+
+
+def test_each_seed_starts_at_its_own_row_and_goes_on_in_the_same_order(tmp_path: Path) -> None:
+    stored = write(tmp_path)["train"].tokens.astype(np.int32)
+    data = Dataset.open(tmp_path)
+    firsts = []
+    for seed in range(400):
+        rows = data.tokens(0, split="train", sequences=46, seed=seed)
+        first = next(i for i in range(46) if np.array_equal(rows[0], stored[i]))
+        np.testing.assert_array_equal(rows, np.roll(stored, -first, axis=0))
+        firsts.append(first)
+    assert firsts[0] == 0
+    counts = np.bincount(firsts[1:], minlength=46)
+    expected = 399 / 46
+    assert ((counts - expected) ** 2 / expected).sum() < 80  # chi-square of 45 degrees: 99.9 % lie below
+
+
+def test_a_seed_starts_at_the_same_text_however_rows_are_cut(tmp_path: Path) -> None:
+    write(tmp_path)
+    whole = Dataset.open(tmp_path).tokens(2, split="train", sequences=4, seed=9)
+    cut = Dataset.open(tmp_path, sequence_length=8).tokens(2, split="train", sequences=16, seed=9)
+    np.testing.assert_array_equal(cut, whole.reshape(-1, 8))
+
+
+def test_evaluation_runs_once_in_plain_order_and_ends_in_padding(tmp_path: Path) -> None:
+    stored = write(tmp_path, loss=True)["evaluation"].tokens
+    data = Dataset.open(tmp_path)
+    assert data.rows("evaluation") == 5
+    first, second, third = (data.batch(t, split="evaluation", sequences=4, seed=7) for t in range(3))
+    np.testing.assert_array_equal(np.concatenate([first.tokens, second.tokens[:1]]), stored)
+    for packed in (second, third):
+        rest = slice(1, None) if packed is second else slice(None)
+        assert packed.tokens.shape == (4, 32)
+        assert (packed.tokens[rest] == data.pad).all() and not packed.segments[rest].any()
+        assert packed.loss is not None and not packed.loss[rest].any()
+        assert (packed.positions[rest] == np.arange(32)).all()
+
+
+@pytest.mark.parametrize("special", [PAD, NO_PAD], ids=["pad", "eos-pads"])
+@pytest.mark.parametrize("length", [64, 60])
+def test_segments_and_positions_follow_the_documents(tmp_path: Path, special: Special, length: int) -> None:
+    """Against the documents that the rows were made of, whole rows and cut ones."""
+    rows, pieces = random_rows(200, length, seed=4, special=special)
+    shard = write_rows(tmp_path, "train-0-00000", rows)
+    splits = {"train": Split(200, 1, 1, 1, ((shard,),)), "evaluation": Split(0, 0, 0, 0, ())}
+    Index(length, "uint16", 60_000, special, "f00d", 5.0, ("a",), splits, {}).write(tmp_path)
+    for cut in (length, length // 2, length // 4, 4, 1):
+        packed = Dataset.open(tmp_path, sequence_length=cut).batch(
+            0, split="train", sequences=200 * length // cut, seed=0
+        )
+        segments, positions = slow_marks(pieces, length, cut)
+        np.testing.assert_array_equal(packed.segments, segments)
+        np.testing.assert_array_equal(packed.positions[segments > 0], positions[segments > 0])
+        assert packed.segments.dtype == packed.positions.dtype == packed.tokens.dtype == np.int32
+        assert packed.loss is None
+
+
+def slow_marks(pieces: list[list[list[int]]], length: int, cut: int) -> tuple[np.ndarray, np.ndarray]:
+    segments, positions = [], []
+    for row in pieces:
+        owners = [number for number, piece in enumerate(row) for _ in piece]
+        owners += [-1] * (length - len(owners))
+        for start in range(0, length, cut):
+            here = owners[start : start + cut]
+            order = list(dict.fromkeys(here))
+            segments.append([0 if owner < 0 else order.index(owner) + 1 for owner in here])
+            positions.append([place - here.index(owner) for place, owner in enumerate(here)])
+    return np.array(segments), np.array(positions)
+
+
+def test_a_row_of_nothing_but_padding_and_a_document_that_ends_in_filler(tmp_path: Path) -> None:
+    tokens = np.array([[2, 2, 2, 2], [9, 2, 2, 2], [9, 9, 2, 2], [9, 2, 9, 2]], np.uint16)
+    flags = np.array([[1, 0, 0, 0], [1, 0, 1, 0], [1, 0, 0, 0], [1, 0, 1, 0]], bool)
+    shard = write_rows(
+        tmp_path, "train-0-00000", Rows(tokens, pack_bits(flags), None, np.zeros(4, np.uint16))
+    )
+    splits = {"train": Split(4, 1, 1, 1, ((shard,),)), "evaluation": Split(0, 0, 0, 0, ())}
+    Index(4, "uint16", 10, NO_PAD, "f00d", 5.0, ("a",), splits, {}).write(tmp_path)
+    packed = Dataset.open(tmp_path).batch(0, split="train", sequences=4, seed=0)
+    assert packed.segments.tolist() == [[0, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 1], [1, 1, 2, 2]]
+    assert packed.positions[1:].tolist() == [[0, 1, 0, 1], [0, 1, 2, 3], [0, 1, 0, 1]]
+
+
+@pytest.mark.parametrize("cut", [60, 12])
+def test_loss_bits_come_with_their_tokens(tmp_path: Path, cut: int) -> None:
+    stored = write(tmp_path, length=60, loss=True)["train"]
+    assert stored.loss is not None
+    bits = np.unpackbits(stored.loss, axis=1, count=60, bitorder="little").astype(bool).reshape(-1, cut)
+    data = Dataset.open(tmp_path, sequence_length=cut)
+    assert data.has_loss
+    packed = data.batch(3, split="train", sequences=9, seed=0)
+    np.testing.assert_array_equal(packed.loss, bits[27:36])
+
+
+def test_rows_without_loss_bits_among_others_that_have_them_are_learnt_whole(tmp_path: Path) -> None:
+    rows, _ = random_rows(3, 32, seed=1)
+    shards = (
+        write_rows(tmp_path, "train-0-00000", rows),
+        write_rows(tmp_path, "train-0-00001", random_rows(3, 32, seed=2, loss=True)[0]),
+    )
+    splits = {"train": Split(6, 1, 1, 1, (shards,)), "evaluation": Split(0, 0, 0, 0, ())}
+    Index(32, "uint16", 60_000, PAD, "f00d", 5.0, ("a",), splits, {}).write(tmp_path)
+    loss = Dataset.open(tmp_path).batch(0, split="train", sequences=6, seed=0).loss
+    assert loss is not None and loss[:3].all() and not loss[3:].all()
+
+
+def test_tokens_alone_are_those_of_the_batch_and_can_be_written_to_a_buffer(tmp_path: Path) -> None:
+    write(tmp_path)
+    data = Dataset.open(tmp_path, sequence_length=16)
+    out = np.empty((10, 16), np.int32)
+    for split in ("train", "evaluation"):
+        for step in range(12):
+            how = dict(split=split, sequences=10, seed=2)
+            assert data.tokens(step, out=out, **how) is out
+            np.testing.assert_array_equal(out, data.batch(step, **how).tokens)
+
+
+@pytest.mark.parametrize("suffix", ["", ".starts", ".loss", ".sources"])
+def test_a_missing_shard_is_named(tmp_path: Path, suffix: str) -> None:
+    write(tmp_path, loss=True)
+    (tmp_path / f"train-1-00002{suffix}.npy").unlink()
+    with pytest.raises(ValueError, match=rf"train-1-00002{suffix}\.npy is missing"):
+        Dataset.open(tmp_path)
+
+
+@pytest.mark.parametrize("change", [lambda old: old[:-2], lambda old: old + b"xx", lambda old: b""])
+def test_a_shard_of_the_wrong_size_is_refused_with_both_sizes(
+    tmp_path: Path, change: Callable[[bytes], bytes]
+) -> None:
+    write(tmp_path)
+    file = tmp_path / "train-0-00001.npy"
+    file.write_bytes(change(file.read_bytes()))
+    with pytest.raises(ValueError, match=rf"{file} has {file.stat().st_size} bytes, .* which takes 448"):
+        Dataset.open(tmp_path)
+
+
+def test_a_shard_of_another_type_or_shape_is_refused_with_both(tmp_path: Path) -> None:
+    write(tmp_path)
+    np.save(tmp_path / "train-0-00000.npy", np.zeros((7, 32), np.int16))
+    with pytest.raises(
+        ValueError, match=r"holds int16 of shape \(7, 32\), and the index says uint16 of shape"
+    ):
+        Dataset.open(tmp_path)
+    np.save(tmp_path / "train-0-00000.npy", np.zeros((14, 16), np.uint16))
+    with pytest.raises(ValueError, match=r"shape \(14, 16\), and the index says uint16 of shape \(7, 32\)"):
+        Dataset.open(tmp_path)
+    (tmp_path / "train-0-00000.npy").write_bytes(b"x" * (128 + 7 * 64))
+    with pytest.raises(ValueError, match=r"train-0-00000\.npy is damaged"):
+        Dataset.open(tmp_path)
+
+
+def test_an_index_that_contradicts_itself_is_refused(tmp_path: Path) -> None:
+    write(tmp_path)
+    index = json.loads((tmp_path / "index.json").read_text())
+    index["splits"]["train"]["rows"] = 24
+    (tmp_path / "index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match="the train split has 24 rows, and its shards 23"):
+        Dataset.open(tmp_path)
+
+
+def test_a_missing_or_foreign_folder_is_explained(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"nowhere.*millrace data prepare"):
+        Dataset.open(tmp_path / "nowhere")
+    for content in ("[]", "{}", "not json"):
+        (tmp_path / "index.json").write_text(content)
+        with pytest.raises(ValueError, match=r"index\.json is not an index"):
+            Dataset.open(tmp_path)
+
+
+@pytest.mark.parametrize("length", [24, 64])
+def test_a_sequence_length_that_does_not_divide_the_packed_one_is_refused(
+    tmp_path: Path, length: int
+) -> None:
+    write(tmp_path)
+    with pytest.raises(ValueError, match=rf"data\.sequence_length: {length} does not divide 32"):
+        Dataset.open(tmp_path, sequence_length=length)
+
+
+def test_data_of_another_tokenizer_is_refused_with_both(tmp_path: Path) -> None:
+    write(tmp_path)
+    assert Dataset.open(tmp_path, tokenizer_sha256="f00d").tokenizer_sha256 == "f00d"
+    with pytest.raises(ValueError, match="made with tokenizer f00d, and beef is expected"):
+        Dataset.open(tmp_path, tokenizer_sha256="beef")
+
+
+def test_an_empty_split_says_so_when_it_is_read(tmp_path: Path) -> None:
+    write(tmp_path, evaluation=0)
+    data = Dataset.open(f"file://{tmp_path}")
+    assert data.rows("evaluation") == 0
+    with pytest.raises(ValueError, match="evaluation split of this data is empty"):
+        data.batch(0, split="evaluation", sequences=1, seed=0)
+
+
+def test_many_shards_do_not_stay_open(tmp_path: Path) -> None:
+    stored = write(tmp_path, sizes=(1,) * 80, epochs=1)["train"].tokens
+    data = Dataset.open(tmp_path)
+    for _ in range(2):
+        read = np.concatenate([data.batch(t, split="train", sequences=8, seed=0).tokens for t in range(10)])
+        np.testing.assert_array_equal(read, stored)
+    maps = Path("/proc/self/maps").read_text() if Path("/proc/self/maps").exists() else ""
+    assert maps.count(str(tmp_path)) <= 128
+
+
+def test_the_loss_counts_only_targets_whose_bit_is_set() -> None:
+    batch = random_batch()
+    assert batch.loss is not None
+    examples = causal.prepare(task("causal"), batch, jax.random.key(0))
+    plain = causal.prepare(task("causal"), dataclasses.replace(batch, loss=None), jax.random.key(0))
+    for row, column in np.ndindex(4, 16):
+        learnt = column < 15 and bool(batch.loss[row, column + 1]) and bool(plain.weights[row, column])
+        assert bool(examples.weights[row, column]) == learnt
+    every = dataclasses.replace(batch, loss=jnp.ones_like(batch.loss))
+    all_same = causal.prepare(task("causal"), every, jax.random.key(0))
+    np.testing.assert_array_equal(all_same.weights, plain.weights)
+
+
+def test_only_tokens_whose_bit_is_set_are_masked() -> None:
+    batch, key = random_batch(), jax.random.key(1)
+    assert batch.loss is not None
+    examples = masked.prepare(task("masked"), batch, key)
+    plain = masked.prepare(task("masked"), dataclasses.replace(batch, loss=None), key)
+    np.testing.assert_array_equal(examples.weights, plain.weights * batch.loss)
+    np.testing.assert_array_equal(examples.inputs, jnp.where(batch.loss, plain.inputs, batch.tokens))
+    assert examples.weights.any() and (examples.weights != plain.weights).any()
+
+
+def random_batch() -> Batch:
+    random = np.random.default_rng(3)
+    segments = np.sort(random.integers(1, 4, (4, 16)), axis=1)
+    segments[1, 10:] = 0
+    arrays = (random.integers(4, 90, (4, 16)), segments, np.tile(np.arange(16), (4, 1)))
+    return Batch(
+        *(jnp.asarray(array, jnp.int32) for array in arrays), jnp.asarray(random.random((4, 16)) < 0.5)
+    )
+
+
+def task(objective: str) -> Task:
+    cfg = part_class("objectives", objective)()
+    return Task(model=None, objective=cfg, loss=None, how=None, vocabulary=Vocabulary(100, 0, 1, 2, 3))  # type: ignore[arg-type]
+
+
+def test_what_lies_on_the_devices_is_what_was_read(tmp_path: Path) -> None:
+    write(tmp_path, loss=True)
+    data = Dataset.open(tmp_path)
+    devices = mesh.make({"data": 2, "fsdp": 2, "tensor": 1, "context": 2}, jax.devices())
+    batch = place(data, devices, 2, split="train", sequences=8, seed=1)
+    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(batch)]
+    assert_same(leaves, batch_arrays(data, 2, sequences=8, seed=1))
+    assert batch.loss is not None and batch.loss.sharding == batch.tokens.sharding
+
+
+def reading_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "read-ahead"]
+
+
+def test_read_ahead_yields_in_order_and_ends() -> None:
+    assert list(read_ahead(lambda step: step * step, 3, 9)) == [9, 16, 25, 36, 49, 64]
+    assert list(read_ahead(lambda step: step, 5, 5)) == []
+    assert reading_threads() == []
+
+
+def test_read_ahead_raises_what_the_thread_raised_at_its_turn() -> None:
+    def make(step: int) -> int:
+        if step == 2:
+            raise OSError("disk gone")
+        return step
+
+    items = read_ahead(make, 0, 10)
+    assert [next(items), next(items)] == [0, 1]
+    with pytest.raises(OSError, match="disk gone"):
+        next(items)
+    assert reading_threads() == []
+
+
+def test_read_ahead_makes_two_at_most_and_stops_its_thread_when_closed() -> None:
+    made: list[int] = []
+    full = threading.Event()
+
+    def make(step: int) -> int:
+        made.append(step)
+        if step == 2:
+            full.set()
+        return step
+
+    items = read_ahead(make, 0, 1_000_000)
+    assert next(items) == 0
+    assert full.wait(10)
+    closing = threading.Thread(target=items.close, daemon=True)  # type: ignore[attr-defined]
+    closing.start()
+    closing.join(10)
+    assert not closing.is_alive() and reading_threads() == []
+    assert made == [0, 1, 2]
