@@ -23,6 +23,15 @@ exit codes: 0 done, 2 a mistake in what was asked, 3 too large for the memory,
   75 stopped early (run it again), 1 anything else"""
 
 
+STAGES = [  # the commands that make data, how far they go, and what they do
+    ("prepare", "shuffle", "all stages: normalize, tokenizer, pack, shuffle; goes on where it was stopped"),
+    ("normalize", "normalize", "the first stage: any format to parquet files of documents"),
+    ("tokenizer", "tokenizer", "up to the second stage: train a tokenizer, or take one"),
+    ("pack", "pack", "up to the third stage: documents to rows of tokens"),
+    ("shuffle", "shuffle", "up to the last stage: rows in random order, ready to train on"),
+]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal that lacks a letter shows its number
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -62,14 +71,19 @@ def data_prepare(args: argparse.Namespace) -> None:
     cfg = recipe.load_data(args.recipe, args.overrides)
     from millrace.data.prepare import prepare
 
-    prepare(cfg, print)
+    prepare(cfg, print, until=args.until, replace=args.replace)
+
+
+def data_inspect(args: argparse.Namespace) -> None:
+    from millrace.data import show
+
+    show.inspect(args.folder, split=args.split, rows=args.rows, seed=args.seed)
 
 
 def data_verify(args: argparse.Namespace) -> None:
-    from millrace.data.stream import verify
+    from millrace.data.verify import verify
 
-    verify(args.folder)
-    print(f"{args.folder}: every file is as it was written")
+    verify(args.folder, print)
 
 
 def open_run(args: argparse.Namespace, overrides: Sequence[str] = ()) -> Any:
@@ -199,10 +213,18 @@ def parser() -> argparse.ArgumentParser:
     data = commands.add_parser("data", help="turn text into packed tokens").add_subparsers(
         metavar="COMMAND", required=True
     )
-    with_recipe(add(data, "prepare", data_prepare, "read text, train or take a tokenizer, pack tokens"))
-    add(data, "verify", data_verify, "compare packed data with its checksums").add_argument(
-        "folder", metavar="FOLDER"
-    )
+    for name, until, summary in STAGES:
+        one = add(data, name, data_prepare, summary)
+        with_recipe(one)
+        one.add_argument("--replace", action="store_true", help="replace finished data of another recipe")
+        one.set_defaults(until=until)
+    one = add(data, "inspect", data_inspect, "print real examples, documents and loss mask in colours")
+    one.add_argument("folder", metavar="FOLDER", help="what `data prepare` made, or a stage of it")
+    one.add_argument("--rows", type=int, default=4, help="how many (default: 4)")
+    one.add_argument("--split", choices=["train", "evaluation"], default="train")
+    one.add_argument("--seed", type=int, default=0, help="draws other rows")
+    one = add(data, "verify", data_verify, "check packed data: checksums, token range, counts")
+    one.add_argument("folder", metavar="FOLDER", help="what `data prepare` made")
 
     one = with_run(add(commands, "eval", evaluate, "print loss, perplexity and bits a byte of held-out data"))
     with_overrides(one, "the run's recipe")

@@ -1,0 +1,368 @@
+"""The stages that make data, one after the other in one folder. A stage is a list of units of work, each of
+which leaves a file when it is done: what is there when a run is stopped need not be done again."""
+
+import dataclasses
+import hashlib
+import itertools
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+
+from millrace.config import to_dict
+from millrace.data import duplicates, learn, normalise, pack, report, shuffle, summary, tokenise
+from millrace.data.documents import SAMPLES, is_held_out
+from millrace.data.engine import Engine
+from millrace.data.progress import Bar
+from millrace.data.shards import smallest_dtype, write_json
+from millrace.data.summary import told, total
+from millrace.errors import UserError
+
+Say = Callable[[str], None]
+
+# What each stage reads of the recipe: it is done again when that has changed, or what one before it reads.
+READS = {
+    "normalize": ("sources", "normalize", "errors"),
+    "tokenizer": ("tokenizer", "pack.evaluation"),
+    "pack": ("pack", "seed"),
+    "shuffle": ("shuffle", "sources.weight"),
+}
+MAKES = {  # the last pattern is there when the stage is done
+    "normalize": ("read", "normalized"),
+    "tokenizer": tokenise.FILES[::-1],
+    "pack": ("packed",),
+    "shuffle": ("scatter", "evaluation-*", "report.html", "index.json", "train-*"),
+}
+LARGEST_GROUP = 256 << 20  # bytes of text packed together: more takes memory and fills rows no better
+SMALLEST_GROUP = 64 << 20
+GROUPS = 16  # wanted, for the workers to share
+FEWEST_HELD_OUT = 10  # documents; where the share comes to fewer, rows are held out instead
+SAMPLE = 2_000_000  # bytes of text on which a fast encoder is compared with the reference
+
+
+class Work:
+    """The stages of one recipe in its folder. stages.json says how far it has come."""
+
+    def __init__(self, recipe: Any, folder: Path, engine: Engine, say: Say) -> None:
+        self.recipe, self.folder, self.engine, self.say = recipe, folder, engine, say
+        file = folder / "stages.json"
+        self.stages: dict[str, Any] = json.loads(file.read_bytes()) if file.exists() else {}
+
+    def run(self, name: str) -> None:
+        wanted, began = fingerprint(to_dict(self.recipe), name), time.perf_counter()
+        stage = self.stages.get(name, {})
+        if stage.get("fingerprint") != wanted:
+            self.clear(name)
+            self.keep(self.stages | {name: {"fingerprint": wanted}})
+        elif "seconds" in stage and any(self.folder.glob(MAKES[name][-1])):
+            return self.say(f"{name}: done before")
+        made = getattr(self, f"make_{name}")()
+        seconds = round(time.perf_counter() - began, 2)
+        self.keep(self.stages | {name: self.stages[name] | {"seconds": seconds} | made})
+
+    def clear(self, name: str) -> None:
+        """Takes away what a stage and those after it have made. First they are no longer said to be done."""
+        names = list(READS)
+        later = names[names.index(name) :]
+        self.keep({key: value for key, value in self.stages.items() if key not in later})
+        for pattern in itertools.chain.from_iterable(MAKES[key] for key in later):
+            for file in self.folder.glob(pattern):
+                shutil.rmtree(file) if file.is_dir() else file.unlink()
+
+    def keep(self, stages: dict[str, Any]) -> None:
+        self.stages = stages
+        write_json(self.folder / "stages.json", stages)
+
+    def units(self, label: str, unit: Callable[[Any], Any], jobs: dict[Path, Any]) -> list[dict[str, Any]]:
+        """Runs a unit for each job whose file is not there yet, keeps what it says of its work in that file,
+        and returns what all have said."""
+        left = {job: file for file, job in jobs.items() if not file.exists()}
+        for folder in {file.parent for file in jobs}:
+            folder.mkdir(parents=True, exist_ok=True)
+        with Bar(label, len(jobs), done=len(jobs) - len(left)) as bar:
+            for job, made in self.engine.run(unit, list(left)):
+                write_json(left[job], made)
+                bar.advance(made or {})
+        return [json.loads(file.read_bytes()) for file in jobs]
+
+    def make_normalize(self) -> dict[str, Any]:
+        cfg, policy, began = self.recipe.normalize, self.recipe.errors, time.perf_counter()
+        units = self.listed()
+        sought = duplicates.are_sought(units, cfg)
+        first, last = self.folder / ("read" if sought else "normalized"), self.folder / "normalized"
+        unit = partial(normalise.normalise_part, cfg=cfg, policy=policy, folder=str(first))
+        parts = self.units("normalize", unit, {normalise.summary_place(first, u.number): u for u in units})
+        problems = [part["problems"] for part in parts]
+        if sought:
+            found = duplicates.find(first, units, cfg, policy)
+            problems.append(found.problems)
+            places = {
+                normalise.summary_place(last, n): Removal(n, found.rows[n], found.counts[n], str(self.folder))
+                for n in (unit.number for unit in units)
+            }
+            parts = self.units("duplicates", remove, places)
+            shutil.rmtree(first)
+        made = {
+            "documents": sum(part["documents"] for part in parts),
+            "bytes": sum(part["bytes"] for part in parts),
+            "dropped": total(part["dropped"] for part in parts),
+        }
+        if not made["documents"]:
+            raise UserError(
+                f"sources: no documents are left of {sum(p['documents_read'] for p in parts)} read"
+            )
+        rate = f"{made['bytes'] / 1e6:,.1f} MB in {time.perf_counter() - began:.1f} s"
+        self.say(f"normalize: {made['documents']:,} documents, {rate}{told('left out', made['dropped'])}")
+        made["problems"] = self.tell_problems(problems)
+        return made
+
+    def tell_problems(self, problems: list[dict[str, Any]]) -> dict[str, Any]:
+        """Says what was skipped, and the first places. Returns it for the page about the data."""
+        counts = total(problem["counts"] for problem in problems)
+        samples = [line for problem in problems for line in problem["samples"]][:SAMPLES]
+        if counts:
+            self.say(f"bad input{told('skipped', counts)}")
+            for sample in samples[:3]:
+                self.say(f"  {sample}")
+        return {"counts": counts, "samples": samples}
+
+    def listed(self) -> list[normalise.Unit]:
+        """All there is to read. Work on another list, from before files came or went, is of no use."""
+        units = normalise.units(self.recipe)
+        stage = self.stages["normalize"]
+        found = hashlib.sha256(repr([(unit.source, unit.part) for unit in units]).encode()).hexdigest()[:16]
+        if stage.get("units", found) != found:
+            self.say("normalize: the files of the sources have changed, so it begins anew")
+            self.clear("normalize")
+        self.keep(self.stages | {"normalize": stage | {"units": found}})
+        return units
+
+    def make_tokenizer(self) -> dict[str, Any]:
+        """Trains a tokenizer, on nothing that is held out, or takes the one named; then chooses what is
+        to encode with it."""
+        cfg, began = self.recipe.tokenizer, time.perf_counter()
+        if cfg.use == "file":
+            tokenise.copy(cfg.path, self.folder)
+        else:
+            texts = self.sample(cfg.sample * 1_000_000)
+            tokenise.save(learn.train(texts, kind=cfg.use, vocab=cfg.vocab, report=self.say), self.folder)
+        if cfg.template is not None:
+            tokenise.write_template(self.folder, read_template(cfg.template))
+        tokenizer = tokenise.load(self.folder)
+        choice = tokenise.choose_encoder(self.folder, list(self.sample(SAMPLE)))
+        found = ", ".join(f"{role} {id}" for role, id in vars(tokenizer.special).items() if id is not None)
+        self.say(
+            f"tokenizer: {tokenizer.vocab:,} entries ({found}) in {time.perf_counter() - began:.1f} s; "
+            f"{choice.name} encodes ({choice.why})"
+        )
+        return {"vocab": tokenizer.vocab, "encoder": choice.name}
+
+    def make_pack(self) -> dict[str, Any]:
+        recipe, began = self.recipe, time.perf_counter()
+        names, share = list(recipe.sources), recipe.pack.evaluation
+        few = 0 < share * self.stages["normalize"]["documents"] < FEWEST_HELD_OUT
+        jobs = [
+            pack.Job(
+                number=number,
+                files=files,
+                source=names.index(source),
+                folder=str(self.folder),
+                tokenizer=str(self.folder),
+                encoder=self.stages["tokenizer"]["encoder"],
+                pack=recipe.pack,
+                dtype=smallest_dtype(self.stages["tokenizer"]["vocab"]),
+                seed=recipe.seed,
+                held_out="rows" if few else "documents",
+                errors=recipe.errors,
+            )
+            for number, (source, files) in enumerate(self.groups())
+        ]
+        places = {self.folder / "packed" / f"{job.number:05d}.json": job for job in jobs}
+        made = self.units("pack", pack.pack_group, places)
+        problems = self.tell_problems([one["problems"] for one in made])
+        splits = {name: [one[name] for one in made] for name in pack.SPLITS}
+        documents, tokens, size, rows = (
+            sum(split[key] for one in splits.values() for split in one)
+            for key in ("documents", "tokens", "bytes", "rows")
+        )
+        fill = tokens / max(1, rows * recipe.pack.sequence_length)
+        seconds = time.perf_counter() - began
+        self.say(
+            f"pack: {rows:,} rows of {recipe.pack.sequence_length}, {tokens:,} tokens, "
+            f"{size / max(tokens, 1):.2f} bytes a token, {fill:.2%} full in {seconds:.1f} s"
+        )
+        held = sum(split["rows"] for split in splits["evaluation"])
+        if not rows - held:
+            raise UserError(f"pack.evaluation: {share} holds out all {documents} documents; lower it")
+        if share and not held:
+            raise UserError(f"pack.evaluation: {share} of {rows} rows holds out none; raise it, or set 0")
+        if few:
+            self.say(f"pack: {share:.2%} of the rows are held out, since the documents are few")
+        totals = {"documents": documents, "tokens": tokens, "bytes": size, "rows": rows, "fill": fill}
+        return totals | {"problems": problems}
+
+    def make_shuffle(self) -> dict[str, Any]:
+        recipe, began = self.recipe, time.perf_counter()
+        length = recipe.pack.sequence_length
+        row_bytes = length * np.dtype(smallest_dtype(self.stages["tokenizer"]["vocab"])).itemsize
+        epochs: dict[str, list[list[dict[str, Any]]]] = {}
+        for split in pack.SPLITS:
+            passes = shuffle.plan_shuffle(
+                self.inputs(split),
+                folder=str(self.folder),
+                split=split,
+                seed=recipe.seed,
+                epochs=recipe.shuffle.epochs if split == "train" else 1,
+                rounds=recipe.shuffle.rounds,
+                row_bytes=row_bytes,
+            )
+            epochs[split] = []
+            for one in passes:
+                scratch = self.folder / "scatter"
+                places = {scratch / f"{job.round.run(job.number)[8:]}.json": job for job in one.scatter}
+                self.units("scatter", shuffle.scatter, places)
+                places = {
+                    scratch / f"{Path(job.round.output(job.number)).name}-{job.round.number}.json": job
+                    for job in one.gather
+                }
+                made = self.units("shuffle", shuffle.gather, places)
+                if one.gather[0].round.last:
+                    epochs[split].append(made)
+        quality = shuffle.quality([shard["quality"] for shard in epochs["train"][0]])
+        seconds = time.perf_counter() - began
+        rows = sum(shard["shard"]["rows"] for shard in epochs["train"][0])
+        tokens = rows * length * len(epochs["train"])
+        self.say(
+            f"shuffle: {len(epochs['train'])} x {rows:,} rows in {seconds:.1f} s; rank correlation "
+            f"{quality.rank_correlation:+.3f}, displacement {quality.displacement:.3f}, "
+            f"mixing {quality.mixing:.3f} (uniform: 0, 1, 1)"
+        )
+        shards = {
+            name: [[shard["shard"] for shard in epoch] for epoch in sets] for name, sets in epochs.items()
+        }
+        return {"tokens": tokens, "shards": shards, "quality": dataclasses.asdict(quality)}
+
+    def complete(self) -> None:
+        """The page about the data, and the index that makes it data; then what stood between can go."""
+        packed = self.packed()
+        counts = sum(np.load(file) for file in sorted((self.folder / "packed").glob("*.counts.npy")))
+        index = summary.index(self.recipe, self.folder, self.stages["shuffle"]["shards"], packed, counts)
+        stats = summary.stats(self.recipe, self.stages, packed, counts)
+        report.write(index, stats, self.folder / "report.html")
+        index.write(self.folder)
+        self.tidy()
+        for name, split in index.splits.items():
+            self.say(f"{name}: {split.rows:,} rows, {split.documents:,} documents, {split.tokens:,} tokens")
+        entropy = f"unigram entropy {index.unigram_entropy:.3f} nats"
+        self.say(f"{self.folder} is ready ({index.dtype}, {entropy}); {self.folder / 'report.html'} shows it")
+
+    def tidy(self) -> None:
+        for name in ("packed", "scatter"):
+            shutil.rmtree(self.folder / name, ignore_errors=True)
+
+    def sample(self, size: int) -> Iterator[str]:
+        """About so many bytes of text that is not held out, in row groups drawn evenly from all files."""
+        share = self.recipe.pack.evaluation
+        groups: list[tuple[Path, int]] = []
+        for file in sorted((self.folder / "normalized").glob("*.parquet")):
+            groups += [(file, group) for group in range(pq.read_metadata(file).num_row_groups)]
+        random = np.random.Generator(np.random.PCG64(self.recipe.seed))
+        for number in random.permutation(len(groups)).tolist():
+            file, group = groups[number]
+            table = pq.ParquetFile(file).read_row_group(group, columns=["id", "text", "messages"])
+            for id, text in zip(table["id"].to_pylist(), normalise.contents(table).to_pylist(), strict=True):
+                if share and is_held_out(id, share):
+                    continue
+                yield text
+                size -= len(text)
+                if size <= 0:
+                    return
+
+    def groups(self) -> Iterator[tuple[str, tuple[str, ...]]]:
+        """Files of one source, one after the other, that are packed together."""
+        folder = self.folder / "normalized"
+        parts = [json.loads(file.read_bytes()) for file in sorted(folder.glob("*.json"))]
+        largest = sum(part["bytes"] for part in parts) // GROUPS
+        largest = min(LARGEST_GROUP, max(SMALLEST_GROUP, largest))
+        for source, members in itertools.groupby(parts, key=lambda part: part["source"]):
+            files: list[str] = []
+            size = 0
+            for part in members:
+                if not part["documents"]:
+                    continue
+                if files and size + part["bytes"] > largest:
+                    yield source, tuple(files)
+                    files, size = [], 0
+                files.append(str(normalise.place(folder, part["number"])))
+                size += part["bytes"]
+            if files:
+                yield source, tuple(files)
+
+    def packed(self) -> list[dict[str, Any]]:
+        files = sorted((self.folder / "packed").glob("?????.json"))
+        return [json.loads(file.read_bytes()) for file in files]
+
+    def inputs(self, split: str) -> list[shuffle.Input]:
+        weights = [source.weight for source in self.recipe.sources.values()]
+        return [
+            shuffle.Input(
+                f"packed/{one[split]['shard']['name']}",
+                one[split]["rows"],
+                source=one["source"],
+                weight=weights[one["source"]] if split == "train" else 1.0,
+                loss=".loss" in one[split]["shard"]["checksums"],
+            )
+            for one in self.packed()
+            if one[split]["rows"]
+        ]
+
+
+@dataclass(frozen=True, eq=False)
+class Removal:
+    """The duplicates to take out of one part."""
+
+    number: int
+    rows: np.ndarray
+    counts: dict[str, int]
+    folder: str
+
+
+def remove(job: Removal) -> dict[str, Any]:
+    folder = Path(job.folder)
+    return duplicates.remove(job.number, job.rows, job.counts, folder / "read", folder / "normalized")
+
+
+def read_template(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"tokenizer.template: {path} cannot be read: {error}") from None
+
+
+def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for key, value in tree.items():
+        out |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return out
+
+
+def fingerprint(recipe: dict[str, Any], name: str) -> str:
+    """Of all that a stage and those before it read of the recipe."""
+    values = flat(recipe)
+    names = list(READS)
+    read = list(itertools.chain.from_iterable(READS[key] for key in names[: names.index(name) + 1]))
+    by_weight = "sources.weight" in read
+    chosen = {
+        key: value
+        for key, value in values.items()
+        if any(key == one or key.startswith(f"{one}.") for one in read)
+        and (by_weight or not (key.startswith("sources.") and key.endswith(".weight")))
+    }
+    return hashlib.sha256(json.dumps(chosen).encode()).hexdigest()[:16]

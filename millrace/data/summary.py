@@ -1,0 +1,89 @@
+"""What is told of data once it is made: the index, and the numbers on its page."""
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from millrace.config import to_dict
+from millrace.data import pack, tokenise
+from millrace.data.shards import Index, Shard, Split, smallest_dtype
+
+Packed = list[dict[str, Any]]  # what pack.pack_group said of its work, of each group
+
+
+def index(recipe: Any, folder: Path, shards: dict[str, Any], packed: Packed, counts: np.ndarray) -> Index:
+    tokenizer = tokenise.load(folder)
+    splits = {}
+    for name, sets in shards.items():
+        epochs = tuple(tuple(Shard(**shard) for shard in epoch) for epoch in sets)
+        documents, size = (sum(one[name][key] for one in packed) for key in ("documents", "bytes"))
+        rows = sum(shard.rows for shard in epochs[0]) if epochs else 0
+        splits[name] = Split(rows, documents, count_tokens(recipe, name, packed), size, epochs)
+    return Index(
+        sequence_length=recipe.pack.sequence_length,
+        dtype=smallest_dtype(tokenizer.vocab),
+        vocab=tokenizer.vocab,
+        special=tokenizer.special,
+        tokenizer_sha256=tokenise.sha256(folder),
+        unigram_entropy=entropy(counts),
+        sources=tuple(recipe.sources),
+        splits=splits,
+        recipe=to_dict(recipe),
+    )
+
+
+def count_tokens(recipe: Any, split: str, packed: Packed) -> int:
+    """Of one epoch, in which training data comes as often as its source's weight says."""
+    weights = [source.weight if split == "train" else 1.0 for source in recipe.sources.values()]
+    return round(sum(one[split]["tokens"] * weights[one["source"]] for one in packed))
+
+
+def stats(recipe: Any, stages: dict[str, Any], packed: Packed, counts: np.ndarray) -> dict[str, Any]:
+    """What the page about the data shows beside the index."""
+    parts = [(one["source"], one[split]) for one in packed for split in pack.SPLITS]
+    lengths = [
+        sum(sizes) for sizes in itertools.zip_longest(*(part["lengths"] for _, part in parts), fillvalue=0)
+    ]
+    fills = np.sum([part["fills"] for _, part in parts], axis=0)
+    told = ("seconds", "bytes", "tokens")
+    return {
+        "stages": {name: {key: stage[key] for key in told if key in stage} for name, stage in stages.items()},
+        "sources": {
+            name: {"weight": cfg.weight} | sums([part for source, part in parts if source == number])
+            for number, (name, cfg) in enumerate(recipe.sources.items())
+        },
+        "dropped": stages["normalize"]["dropped"],
+        "problems": {
+            "counts": total(stages[name]["problems"]["counts"] for name in ("normalize", "pack")),
+            "samples": stages["normalize"]["problems"]["samples"] + stages["pack"]["problems"]["samples"],
+        },
+        "lengths": {"edges": [2**power for power in range(len(lengths) + 1)], "counts": lengths},
+        "fill": {"edges": np.linspace(0, 1, len(fills) + 1).tolist(), "counts": fills.tolist()},
+        "vocabulary": counts,
+        "shuffle": stages["shuffle"]["quality"],
+    }
+
+
+def sums(parts: Packed) -> dict[str, int]:
+    return {key: sum(part[key] for part in parts) for key in ("documents", "bytes", "tokens", "rows")}
+
+
+def entropy(counts: np.ndarray) -> float:
+    share = counts[counts > 0] / counts.sum()
+    return float(-(share * np.log(share)).sum())
+
+
+def total(counts: Iterable[dict[str, int]]) -> dict[str, int]:
+    added: Counter[str] = Counter()
+    for one in counts:
+        added.update(one)
+    return dict(sorted(added.items()))
+
+
+def told(what: str, counts: dict[str, int]) -> str:
+    listed = ", ".join(f"{name} {count:,}" for name, count in counts.items())
+    return f"; {what} {sum(counts.values()):,} ({listed})" if counts else ""

@@ -1,0 +1,73 @@
+"""The engine: units in processes and on Ray, and what happens when one fails or its worker dies."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from millrace.data.engine import Engine
+from millrace.errors import UserError
+
+
+def square(number: int) -> int:
+    return number * number
+
+
+def refuse(number: int) -> int:
+    if number == 3:
+        raise UserError("the third is bad")
+    return number
+
+
+def die_once(task: tuple[str, int]) -> int:
+    folder, number = task
+    mark = Path(folder, f"{number}")
+    if number == 2 and not mark.exists():
+        mark.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return number
+
+
+def die(number: int) -> int:
+    os.kill(os.getpid(), signal.SIGKILL)
+    return number
+
+
+def tell(folder: str) -> int:
+    Path(folder, f"{time.time_ns()}-{os.getpid()}").touch()
+    time.sleep(0.3)
+    return os.getpid()
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_every_item_comes_back_with_its_result(workers: int) -> None:
+    results = list(Engine("local", workers).run(square, range(11)))
+    assert sorted(results) == [(number, number * number) for number in range(11)]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_users_mistake_in_a_unit_is_told_as_such(workers: int) -> None:
+    with pytest.raises(UserError, match="the third is bad"):
+        list(Engine("local", workers).run(refuse, range(10)))
+
+
+def test_units_run_side_by_side_in_processes_of_their_own(tmp_path: Path) -> None:
+    pids = {result for _, result in Engine("local", 2).run(tell, [str(tmp_path)] * 4)}
+    assert len(pids) == 2 and os.getpid() not in pids
+
+
+def test_a_worker_that_is_killed_costs_its_unit_another_try_and_nothing_else(tmp_path: Path) -> None:
+    tasks = [(str(tmp_path), number) for number in range(6)]
+    results = list(Engine("local", 2).run(die_once, tasks))
+    assert sorted(result for _, result in results) == list(range(6))
+
+
+def test_a_unit_that_always_kills_its_worker_ends_in_a_message() -> None:
+    with pytest.raises(UserError, match="a worker was killed 4 times, most likely for want of memory"):
+        list(Engine("local", 2).run(die, range(3)))
+
+
+def test_no_items_are_no_work() -> None:
+    assert list(Engine("local", 2).run(square, [])) == []

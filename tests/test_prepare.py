@@ -1,0 +1,415 @@
+"""Data from end to end: what goes in comes out, whoever does the work and however often it is stopped."""
+
+import gzip
+import hashlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from millrace import recipe
+from millrace.data import tokenise
+from millrace.data.prepare import prepare
+from millrace.data.shards import Index, read_rows, unpack_bits
+from millrace.data.stream import Dataset
+from millrace.data.verify import verify
+from millrace.errors import UserError
+
+
+def silent(line: str) -> None:
+    pass
+
+
+def sentences(count: int, seed: int = 0) -> list[str]:
+    """Texts of many lengths, no two alike."""
+    draw = random.Random(seed)
+    words = ["mill", "water", "wheel", "stone", "the", "of", "über", "river\n", "grain,", "水車", "🌾"]
+    return [f"{seed}.{n}: " + " ".join(draw.choices(words, k=draw.randint(1, 90))) for n in range(count)]
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> dict[str, list[str]]:
+    """Three sources in three formats: the texts of each."""
+    texts = {"lines": sentences(300, 1), "tables": sentences(200, 2), "files": sentences(60, 3)}
+    (tmp_path / "lines").mkdir()
+    for number in range(4):
+        part = texts["lines"][number::4]
+        lines = "".join(
+            json.dumps({"text": text, "n": n}, ensure_ascii=False) + "\n" for n, text in enumerate(part)
+        )
+        (tmp_path / "lines" / f"{number}.jsonl.gz").write_bytes(gzip.compress(lines.encode(), mtime=0))
+    pq.write_table(pa.table({"body": texts["tables"]}), tmp_path / "tables.parquet", row_group_size=50)
+    (tmp_path / "files").mkdir()
+    for number, text in enumerate(texts["files"]):
+        (tmp_path / "files" / f"{number}.txt").write_text(text)
+    return texts
+
+
+@pytest.fixture
+def load(tmp_path: Path, corpus: dict[str, list[str]]) -> Any:
+    (tmp_path / "data.yaml").write_text(
+        f"""
+path: {tmp_path}/data
+workers: 1
+sources:
+  lines: {{path: {tmp_path}/lines}}
+  tables: {{path: {tmp_path}/tables.parquet, column: body}}
+  files: {{path: {tmp_path}/files}}
+tokenizer: {{use: bpe, vocab: 400}}
+pack: {{sequence_length: 64, evaluation: 0.1}}
+"""
+    )
+    return lambda *overrides: recipe.load_data(tmp_path / "data.yaml", overrides)
+
+
+def read_index(folder: Path) -> Index:
+    return Index.parse((folder / "index.json").read_bytes(), str(folder))
+
+
+def documents(folder: Path, split: str, epoch: int = 0) -> Counter[str]:
+    """All pieces of text between document marks, decoded, of the rows of a split."""
+    index, tokenizer = read_index(folder), tokenise.load(folder)
+    found: Counter[str] = Counter()
+    for shard in index.splits[split].epochs[epoch]:
+        rows = read_rows(folder, shard.name)
+        marks = unpack_bits(rows.starts, index.sequence_length)
+        for tokens, mark in zip(rows.tokens, marks, strict=True):
+            found.update(tokenizer.decode(piece) for piece in np.split(tokens, np.flatnonzero(mark)))
+    found.pop("", None)
+    return found
+
+
+def contents(folder: Path) -> dict[str, str]:
+    """Every file that is part of the data, by its checksum. stages.json holds times."""
+    files = [
+        p
+        for p in sorted(folder.rglob("*"))
+        if p.is_file() and p.name not in ("stages.json", "report.html", ".lock")
+    ]
+    return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
+
+
+def test_every_document_comes_out_once(load: Any, corpus: dict[str, list[str]], tmp_path: Path) -> None:
+    prepare(load("pack.sequence_length=512"), silent)
+    folder = tmp_path / "data"
+    train, held_out = documents(folder, "train"), documents(folder, "evaluation")
+    assert train + held_out == Counter(text for texts in corpus.values() for text in texts)
+    assert 20 < held_out.total() < 110 and not train & held_out
+    index = read_index(folder)
+    assert index.splits["train"].documents == train.total()
+    assert index.sources == ("lines", "tables", "files")
+    verify(folder, silent)
+
+
+def test_long_documents_are_cut_and_nothing_of_them_is_lost(
+    load: Any, corpus: dict[str, list[str]], tmp_path: Path
+) -> None:
+    for mode in ("concat", "document", "best_fit"):
+        folder = tmp_path / mode
+        prepare(load("pack.sequence_length=32", f"pack.mode={mode}", f"path={folder}"), silent)
+        texts = "".join(sorted("".join(text for texts in corpus.values() for text in texts)))
+        pieces = documents(folder, "train") + documents(folder, "evaluation")
+        found = "".join(sorted("".join(pieces.elements())))
+        # A character may be cut in two between rows, and each half decodes to a mark of its own.
+        assert Counter(found.replace("�", "")) <= Counter(texts)
+        assert len(found.replace("�", "")) > 0.97 * len(texts)
+        verify(folder, silent)
+
+
+def test_stages_one_at_a_time_make_what_all_at_once_do(load: Any, tmp_path: Path) -> None:
+    prepare(load(), silent)
+    for stage in ("normalize", "tokenizer", "pack", "shuffle"):
+        said: list[str] = []
+        prepare(load(f"path={tmp_path}/again"), said.append, until=stage)
+        assert not (tmp_path / "again" / "index.json").exists() or stage == "shuffle"
+    assert sum("done before" in line for line in said) == 3
+    ours, theirs = contents(tmp_path / "data"), contents(tmp_path / "again")
+    assert {k: v for k, v in ours.items() if k != "index.json"} == {
+        k: v for k, v in theirs.items() if k != "index.json"
+    }
+
+
+def test_the_number_of_workers_changes_nothing(load: Any, tmp_path: Path) -> None:
+    for workers in (1, 3):
+        prepare(load(f"workers={workers}", "normalize.exact=true", f"path={tmp_path}/{workers}"), silent)
+    one, three = contents(tmp_path / "1"), contents(tmp_path / "3")
+    del one["index.json"], three["index.json"]  # which hold the path
+    assert one == three
+
+
+def test_finished_data_is_left_alone_and_that_of_another_recipe_refused(load: Any, tmp_path: Path) -> None:
+    prepare(load(), silent)
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "data").rglob("*")}
+    said: list[str] = []
+    prepare(load("workers=2"), said.append)
+    assert "already made by this recipe" in said[0]
+    with pytest.raises(UserError, match=r"pack.sequence_length = 64, and this one says 128; .*--replace"):
+        prepare(load("pack.sequence_length=128"), silent)
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "data").rglob("*")} == before
+
+    said.clear()
+    prepare(load("pack.sequence_length=128"), said.append, replace=True)
+    assert said[:2] == ["normalize: done before", "tokenizer: done before"]
+    assert read_index(tmp_path / "data").sequence_length == 128
+    verify(tmp_path / "data", silent)
+
+
+def test_a_folder_of_something_else_is_not_touched(load: Any, tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "thesis.txt").write_text("do not lose me")
+    with pytest.raises(UserError, match="holds no data of ours; choose another, or remove it"):
+        prepare(load(), silent)
+    assert [path.name for path in (tmp_path / "data").iterdir()] == ["thesis.txt"]
+
+
+def test_two_at_once_on_one_folder_are_one_too_many(load: Any, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "millrace", "data", "prepare", str(tmp_path / "data.yaml")]
+    processes = [subprocess.Popen(command, stdout=-1, stderr=-1, text=True) for _ in range(2)]
+    outputs = [process.communicate() for process in processes]
+    codes = sorted(process.returncode for process in processes)
+    assert codes in ([0, 2], [0, 0]), outputs  # the second may come when the first is done
+    if codes == [0, 2]:
+        assert any("is being made by process" in err for _, err in outputs)
+    verify(tmp_path / "data", silent)
+
+
+def test_what_is_held_out_depends_on_the_ids_alone(load: Any, tmp_path: Path) -> None:
+    long = "pack.sequence_length=512"
+    prepare(load(long), silent)
+    prepare(load(long, f"path={tmp_path}/other", "seed=5", "pack.mode=document", "shuffle.epochs=2"), silent)
+    assert documents(tmp_path / "data", "evaluation") == documents(tmp_path / "other", "evaluation")
+
+
+def test_of_a_single_document_rows_are_held_out(tmp_path: Path) -> None:
+    (tmp_path / "book.txt").write_text("\n".join(sentences(400)))
+    (tmp_path / "data.yaml").write_text(
+        f"path: {tmp_path}/data\nsources: {{book: {{path: {tmp_path}/book.txt}}}}\n"
+        "tokenizer: {use: bpe, vocab: 300}\npack: {sequence_length: 32, evaluation: 0.1}\n"
+    )
+    said: list[str] = []
+    prepare(recipe.load_data(tmp_path / "data.yaml"), said.append)
+    splits = read_index(tmp_path / "data").splits
+    assert 0.05 < splits["evaluation"].rows / splits["train"].rows < 0.2
+    assert any("rows are held out, since the documents are few" in line for line in said)
+
+
+def test_a_weight_says_how_often_a_source_comes(
+    load: Any, corpus: dict[str, list[str]], tmp_path: Path
+) -> None:
+    prepare(
+        load("sources.lines.weight=2", "sources.files.weight=0.5", "shuffle.epochs=2", "pack.mode=document",
+             "pack.sequence_length=512", "pack.evaluation=0"),
+        silent,
+    )  # fmt: skip
+    folder = tmp_path / "data"
+    for epoch in (0, 1):
+        found = documents(folder, "train", epoch)
+        assert all(found[text] == 2 for text in corpus["lines"])
+        assert all(found[text] == 1 for text in corpus["tables"])
+        assert sum(found[text] for text in corpus["files"]) == 30
+    halves = [
+        {text for text in corpus["files"] if documents(folder, "train", epoch)[text]} for epoch in (0, 1)
+    ]
+    assert halves[0] | halves[1] == set(corpus["files"])
+    verify(folder, silent)
+
+
+def test_duplicates_and_short_texts_go_and_are_counted(tmp_path: Path) -> None:
+    texts = sentences(100)
+    lines = [*texts, *texts[:20], "tiny", texts[3].replace("mill", "mills", 1)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in lines))
+    (tmp_path / "data.yaml").write_text(
+        f"path: {tmp_path}/data\nsources: {{a: {{path: {tmp_path}/a.jsonl}}}}\n"
+        "tokenizer: {use: bpe, vocab: 300}\n"
+        "normalize: {exact: true, shortest: 6}\npack: {sequence_length: 512, evaluation: 0}\n"
+    )
+    said: list[str] = []
+    prepare(recipe.load_data(tmp_path / "data.yaml"), said.append)
+    assert documents(tmp_path / "data", "train").total() == 101
+    assert "exact duplicate 20" in said[0]
+    page = (tmp_path / "data" / "report.html").read_text()
+    assert "exact duplicate" in page
+
+
+@pytest.fixture
+def chats(tmp_path: Path) -> Path:
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": f"how much is {n} and {n}?"},
+                {"role": "assistant", "content": f"it is {2 * n}"},
+            ]
+        }
+        for n in range(120)
+    ]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    template = Path(tokenise.__file__).parent / "templates" / "plain.jinja"
+    (tmp_path / "data.yaml").write_text(
+        f"path: {tmp_path}/data\nsources: {{chats: {{path: {tmp_path}/chats.jsonl}}}}\n"
+        f"tokenizer: {{use: bpe, vocab: 300, template: {template}}}\n"
+        "pack: {sequence_length: 128, evaluation: 0.1}\n"
+    )
+    return tmp_path / "data.yaml"
+
+
+def test_of_conversations_only_what_the_assistant_says_is_learnt(chats: Path, tmp_path: Path) -> None:
+    prepare(recipe.load_data(chats), silent)
+    folder = tmp_path / "data"
+    index, tokenizer = read_index(folder), tokenise.load(folder)
+    learnt: list[str] = []
+    for shard in index.splits["train"].epochs[0]:
+        rows = read_rows(folder, shard.name)
+        assert rows.loss is not None
+        flags = unpack_bits(rows.loss, index.sequence_length)
+        learnt += [tokenizer.decode(row[flag]) for row, flag in zip(rows.tokens, flags, strict=True)]
+    said = " ".join(learnt)
+    assert said.count("it is") > 90 and "how much" not in said
+    verify(folder, silent)
+    batch = Dataset.open(folder).batch(0, split="train", sequences=2, seed=0)
+    assert batch.loss is not None and 0 < batch.loss.sum() < batch.loss.size
+
+
+def test_bad_lines_stop_the_work_or_are_skipped_and_told(tmp_path: Path) -> None:
+    lines = [json.dumps({"text": text}) for text in sentences(50)]
+    lines[7] = lines[7][:-4]
+    lines[9] = '{"txt": "no text"}'
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    (tmp_path / "data.yaml").write_text(
+        f"path: {tmp_path}/data\nsources: {{a: {{path: {tmp_path}/a.jsonl}}}}\n"
+        "tokenizer: {use: bpe, vocab: 300}\n"
+        "pack: {sequence_length: 64, evaluation: 0}\n"
+    )
+    with pytest.raises(UserError, match=r"a.jsonl:8: .*errors: skip"):
+        prepare(recipe.load_data(tmp_path / "data.yaml"), silent)
+    said: list[str] = []
+    prepare(recipe.load_data(tmp_path / "data.yaml", ["errors=skip"]), said.append)
+    assert any("skipped 2" in line for line in said) and any("a.jsonl:10" in line for line in said), said
+    assert read_index(tmp_path / "data").splits["train"].documents == 48
+
+
+def test_files_that_came_since_a_run_was_stopped_make_it_begin_anew(load: Any, tmp_path: Path) -> None:
+    prepare(load(), silent, until="normalize")
+    stages = tmp_path / "data" / "stages.json"
+    values = json.loads(stages.read_text())
+    del values["normalize"]["seconds"]  # as if stopped half-way
+    stages.write_text(json.dumps(values))
+    (tmp_path / "lines" / "0.a.jsonl").write_text(json.dumps({"text": "one more"}) + "\n")
+    said: list[str] = []
+    prepare(load("pack.sequence_length=512"), said.append)
+    assert "normalize: the files of the sources have changed, so it begins anew" in said
+    both = documents(tmp_path / "data", "train") + documents(tmp_path / "data", "evaluation")
+    assert both.total() == 561 and both["one more"] == 1
+
+
+def start(tmp_path: Path, *overrides: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "millrace", "data", "prepare", str(tmp_path / "data.yaml"), *overrides]
+    return subprocess.Popen(command, stdout=-1, stderr=-1, text=True, start_new_session=True)
+
+
+def kill_and_restart(tmp_path: Path, kills: int, seed: int, *overrides: str) -> int:
+    """Kills `prepare` with all its workers at random moments until it has been killed so often, then lets it
+    end. Returns how often it was killed in the middle of the work."""
+    draw = random.Random(seed)
+    began = time.monotonic()
+    start(tmp_path, *overrides, f"path={tmp_path}/timed").communicate()
+    whole = time.monotonic() - began
+    struck = 0
+    for _ in range(kills):
+        process = start(tmp_path, *overrides, f"path={tmp_path}/killed")
+        try:
+            process.wait(draw.uniform(0.15, 1.0) * whole)
+        except subprocess.TimeoutExpired:
+            struck += 1
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        if (tmp_path / "killed" / "index.json").exists():
+            subprocess.run(["rm", "-rf", str(tmp_path / "killed")], check=True)
+    process = start(tmp_path, *overrides, f"path={tmp_path}/killed")
+    output = process.communicate()
+    assert process.returncode == 0, output
+    return struck
+
+
+@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.slow)])
+def test_killed_at_random_moments_and_restarted_the_bytes_are_the_same(
+    load: Any, tmp_path: Path, kills: int
+) -> None:
+    settings = ("workers=2", "normalize.exact=true", "shuffle.epochs=2")
+    assert kill_and_restart(tmp_path, kills, 7, *settings) > 0
+    timed, killed = contents(tmp_path / "timed"), contents(tmp_path / "killed")
+    for files in (timed, killed):
+        del files["index.json"]  # holds the path
+    assert timed == killed
+    verify(tmp_path / "killed", silent)
+
+
+def test_a_full_disk_is_told_and_loses_nothing(load: Any, tmp_path: Path) -> None:
+    small = tmp_path / "small"
+    small.mkdir()
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", str(small)], capture_output=True
+    ).returncode:
+        pytest.skip("mounting a small disk takes root")
+    try:
+        process = start(tmp_path, f"path={small}/data")
+        _, err = process.communicate()
+        assert "No space left on device" in err and "Traceback" not in err, err
+        assert process.returncode == 2
+        subprocess.run(["mount", "-o", "remount,size=50m", str(small)], check=True)
+        output = start(tmp_path, f"path={small}/data").communicate()
+        assert (small / "data" / "index.json").exists(), output
+        verify(small / "data", silent)
+    finally:
+        subprocess.run(["umount", str(small)], check=True)
+
+
+@pytest.fixture
+def ray_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A real cluster of two nodes with two workers each, on this machine."""
+    ray = pytest.importorskip("ray")
+    from ray.cluster_utils import Cluster
+
+    monkeypatch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+    cluster.add_node(num_cpus=2)
+    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+    yield cluster
+    ray.shutdown()
+    cluster.shutdown()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_ray_workers_make_the_same_bytes_even_if_one_is_killed(
+    load: Any, tmp_path: Path, ray_cluster: Any
+) -> None:
+    import psutil
+
+    prepare(load("normalize.exact=true"), silent)
+    process = start(tmp_path, "engine=ray", "normalize.exact=true", f"path={tmp_path}/ray")
+    killed = False
+    while process.poll() is None:
+        if not killed:
+            for worker in psutil.process_iter(["cmdline"]):
+                if (worker.info["cmdline"] or [""])[0].startswith("ray::task"):
+                    worker.kill()
+                    killed = True
+                    break
+        time.sleep(0.005)
+    out, err = process.communicate()
+    assert process.returncode == 0, out + err
+    assert killed, "no worker was caught at work"
+    ours, theirs = contents(tmp_path / "data"), contents(tmp_path / "ray")
+    del ours["index.json"], theirs["index.json"]
+    assert ours == theirs
