@@ -1,0 +1,599 @@
+import dataclasses
+import html.parser
+import itertools
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from millrace.data import pack, report, tokenise
+from millrace.data.documents import SCHEMA, Ragged
+from millrace.data.shards import Index, Rows, Special, Split, pack_bits, write_rows
+from millrace.data.show import inspect, pieces, stretches, visible
+from millrace.data.verify import filler_begins, last_starts, verify
+from millrace.errors import UserError
+
+LENGTH = 44  # not a multiple of 8, so that the last byte of a row's marks has bits to spare
+SPECIAL = ["<|pad|>", "<|bos|>", "<|eos|>", "<|mask|>"]
+PAD, BOS, EOS, MASK = range(4)
+OURS = Special(BOS, EOS, PAD, MASK)
+TEXTS = [
+    "The mill wheel turns.\nThe river runs.",
+    "größe 水車 🌊!",
+    "tab\tbell\x07 escape\x1b[31m end",
+    "x = 1",
+    "grain and sluice, grain and sluice, grain and sluice and sluice and grain",
+]
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a byte-level BPE tokenizer of 300 entries."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    inner = tokenizers.Tokenizer(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    inner.train_from_iterator(
+        TEXTS,
+        trainers.BpeTrainer(
+            vocab_size=300, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+        ),
+    )
+    inner.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+class Builder:
+    """Makes a packed dataset of documents that are lists of (text, learnt), each in a row with others."""
+
+    def __init__(self, folder: Path, tokenizer: Path, special: Special = OURS) -> None:
+        self.folder, self.special = folder, special
+        folder.mkdir()
+        shutil.copy(tokenizer / "tokenizer.json", folder)
+        self.tokenizer = tokenise.load(folder)
+        self.sha256 = tokenise.sha256(folder)
+
+    def rows(self, rows: list[list[list[tuple[str, bool]]]], *, loss: bool, source: int = 0) -> Rows:
+        tokens = np.full((len(rows), LENGTH), self.special.filler, "uint16")
+        starts, learnt = np.zeros(tokens.shape, bool), np.zeros(tokens.shape, bool)
+        for row, documents in enumerate(rows):
+            at = 0
+            for document in documents:
+                starts[row, at] = True
+                ids: list[tuple[int | None, bool]] = []
+                ids += [(self.special.bos, False)] * (self.special.bos is not None)
+                ids += [(id, said) for text, said in document for id in self.tokenizer.encode(text)]
+                ids += [(self.special.eos, document[-1][1])]
+                for id, said in ids:
+                    tokens[row, at], learnt[row, at] = id, said
+                    at += 1
+            if at < LENGTH:
+                starts[row, at] = True
+        sources = np.full(len(rows), source, "uint16")
+        return Rows(tokens, pack_bits(starts), pack_bits(learnt) if loss else None, sources)
+
+    def index(self, epochs: list[list[Rows]], **changes: Any) -> Index:
+        """Writes the shards of each epoch; counts come from the first, token by token."""
+        shards = tuple(
+            tuple(write_rows(self.folder, f"train-{e}-{n:05}", rows) for n, rows in enumerate(epoch))
+            for e, epoch in enumerate(epochs)
+        )
+        tokens = documents = 0
+        for rows in epochs[0]:
+            flags = np.unpackbits(rows.starts, axis=1, bitorder="little")[:, :LENGTH]
+            for row, starts in zip(rows.tokens, flags, strict=True):
+                found, padding = pieces(row, starts, self.special.filler)
+                tokens += LENGTH - padding
+                documents += len(found)
+        count = sum(len(rows) for rows in epochs[0])
+        nothing = Split(0, 0, 0, 0, ((),) * len(epochs))
+        values: dict[str, Any] = dict(
+            sequence_length=LENGTH,
+            dtype="uint16",
+            vocab=300,
+            special=self.special,
+            tokenizer_sha256=self.sha256,
+            unigram_entropy=4.5,
+            sources=("prose", "code"),
+            splits={"train": Split(count, documents, tokens, 400, shards), "evaluation": nothing},
+            recipe={"path": str(self.folder), "sources": {"prose": {"weight": 1.0}, "code": {"weight": 1.0}}},
+        )
+        index = Index(**values | changes)
+        index.write(self.folder)
+        return index
+
+
+def plain(text: str) -> list[tuple[str, bool]]:
+    return [(text, True)]
+
+
+def said(*parts: str) -> list[tuple[str, bool]]:
+    """A conversation: asked, answered, asked..."""
+    return [(part, turn % 2 == 1) for turn, part in enumerate(parts)]
+
+
+@pytest.fixture
+def build(tmp_path: Path, tokenizer: Path) -> Builder:
+    return Builder(tmp_path / "data", tokenizer)
+
+
+@pytest.fixture
+def dataset(build: Builder) -> Path:
+    """Two epochs of the same four rows of two sources in two shards, in another order."""
+    first = build.rows([[plain(TEXTS[0])], [plain(TEXTS[1]), plain(TEXTS[3])]], loss=False)
+    second = build.rows([[plain(TEXTS[3])], [plain(TEXTS[2])]], loss=False, source=1)
+    both = joined(first, second)
+    build.index([[first, second], [both.take(np.array([2, 0, 3])), both.take(np.array([1]))]])
+    return build.folder
+
+
+def joined(a: Rows, b: Rows) -> Rows:
+    pairs = zip(a.arrays().values(), b.arrays().values(), strict=True)
+    tokens, starts, *loss, sources = (np.concatenate(pair) for pair in pairs)
+    return Rows(tokens, starts, loss[0] if loss else None, sources)
+
+
+def shown(capsys: pytest.CaptureFixture, folder: Path, **options: Any) -> str:
+    inspect(folder, **dict(rows=99, width=100) | options)
+    return capsys.readouterr().out
+
+
+def test_inspect_prints_every_document_with_its_ends_and_padding(
+    dataset: Path, capsys: pytest.CaptureFixture
+) -> None:
+    out = shown(capsys, dataset)
+    assert "|| <|bos|>The mill wheel turns.⏎\n   The river runs.<|eos|>\n" in out
+    assert "|| <|bos|>größe 水車 🌊!<|eos|>\n|| <|bos|>x = 1<|eos|>\n" in out
+    assert "row 1 of train (of 4), source prose, 2 documents" in out
+    assert "row 3 of train (of 4), source code, 1 document," in out
+    padding = LENGTH - 2 - len(tokenise.load(dataset).encode("x = 1"))
+    assert f"… {padding} padding" in out and f"{100 - 100 * padding / LENGTH:.1f} % full" in out
+    assert "<|pad|>" not in out
+
+
+def test_inspect_obeys_no_control_character_of_the_data(dataset: Path, capsys: pytest.CaptureFixture) -> None:
+    out = shown(capsys, dataset)
+    assert "tab\\tbell\\x07 escape\\x1b[31m end" in out
+    assert all(c.isprintable() or c == "\n" for c in out)
+    assert visible("a\u202eb\u200b\r\n") == "a\\u202eb\\u200b\\r\n"
+
+
+def test_inspect_marks_what_is_not_learnt(build: Builder, capsys: pytest.CaptureFixture) -> None:
+    rows = build.rows([[said("How?", " So 水車."), said("Why", "!")]], loss=True)
+    build.index([[rows]])
+    out = shown(capsys, build.folder)
+    assert "|| ⟦<|bos|>How?⟧ So 水車.<|eos|>\n|| ⟦<|bos|>Why⟧!<|eos|>\n" in out
+    learnt = len(build.tokenizer.encode(" So 水車.")) + len(build.tokenizer.encode("!")) + 2
+    assert f"{learnt} tokens learnt" in out
+    coloured = shown(capsys, build.folder, colour=True)
+    assert "⟦" not in coloured and "\x1b[2;36mHow?\x1b[0m\x1b[36m So 水車." in coloured
+    assert "\x1b[35m!" in coloured, "the second document has another colour"
+
+
+def test_inspect_draws_the_same_rows_for_a_seed_and_others_for_another(
+    dataset: Path, capsys: pytest.CaptureFixture
+) -> None:
+    draws = {shown(capsys, dataset, rows=1, seed=seed) for seed in range(20)}
+    assert len(draws) == 4
+    assert shown(capsys, dataset, rows=2, seed=5) == shown(capsys, dataset, rows=2, seed=5)
+
+
+def test_inspect_folds_lines_to_the_width_and_shortens_long_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    write_normalised(tmp_path, [{"id": "a", "text": "水車 wheel " * 900, "source": "s"}])
+    out = shown(capsys, tmp_path, width=40)
+    assert "8,100 characters" in out and "6,600 more characters" in out.replace("\n   ", " ")
+    wide = [sum(1 + (ord(c) > 0x2E80) for c in line) for line in out.splitlines()[1:]]
+    assert max(wide) <= 40 and len(out) < 3000
+
+
+@pytest.mark.parametrize("environment", [{}, {"NO_COLOR": "1", "FORCE_COLOR": "1", "TERM": "xterm"}])
+def test_inspect_writes_to_any_output(dataset: Path, environment: dict[str, str]) -> None:
+    command = [
+        sys.executable,
+        "-c",
+        f"from millrace.data.show import inspect; inspect({str(dataset)!r}, rows=9)",
+    ]
+    settings = os.environ | {"PYTHONIOENCODING": "ascii", "COLUMNS": "100"} | environment
+    settings.pop("FORCE_COLOR" if not environment else "", None)
+    out = subprocess.run(command, env=settings, capture_output=True, check=True).stdout.decode("ascii")
+    assert "gr\\xf6\\xdfe \\u6c34\\u8eca \\U0001f30a!" in out and "turns.\\n" in out and "... " in out
+    assert ("\x1b[1m" in out) == bool(environment) and "\x1b[36m" not in out
+
+
+def test_letters_split_between_tokens_are_put_together(build: Builder) -> None:
+    tokens = np.array([BOS, *build.tokenizer.encode("é水"), EOS])
+    assert len(tokens) > 4
+    texts = [stretch.text for stretch in stretches(tokens, np.ones(len(tokens), bool), build.tokenizer)]
+    assert texts == ["<|bos|>", "é水", "<|eos|>"]
+
+
+def test_the_space_between_stretches_stays_with_tokenizers_that_drop_the_first(tmp_path: Path) -> None:
+    inner = tokenizers.Tokenizer(models.WordLevel({"<s>": 0, "</s>": 1, "▁so": 2, "▁it": 3, "?": 4}, "?"))
+    inner.pre_tokenizer, inner.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    inner.add_special_tokens(["<s>", "</s>"])
+    inner.save(str(tmp_path / "tokenizer.json"))
+    found = stretches(np.array([0, 2, 3, 2]), np.array([False, False, True, True]), tokenise.load(tmp_path))
+    assert [stretch.text for stretch in found] == ["<s>", "so", " it so"]
+
+
+def test_padding_is_the_last_piece_if_it_is_nothing_but_filler() -> None:
+    tokens, starts = np.array([1, 5, 2, 5, 2, 2, 2]), np.array([1, 0, 0, 1, 0, 1, 0])
+    assert pieces(tokens, starts, 2) == ([slice(0, 3), slice(3, 5)], 2)
+    assert pieces(tokens[:5], starts[:5], 2) == ([slice(0, 3), slice(3, 5)], 0)
+
+
+def write_normalised(folder: Path, documents: list[dict[str, Any]]) -> None:
+    (folder / "normalized").mkdir()
+    for number, some in enumerate((documents[:1], documents[1:])):
+        table = pa.Table.from_pylist(
+            [dict(text=None, messages=None, meta=None) | one for one in some], SCHEMA
+        )
+        pq.write_table(table, folder / "normalized" / f"{number:05}.parquet", row_group_size=2)
+
+
+def test_inspect_shows_documents_that_are_not_packed_yet(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    messages = [{"role": "user", "content": "What\nis it?"}, {"role": "assistant", "content": "A mill."}]
+    documents = [{"id": f"a.txt:{n}", "text": f"text {n}", "source": "prose"} for n in range(5)]
+    documents.append({"id": "chat", "messages": json.dumps(messages), "source": "talk"})
+    write_normalised(tmp_path, documents)
+    out = shown(capsys, tmp_path)
+    assert "document 3 (of 6), source prose, id a.txt:3, 6 characters\n|| text 3\n" in out
+    assert "|| user: What⏎\n   is it?⏎\n   assistant: A mill.\n" in out
+
+
+def test_inspect_says_what_is_missing(tmp_path: Path, dataset: Path) -> None:
+    with pytest.raises(UserError, match="holds neither packed data nor normalised documents"):
+        inspect(tmp_path / "nothing")
+    with pytest.raises(UserError, match="found dev, expected one of train, evaluation"):
+        inspect(dataset, split="dev")
+    with pytest.raises(UserError, match="evaluation split has no rows"):
+        inspect(dataset, split="evaluation")
+    with pytest.raises(UserError, match="found 0, expected 1 or more"):
+        inspect(dataset, rows=0)
+    (dataset / "train-0-00000.npy").write_bytes(b"not an array")
+    with pytest.raises(UserError, match=r"train-0-00000.npy cannot be read.*data verify"):
+        inspect(dataset, rows=4)
+
+
+def test_verify_finds_no_fault_in_a_sound_dataset(dataset: Path) -> None:
+    lines: list[str] = []
+    verify(dataset, lines.append)
+    assert lines[0].startswith("train: 2 epochs of 4 rows, ") and lines[0].endswith(" 5 documents")
+    assert "4 shards" in lines[-1]
+
+
+def faults(folder: Path) -> str:
+    with pytest.raises(UserError) as caught:
+        verify(folder, lambda line: None)
+    return str(caught.value)
+
+
+def rewrite(folder: Path, name: str, suffix: str, change: Callable[[np.ndarray], Any]) -> None:
+    """Changes an array and, as one who does so by mistake might, its checksum in the index."""
+    file = folder / f"{name}{suffix}.npy"
+    array = np.load(file)
+    changed = change(array)
+    array = array if changed is None else changed
+    np.save(file, array)
+    rows = Rows(array, array, None, array)
+    checksum = write_rows(folder, "scratch", rows).checksums[""]
+    index = json.loads((folder / "index.json").read_bytes())
+    for epoch in index["splits"]["train"]["epochs"]:
+        for shard in epoch:
+            if shard["name"] == name:
+                shard["checksums"][suffix] = checksum
+    (folder / "index.json").write_text(json.dumps(index))
+
+
+def test_verify_finds_a_changed_bit_in_any_file(dataset: Path) -> None:
+    for file in sorted(dataset.glob("train-*.npy")):
+        whole = file.read_bytes()
+        file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        assert f"{file}: found checksum" in faults(dataset)
+        file.write_bytes(whole)
+    verify(dataset, lambda line: None)
+
+
+@pytest.mark.parametrize(
+    "damage, said",
+    [
+        (lambda file: file.unlink(), "no such file, expected uint16 of shape (2, 44)"),
+        (lambda file: file.write_bytes(file.read_bytes()[:-3]), "not a whole .npy file"),
+        (lambda file: file.write_bytes(b""), "not a whole .npy file (0 bytes"),
+        (lambda file: file.write_bytes(file.read_bytes() + b"xx"), "found 2 bytes after the array"),
+        (
+            lambda file: np.save(file, np.load(file)[:1]),
+            "found uint16 of shape (1, 44), expected uint16 of (2, 44)",
+        ),
+        (
+            lambda file: np.save(file, np.load(file).astype("uint32")),
+            "found uint32 of shape (2, 44), expected",
+        ),
+    ],
+)
+def test_verify_finds_a_file_that_is_not_as_written(
+    dataset: Path, damage: Callable[[Path], None], said: str
+) -> None:
+    damage(dataset / "train-1-00000.npy") if "1-00000" in said else damage(dataset / "train-0-00001.npy")
+    assert "1 fault;" in faults(dataset)
+    assert f"train-0-00001.npy: {said}" in faults(dataset)
+
+
+def test_verify_survives_any_broken_header(dataset: Path) -> None:
+    file = dataset / "train-0-00001.npy"
+    whole = file.read_bytes()
+    for position, byte in itertools.product(range(0, 70, 3), b"9?\xff"):
+        file.write_bytes(whole[:position] + bytes([byte]) + whole[position + 1 :])
+        assert "train-0-00001.npy: " in faults(dataset)
+
+
+def put(row: int, column: int, value: int) -> Callable[[np.ndarray], None]:
+    def change(array: np.ndarray) -> None:
+        array[row, column] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "suffix, change, said",
+    [
+        ("", put(1, 3, 300), ".npy row 1: found token 300, expected less than 300"),
+        (".starts", put(1, 0, 0), ".starts.npy row 1: found no mark at the first token"),
+        (".starts", put(0, 5, 1 << 4), ".starts.npy row 0: found bits past token 43"),
+        (".sources", lambda array: array + 1, ".sources.npy row 0: found source 2, expected less than 2"),
+        ("", put(0, 2, 7), "found other rows of code than in epoch 0"),
+    ],
+)
+def test_verify_looks_at_the_rows_even_where_checksums_agree(
+    dataset: Path, suffix: str, change: Callable[[np.ndarray], Any], said: str
+) -> None:
+    rewrite(dataset, "train-0-00001", suffix, change)
+    assert said in faults(dataset)
+
+
+def test_verify_finds_padding_that_is_not_marked(dataset: Path) -> None:
+    rewrite(dataset, "train-0-00001", ".starts", lambda bits: bits & np.array([1, 0, 0, 0, 0, 0], "uint8"))
+    found = faults(dataset)
+    assert "train-0-00001.npy row 0: found padding from " in found and ", the last mark at 0" in found
+    assert "(and 1 more)" in found
+
+
+def test_verify_finds_padding_that_is_to_be_learnt(build: Builder) -> None:
+    rows = build.rows([[said("How?", "So.")]], loss=True)
+    build.index([[rows]])
+    verify(build.folder, lambda line: None)
+    assert rows.loss is not None
+    build.index([[dataclasses.replace(rows, loss=rows.loss | np.array([0] * 5 + [8], "uint8"))]])
+    assert "train-0-00000.loss.npy row 0: found 1 tokens of padding to be learnt" in faults(build.folder)
+
+
+def test_verify_finds_a_loss_file_that_the_index_does_not_know(dataset: Path) -> None:
+    shutil.copy(dataset / "train-0-00000.starts.npy", dataset / "train-0-00000.loss.npy")
+    assert "train-0-00000.loss.npy: found a file, expected none" in faults(dataset)
+
+
+@pytest.mark.parametrize("name", ["rows", "tokens", "documents"])
+def test_verify_compares_the_counts_of_the_index(dataset: Path, name: str) -> None:
+    index = json.loads((dataset / "index.json").read_bytes())
+    count = index["splits"]["train"][name]
+    index["splits"]["train"][name] += 1
+    (dataset / "index.json").write_text(json.dumps(index))
+    assert f"train epoch 0: found {count} {name}, expected {count + 1}" in faults(dataset)
+    assert f"train epoch 1: found {count} {name}, expected {count + 1}" in faults(dataset)
+
+
+def test_verify_finds_an_epoch_of_other_rows_unless_a_fraction_is_drawn(build: Builder) -> None:
+    one = build.rows([[plain(TEXTS[3])], [plain("x = 2")]], loss=False)
+    other = build.rows([[plain(TEXTS[3])], [plain("x = 3")]], loss=False)
+    index = build.index([[one], [other]])
+    assert "train epoch 1: found other rows of prose than in epoch 0" in faults(build.folder)
+    recipe = {"sources": {"prose": {"weight": 0.5}, "code": {}}}
+    dataclasses.replace(index, recipe=recipe).write(build.folder)
+    verify(build.folder, lambda line: None)
+
+
+def test_verify_finds_another_tokenizer(dataset: Path) -> None:
+    file = dataset / "tokenizer.json"
+    file.write_text(file.read_text() + " ")
+    assert f"{file}: found sha256 " in faults(dataset)
+    file.unlink()
+    assert f"{file}: no such file" in faults(dataset)
+    with pytest.raises(UserError, match="no packed data"):
+        verify(dataset / "nowhere", lambda line: None)
+
+
+def test_verify_finds_a_wrong_vocabulary(dataset: Path) -> None:
+    index = json.loads((dataset / "index.json").read_bytes())
+    (dataset / "index.json").write_text(json.dumps(index | {"vocab": 299}))
+    assert "found vocab 299, expected the tokenizer's 300" in faults(dataset)
+
+
+def test_verify_tells_the_first_faults_and_counts_the_rest(dataset: Path) -> None:
+    for file in dataset.glob("train-*.npy"):
+        file.unlink()
+    found = faults(dataset)
+    assert "12 faults;" in found and found.count("no such file") == 5 and found.endswith("and 7 more")
+
+
+def test_verify_takes_a_lone_end_token_for_either_where_ends_fill_rows(
+    tmp_path: Path, tokenizer: Path
+) -> None:
+    build = Builder(tmp_path / "data", tokenizer, Special(None, EOS, None, None))
+    ids = range(4, 4 + LENGTH - 1)
+    rows = build.rows([[plain("x = 1")]], loss=False)
+    tokens = np.array([[*ids, EOS]], "uint16")  # the end of a document that was cut before its last token
+    starts = np.zeros((1, LENGTH), bool)
+    starts[0, [0, LENGTH - 1]] = True
+    index = build.index([[rows, Rows(tokens, pack_bits(starts), None, np.zeros(1, "uint16"))]])
+    split = index.splits["train"]
+    for more in (0, 1):
+        counted = dataclasses.replace(split, tokens=split.tokens + more, documents=1 + more)
+        dataclasses.replace(index, splits={"train": counted}).write(build.folder)
+        verify(build.folder, lambda line: None)
+    wrong = dataclasses.replace(split, tokens=split.tokens + 2, documents=1)
+    dataclasses.replace(index, splits={"train": wrong}).write(build.folder)
+    assert f"found {split.tokens} tokens, expected {split.tokens + 2}" in faults(build.folder)
+
+
+@pytest.mark.parametrize("mode", ["concat", "document", "best_fit"])
+@pytest.mark.parametrize("special", [OURS, Special(None, EOS, None, None), Special(BOS, EOS, None, None)])
+def test_verify_finds_no_fault_in_what_packing_makes(
+    tmp_path: Path, tokenizer: Path, mode: str, special: Special
+) -> None:
+    build = Builder(tmp_path / "data", tokenizer, special)
+    rng = np.random.default_rng(0)
+    begin = [] if special.bos is None else [special.bos]
+    # Many are a token longer than some rows, so that their end is cut off and stands alone.
+    lengths = [*rng.integers(1, 100, 200), *[3 * LENGTH + 1 - len(begin) - 1] * 40]
+    documents = [[*begin, *rng.integers(4, 300, length), EOS] for length in lengths]
+    sizes = np.array([len(document) for document in documents])
+    values = np.concatenate(documents).astype("uint16")
+    ragged = Ragged(values, np.concatenate([[0], np.cumsum(sizes)]))
+    plan = pack.plan(sizes, LENGTH, mode, 0)
+    rows = pack.fill(plan, ragged, length=LENGTH, dtype="uint16", filler=special.filler, source=0)
+    order = rng.permutation(len(rows))
+    index = build.index([[rows], [rows.take(order[:20]), rows.take(order[20:])]])
+    split = dataclasses.replace(index.splits["train"], documents=len(documents), tokens=int(sizes.sum()))
+    dataclasses.replace(index, splits={"train": split}).write(build.folder)
+    verify(build.folder, lambda line: None)
+
+
+def test_last_marks_and_filler_are_found_as_a_plain_loop_finds_them() -> None:
+    rng = np.random.default_rng(0)
+    for length in (1, 7, 8, 9, 44):
+        flags = rng.random((300, length)) < 0.1
+        flags[:, 0] = True
+        tokens = rng.integers(0, 2, (300, length)) * (rng.random((300, 1)) < 0.9)
+        expected = [max(n for n in range(length) if row[n]) for row in flags]
+        assert last_starts(pack_bits(flags)).tolist() == expected
+        begins = [len("".join(map(str, row)).rstrip("0")) for row in tokens]
+        assert filler_begins(tokens, 0).tolist() == begins
+
+
+class Page(html.parser.HTMLParser):
+    """Checks that every element is closed in its turn, and keeps the text and the tags."""
+
+    VOID = ("meta", "br", "line", "rect", "polyline")
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.text = ""
+        self.feed(page)
+        self.close()
+        assert not self.open, self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        assert not any(name.startswith("on") or name in ("src", "href") for name, _ in attrs)
+        if tag not in ("meta",):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data if self.open[-1:] != ["style"] else ""
+
+
+HOSTILE = "<script>alert('x')</script>&\"'"
+
+
+def statistics(vocab: int) -> dict[str, Any]:
+    counts = [0] * 10 + [int(1e6 / (n + 1)) for n in range(vocab - 30)] + [0] * 20
+    return {
+        "stages": {
+            "normalize": {"seconds": 2.0, "bytes": 500_000_000},
+            "shuffle": {"seconds": 4, "tokens": 10**8},
+        },
+        "sources": {
+            "prose": {"documents": 1200, "bytes": 5_000_000, "tokens": 1_250_000, "rows": 612, "weight": 1.0},
+            HOSTILE: {"documents": 10, "bytes": 100, "tokens": 1_250_000, "rows": 613, "weight": 2.0},
+        },
+        "dropped": {"empty": 12, "near duplicate": 3456, "unused": 0},
+        "problems": {"counts": {HOSTILE: 7}, "samples": [f"a.jsonl:17: {HOSTILE}\x1b"]},
+        "lengths": {"edges": [1, 2, 4, 8, 16], "counts": [0, 5, 30, 3]},
+        "fill": {"edges": [0, 0.5, 1], "counts": [1, 99]},
+        "vocabulary": counts,
+        "shuffle": {"rank_correlation": 0.0012, "displacement": 0.9987, "mixing": 0.9991},
+    }
+
+
+def written(index: Index, stats: dict[str, Any], folder: Path) -> Page:
+    report.write(index, stats, folder / "report.html")
+    text = (folder / "report.html").read_text(encoding="utf-8")
+    assert "http:" not in text and "https:" not in text
+    return Page(text)
+
+
+def read_index(folder: Path) -> Index:
+    return Index.parse((folder / "index.json").read_bytes(), "index.json")
+
+
+def test_the_report_tells_the_numbers(dataset: Path) -> None:
+    index = read_index(dataset)
+    split = index.splits["train"]
+    page = written(index, statistics(300), dataset)
+    for said in (
+        f"{split.tokens:,}",
+        f"{400 / split.tokens:.2f}",
+        "250.0",
+        "25.00",
+        "3,456",
+        "0.9991",
+        "0.0012",
+    ):
+        assert said in page.text, said
+    assert "66.7 %" in page.text and "33.3 %" in page.text, "shares follow the weights"
+    assert "270 of 300 ids occur; 10.0 % never do" in page.text
+    assert "8 to 16: 3 (7.89 %)" in page.text and "50 % to 100 %: 99" in page.text
+    assert page.tags.count("svg") == 3 and page.tags.count("rect") == 5, "of empty ends nothing is drawn"
+
+
+def test_the_report_escapes_everything(dataset: Path) -> None:
+    index = read_index(dataset)
+    recipe = {"path": HOSTILE, "sources": {HOSTILE: {"weight": 1}}}
+    page = written(dataclasses.replace(index, recipe=recipe), statistics(300), dataset)
+    assert "script" not in page.tags
+    # The title, the heading, the recipe (path and source), the source, the problem and its sample.
+    assert page.text.count("<script>alert(") == 7 and "\x1b" not in page.text
+
+
+def test_the_report_spells_tokens_with_their_spaces(dataset: Path) -> None:
+    counts = np.zeros(300, np.int64)
+    inner = tokenise.load(dataset).inner
+    ids = {text: inner.encode(text).ids[-1] for text in ("a sluice", "\n", "🌊")}
+    counts[[BOS, *ids.values()]] = [9, 8, 7, 6]
+    np.save(dataset / "counts.npy", counts)
+    page = written(read_index(dataset), {"vocabulary": str(dataset / "counts.npy")}, dataset)
+    for said in ("<|bos|>", "␣sluice", "⏎", str(inner.id_to_token(ids["🌊"]))):
+        assert said in page.text, said
+
+
+def test_the_report_leaves_out_what_is_not_known(dataset: Path) -> None:
+    page = written(read_index(dataset), {}, dataset)
+    assert "Vocabulary" not in page.text and "Splits" in page.text and "Recipe" in page.text
+    empty = {"lengths": {"edges": [0, 1], "counts": [0]}, "vocabulary": [0, 0], "dropped": {}, "stages": {}}
+    assert "Nothing." in written(read_index(dataset), empty, dataset).text
+    (dataset / "tokenizer.json").unlink()
+    assert "Commonest tokens" in written(read_index(dataset), {"vocabulary": [1, 2]}, dataset).text
