@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help demo test test-all lint bench clean
+.PHONY: help demo test test-all lint bench bench-data clean
 
 help:
 	@echo "make demo      corpus, tokenizer, training, evaluation, sample and export, in a few minutes on a CPU"
@@ -11,6 +11,7 @@ help:
 	@echo "make test-all  the slow tests as well"
 	@echo "make lint      ruff and mypy"
 	@echo "make bench     ratios against peers, on a machine with one GPU"
+	@echo "make bench-data  the data pipeline beside its peers, on any machine"
 
 .venv/core: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("Millrace needs Python 3.11 or newer; try make PYTHON=python3.11" if sys.version_info < (3, 11) else 0)'
@@ -69,6 +70,21 @@ bench: .venv/gpu
 	$(BIN)/python -m benchmarks.llama_1b
 	$(BIN)/python -m benchmarks.loss_gpu
 	$(BIN)/python -m benchmarks.attention_gpu
+
+# Two environments: mosaicml-streaming wants an older huggingface_hub than the others.
+.venv/peers/ready: .venv/core
+	@$(PYTHON) -m venv .venv/peers
+	@.venv/peers/bin/python -m pip --disable-pip-version-check install --quiet 'datatrove[processing]' datasets grain \
+		array_record tokenizers gigatoken fastokens tiktoken orjson torch==2.13.0
+	@touch $@
+
+.venv/streaming/ready: .venv/core
+	@$(PYTHON) -m venv .venv/streaming
+	@.venv/streaming/bin/python -m pip --disable-pip-version-check install --quiet mosaicml-streaming torch==2.13.0
+	@touch $@
+
+bench-data: .venv/test .venv/peers/ready .venv/streaming/ready
+	$(BIN)/python -m benchmarks.data
 
 clean:
 	rm -rf .venv build dist *.egg-info

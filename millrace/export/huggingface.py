@@ -3,13 +3,14 @@ and axes (`HF`); a pattern like "(n h) d -> d n h" is read in either direction."
 
 import importlib
 import json
+import math
+import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import einops
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -65,7 +66,8 @@ def to_tensors(table: Table, params: Any, dtype: str) -> Iterator[tuple[str, np.
         array = np.asarray(jax.device_get(leaf.astype(jnp.dtype(dtype))))
         layers = array if "{}" in theirs else [array]
         for number, layer in enumerate(layers):
-            yield theirs.format(number), np.ascontiguousarray(einops.rearrange(layer, f"{right} -> {left}"))
+            sizes = dict(zip(right.split(), layer.shape, strict=True))
+            yield theirs.format(number), np.ascontiguousarray(rearrange(layer, f"{right} -> {left}", sizes))
 
 
 def save_shards(tensors: Iterator[tuple[str, np.ndarray]], target: Path) -> None:
@@ -194,8 +196,8 @@ class Tensors:
         tensor = np.asarray(self.places[name].get_tensor(name)).astype(np.float32)
         sizes = dict(zip(pattern.split(" -> ")[1].split(), shape, strict=True))
         try:
-            return einops.rearrange(tensor, pattern, **sizes)
-        except einops.EinopsError:
+            return rearrange(tensor, pattern, sizes)
+        except ValueError:
             raise UserError(
                 f"{self.folder}: {name} is of shape {tensor.shape}, and by config.json its parts are {shape}"
             ) from None
@@ -206,6 +208,17 @@ class Tensors:
         if left:
             more = f" and {len(left) - 1} more" if len(left) > 1 else ""
             raise UserError(f"{self.folder}: no place in this model for the tensor {left[0]}{more}")
+
+
+def rearrange(array: np.ndarray, pattern: str, sizes: dict[str, int]) -> np.ndarray:
+    """Axes by name, those in brackets lying in one: (n h) d -> d n h. ValueError if they do not fit."""
+    sides = [re.findall(r"(?<=[(])[^)]+|[^ ()]+", side) for side in pattern.split(" -> ")]
+    before, after = ([math.prod(sizes[name] for name in axis.split()) for axis in side] for side in sides)
+    if array.shape != tuple(before):
+        raise ValueError(f"{array.shape} is not {before}")
+    left, right = (" ".join(side).split() for side in sides)
+    turned = array.reshape([sizes[name] for name in left]).transpose([left.index(name) for name in right])
+    return turned.reshape(after)
 
 
 @contextmanager

@@ -1,0 +1,26 @@
+"""Millrace's BPE training on the documents of JSON lines, all cores."""
+
+from pathlib import Path
+from typing import Any
+
+from serve import read_texts, serve
+
+
+def get_ready() -> Any:
+    from millrace.data import learn, tokenise
+
+    texts: list[str] = []
+
+    def work(options: dict[str, Any]) -> dict[str, Any]:
+        if "files" in options:
+            texts[:] = read_texts(options["files"])
+            return {}
+        trained = learn.train(texts, kind="bpe", vocab=options["vocab"])
+        tokenise.save(trained, Path(options["out"]))
+        return {}
+
+    return work
+
+
+if __name__ == "__main__":
+    serve(get_ready)
