@@ -44,7 +44,7 @@ LARGEST_GROUP = 256 << 20  # bytes of text packed together: more takes memory an
 SMALLEST_GROUP = 64 << 20
 GROUPS = 16  # wanted, for the workers to share
 FEWEST_HELD_OUT = 10  # documents; where the share comes to fewer, rows are held out instead
-SAMPLE = 2_000_000  # bytes of text on which a fast encoder is compared with the reference
+SAMPLE = 400_000  # bytes of text on which a fast encoder is compared with the reference
 
 
 class Work:
