@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except BrokenPipeError:  # `millrace ... | head`: Python would complain once more at its end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return 141  # as if ended by SIGPIPE: whatever was being done is not finished
     except OSError as error:  # a folder that cannot be written, a full disk
         if not error.filename:
             raise

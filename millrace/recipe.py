@@ -207,7 +207,7 @@ class Tokenizer:
     vocab: int = 32768
     sample: int = 256  # megabytes of text to train on, drawn from all sources
     path: str | None = None  # with `use: file`: tokenizer.json, its folder, a .tiktoken or a .model
-    template: str | None = None  # a chat template (Jinja), where the tokenizer has none
+    template: str | None = None  # a chat template, where the tokenizer has none: a file, or plain
 
     def __post_init__(self) -> None:
         if self.use != "file":

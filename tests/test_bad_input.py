@@ -309,3 +309,12 @@ def test_a_list_of_records_tells_what_is_wrong(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(jsonl, "LONGEST_LIST", 10)
     (tmp_path / "x.json").write_text('[{"text": "a"}]')
     assert skipped(tmp_path / "x.json")[:2] == ([], {"file too long": 1})
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".tsv"])
+def test_a_quote_that_is_never_closed_is_told(tmp_path: Path, suffix: str) -> None:
+    file = tmp_path / f"x{suffix}"
+    file.write_text("text\n" + "".join(f'{n} "stray\n' if n == 5 else f"{n} fine\n" for n in range(20)))
+    file.write_text(file.read_text().replace('5 "stray', '"5 stray'))
+    with pytest.raises(UserError, match="found 1 quotes, expected an even number"):
+        documents(file)

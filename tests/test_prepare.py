@@ -255,10 +255,9 @@ def chats(tmp_path: Path) -> Path:
         for n in range(120)
     ]
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    template = Path(tokenise.__file__).parent / "templates" / "plain.jinja"
     (tmp_path / "data.yaml").write_text(
         f"path: {tmp_path}/data\nsources: {{chats: {{path: {tmp_path}/chats.jsonl}}}}\n"
-        f"tokenizer: {{use: bpe, vocab: 300, template: {template}}}\n"
+        f"tokenizer: {{use: bpe, vocab: 300, template: plain}}\n"
         "pack: {sequence_length: 128, evaluation: 0.1}\n"
     )
     return tmp_path / "data.yaml"
@@ -311,6 +310,102 @@ def test_files_that_came_since_a_run_was_stopped_make_it_begin_anew(load: Any, t
     assert "normalize: the files of the sources have changed, so it begins anew" in said
     both = documents(tmp_path / "data", "train") + documents(tmp_path / "data", "evaluation")
     assert both.total() == 561 and both["one more"] == 1
+
+
+def test_workers_die_with_the_process_that_started_them(load: Any, tmp_path: Path) -> None:
+    import psutil
+
+    for number in range(30):  # enough work to be in the middle of
+        text = "\n".join(json.dumps({"text": text}) for text in sentences(3000, number + 10))
+        (tmp_path / "lines" / f"more{number}.jsonl").write_text(text)
+    process = start(tmp_path, "workers=2", "normalize.near=0.8")
+    family: list[psutil.Process] = []
+    while len(family) < 3 and process.poll() is None:  # the server and two workers
+        family = psutil.Process(process.pid).children(recursive=True)
+        time.sleep(0.02)
+    process.kill()
+    process.communicate()
+    _, alive = psutil.wait_procs(family, timeout=10)
+    assert len(family) >= 3 and not alive
+
+
+def test_a_stop_while_leftovers_are_cleared_away_loses_nothing(load: Any, tmp_path: Path) -> None:
+    """As if killed in the middle of removing what stood between the stages."""
+    prepare(load("normalize.exact=true"), silent)
+    folder = tmp_path / "data"
+    (folder / "packed").mkdir()
+    (folder / "packed" / "00000.json").write_text("{}")
+    prepare(load("normalize.exact=true", "shuffle.epochs=2"), silent, replace=True)
+    both = documents(folder, "train") + documents(folder, "evaluation")
+    prepare(load("normalize.exact=true", "shuffle.epochs=2", f"path={tmp_path}/fresh"), silent)
+    assert both == documents(tmp_path / "fresh", "train") + documents(tmp_path / "fresh", "evaluation")
+
+
+def test_conversations_beside_plain_text_are_learnt_in_part_and_verified(chats: Path, tmp_path: Path) -> None:
+    (tmp_path / "texts.txt").write_text("\n".join(sentences(50)))
+    text = chats.read_text().replace("sources: {", f"sources: {{plain: {{path: {tmp_path}/texts.txt}}, ")
+    chats.write_text(text)
+    prepare(recipe.load_data(chats), silent)
+    verify(tmp_path / "data", silent)
+
+
+def test_a_damaged_shard_is_refused_when_it_is_read(load: Any, tmp_path: Path) -> None:
+    prepare(load(), silent)
+    shard = tmp_path / "data" / "train-0-00000.npy"
+    content = bytearray(shard.read_bytes())
+    content[-9] ^= 255
+    shard.write_bytes(content)
+    with pytest.raises(UserError, match=r"has checksum \w{8}, and the index says \w{8}; make the data again"):
+        Dataset.open(tmp_path / "data").batch(0, split="train", sequences=2, seed=0)
+
+
+def test_data_whose_sources_changed_is_told_and_made_anew_on_request(load: Any, tmp_path: Path) -> None:
+    prepare(load("pack.sequence_length=512"), silent)
+    (tmp_path / "files" / "new.txt").write_text("a new text")
+    said: list[str] = []
+    prepare(load("pack.sequence_length=512"), said.append)
+    assert "the files of its sources have changed since; --replace makes it anew" in said[0]
+    prepare(load("pack.sequence_length=512"), silent, replace=True)
+    both = documents(tmp_path / "data", "train") + documents(tmp_path / "data", "evaluation")
+    assert both.total() == 561 and both["a new text"] == 1
+
+
+def test_when_nothing_is_left_the_reasons_are_told(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"txt": "one"}\n' * 5)
+    (tmp_path / "data.yaml").write_text(
+        f"path: {tmp_path}/data\nerrors: skip\nsources: {{a: {{path: {tmp_path}/a.jsonl}}}}\n"
+    )
+    with pytest.raises(
+        UserError, match=r"skipped 5 \(missing column 5\); first .*a.jsonl:1: found txt, expected"
+    ):
+        prepare(recipe.load_data(tmp_path / "data.yaml"), silent)
+
+
+def test_skipping_after_a_stop_keeps_finished_parts_and_stopping_after_skips_redoes_them(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "in").mkdir()
+    good = "".join(json.dumps({"text": text}) + "\n" for text in sentences(40))
+    (tmp_path / "in" / "a.jsonl").write_text(good)
+    (tmp_path / "in" / "b.parquet").write_bytes(b"not parquet")
+    (tmp_path / "data.yaml").write_text(
+        f"path: {tmp_path}/data\nworkers: 1\n"
+        f"sources: {{a: {{path: {tmp_path}/in/a.jsonl}}, b: {{path: {tmp_path}/in/b.parquet}}}}\n"
+        "tokenizer: {use: bpe, vocab: 300}\npack: {evaluation: 0}\n"
+    )
+    load = lambda errors: recipe.load_data(tmp_path / "data.yaml", [f"errors={errors}"])
+    with pytest.raises(UserError, match="b.parquet"):
+        prepare(load("stop"), silent)
+    first = tmp_path / "data" / "normalized" / "00000.parquet"
+    made = first.stat().st_mtime_ns
+    prepare(load("skip"), silent, until="normalize")
+    assert first.stat().st_mtime_ns == made
+    stages = tmp_path / "data" / "stages.json"
+    values = json.loads(stages.read_text())
+    del values["normalize"]["seconds"]  # as if it had been stopped before the stage was done
+    stages.write_text(json.dumps(values))
+    with pytest.raises(UserError, match="b.parquet"):
+        prepare(load("stop"), silent)
 
 
 def start(tmp_path: Path, *overrides: str) -> subprocess.Popen[str]:

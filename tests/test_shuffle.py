@@ -228,7 +228,7 @@ def test_splits_and_seeds_have_orders_of_their_own(tmp_path: Path) -> None:
 def test_rows_without_a_loss_among_others_are_learnt_whole(tmp_path: Path) -> None:
     inputs = write_inputs(tmp_path, [50, 50, 50], loss="1")
     for way in ("one bucket", "by runs", "two rounds"):
-        (epoch,) = run(inputs, tmp_path, **WAYS[way])
+        (epoch,) = run(inputs, tmp_path, filler=9_999, **WAYS[way])
         numbers_in(tmp_path, epoch)
         for result in epoch:
             rows = read_rows(tmp_path, result["shard"]["name"])

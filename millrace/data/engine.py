@@ -86,12 +86,12 @@ def in_flight(
 
 
 def start_worker() -> None:
-    """One thread a worker: the processes are the parallelism. Ctrl-C is the parent's to handle."""
-    import signal
-
+    """One thread a worker: the processes are the parallelism."""
     import pyarrow as pa
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    from millrace.data import tied
+
+    tied.tie()
     os.environ.update(ONE_THREAD)
     pa.set_cpu_count(1)
     pa.set_io_thread_count(1)
@@ -102,7 +102,8 @@ def context() -> Any:
     """Workers are forked from a server that has imported what they need, and has no threads yet."""
     chosen = multiprocessing.get_context("forkserver")
     stages = [f"millrace.data.{name}" for name in ("normalise", "pack", "shuffle")]
-    chosen.set_forkserver_preload([*stages, "gigatoken", "awkward"])  # the last two take half a second
+    # gigatoken and awkward take half a second
+    chosen.set_forkserver_preload(["millrace.data.tied", *stages, "gigatoken", "awkward"])
     return chosen
 
 
@@ -114,8 +115,11 @@ def on_ray(unit: Unit, items: Sequence[Item], workers: int) -> Iterator[tuple[It
         raise UserError('engine: ray is not installed; `pip install ".[ray]"` installs it') from None
     connect(ray, workers)
 
+    here = os.getcwd()
+
     @ray.remote(num_cpus=1, max_retries=RETRIES)
     def task(item: Item) -> Any:
+        os.chdir(here)  # what relative paths are seen from
         os.environ.update(ONE_THREAD)
         return unit(item)
 

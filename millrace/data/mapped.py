@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from millrace.data.remote import Remote
-from millrace.data.shards import Index, Shard
+from millrace.data.shards import Index, Shard, checksum
 from millrace.errors import UserError
 
 HEADER = 128  # bytes before the array in a .npy file of one or two axes, as numpy writes it
@@ -163,15 +163,26 @@ class Local:
         return {name: (self.path / name).stat().st_size for name in names if (self.path / name).is_file()}
 
     def open(self, name: str, *, size: int, header: int, checksum: str) -> "Mapped":
-        return Mapped(self.path / name)
+        return Mapped(self.path / name, header, checksum)
 
 
 class Mapped:
-    def __init__(self, path: Path) -> None:
+    """A file on a disk. When the first row is asked for, all of it is compared with its checksum: that reads
+    what will be read anyway, at 2 GB/s."""
+
+    def __init__(self, path: Path, header: int, checksum: str) -> None:
+        self.path, self.header, self.checksum, self.compared = path, header, checksum, False
         self.content = np.asarray(np.memmap(path, np.uint8, "r"))
 
     def want(self, start: int, stop: int) -> None:
         pass
 
     def need(self, start: int, stop: int) -> None:
-        pass
+        if self.compared or stop <= self.header:
+            return
+        found = checksum(self.content[self.header :].data)
+        if found != self.checksum:
+            raise UserError(
+                f"{self.path} has checksum {found}, and the index says {self.checksum}; {AGAIN}"
+            )
+        self.compared = True

@@ -21,9 +21,16 @@ def prepare(recipe: Any, say: Say, *, until: str = "shuffle", replace: bool = Fa
     folder = Path(recipe.path)
     made = finished(folder)
     if made is not None and same(made.recipe, to_dict(recipe)):
-        Work(recipe, folder, Engine.of(recipe), say).tidy()
-        return say(f"{folder} is already made by this recipe; `millrace data inspect {folder}` shows it")
-    if made is not None and not replace:
+        work = Work(recipe, folder, Engine.of(recipe), say)
+        work.tidy()
+        if work.sources_changed() and not replace:
+            return say(
+                f"{folder} was made by this recipe, but the files of its sources have changed since; "
+                "--replace makes it anew"
+            )
+        if not work.sources_changed():
+            return say(f"{folder} is already made by this recipe; `millrace data inspect {folder}` shows it")
+    elif made is not None and not replace:
         raise UserError(
             f"path: {folder} holds data of another recipe, with {difference(made.recipe, to_dict(recipe))}; "
             "choose another path=, or replace it with --replace"
@@ -59,7 +66,7 @@ def same(made: dict[str, Any], wanted: dict[str, Any]) -> bool:
 
 
 def relevant(recipe: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in recipe.items() if key not in ("path", "engine", "workers")}
+    return {key: value for key, value in recipe.items() if key not in ("path", "engine", "workers", "errors")}
 
 
 def difference(made: dict[str, Any], wanted: dict[str, Any]) -> str:

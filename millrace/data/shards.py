@@ -17,6 +17,7 @@ import numpy as np
 from millrace.errors import UserError
 
 VERSION = 2
+HIGHEST = np.array([max(byte.bit_length() - 1, 0) for byte in range(256)])
 LIMITS = {"uint16": 1 << 16, "uint32": 1 << 32}
 
 
@@ -137,6 +138,29 @@ def pack_bits(flags: np.ndarray) -> np.ndarray:
 
 def unpack_bits(bits: np.ndarray, length: int) -> np.ndarray:
     return np.unpackbits(bits, axis=-1, count=length, bitorder="little").view(bool)
+
+
+def last_starts(starts: np.ndarray) -> np.ndarray:
+    """The column of the last mark of each row, from its bits."""
+    bytes_back = (starts[:, ::-1] != 0).argmax(axis=1)
+    byte = starts.shape[1] - 1 - bytes_back
+    return 8 * byte + HIGHEST[starts[np.arange(len(starts)), byte]]
+
+
+def filler_begins(tokens: np.ndarray, filler: int) -> np.ndarray:
+    """The column from which a row is nothing but filler; its length if it ends in something else."""
+    length = tokens.shape[1]
+    begins = np.full(len(tokens), length)
+    ending = np.flatnonzero(tokens[:, -1] == filler)  # few, unless documents have rows of their own
+    other = tokens[ending] != filler
+    begins[ending] = np.where(other.any(axis=1), length - other[:, ::-1].argmax(axis=1), 0)
+    return begins
+
+
+def padding_begins(tokens: np.ndarray, starts: np.ndarray, filler: int) -> np.ndarray:
+    """The column from which each row is padding; its length if none is."""
+    last = last_starts(starts)
+    return np.where(filler_begins(tokens, filler) <= last, last, tokens.shape[1])
 
 
 def checksum(content: Any) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from millrace.data.shards import Rows, Shard, atomic, pack_bits, read_rows
+from millrace.data.shards import Rows, Shard, atomic, pack_bits, padding_begins, read_rows
 
 BUCKET = 128 << 20  # bytes of tokens in a shard, about: a worker holds one, and syncs while the others work
 DIRECT = 2 << 30  # bytes of tokens that the page cache will hold: then random reads do, and one pass
@@ -43,6 +43,7 @@ class Round:
     split: str
     seed: int
     inputs: tuple[Input, ...]
+    filler: int = 0  # the id that fills rows
     counts: tuple[int, ...] = ()  # rows of each input in an epoch
     sizes: tuple[int, ...] = ()  # rows of each bucket
     sources: tuple[int, ...] = ()  # rows of each source
@@ -101,12 +102,13 @@ def plan_shuffle(
     epochs: int = 1,
     rounds: int = 1,
     row_bytes: int,
+    filler: int = 0,
     bucket_bytes: int = BUCKET,
     direct_bytes: int = DIRECT,
 ) -> tuple[Pass, ...]:
     """The work that shuffles a split, by arithmetic alone: `row_bytes` are those of a row's tokens. Runs and
     the shards of all rounds but the last lie in scatter/, which is the caller's to remove."""
-    first = Round(folder, split, seed, inputs=tuple(one for one in inputs if one.rows))
+    first = Round(folder, split, seed, inputs=tuple(one for one in inputs if one.rows), filler=filler)
     first = dataclasses.replace(first, counts=tuple(count(first, i) for i in range(len(first.inputs))))
     total = sum(first.counts)
     if not total:
@@ -165,6 +167,9 @@ def gather(job: Job) -> dict[str, Any]:
         else:
             for suffix, target in (targets | {".origins": before[here]}).items():
                 read_slice(folder / f"{now.run(number)}{suffix}.npy", begin, target)
+        if rows.loss is not None and not one.loss:  # of plain text all is to be learnt, but not the padding
+            begins = padding_begins(rows.tokens[here], rows.starts[here], now.filler)
+            rows.loss[here] = pack_bits(np.arange(rows.tokens.shape[1]) < begins[:, None])
     assert done == size
 
     order = generator(now, "bucket", job.number).permutation(size)
@@ -271,10 +276,10 @@ def origins(now: Round, number: int) -> np.ndarray:
 
 
 def room_for(size: int, like: Rows, *, loss: bool) -> Rows:
-    """Rows to be read into. Those from a file without a loss are to be learnt whole."""
+    """Rows to be read into."""
     tokens = np.empty((size, like.tokens.shape[1]), like.tokens.dtype)
     starts = np.empty((size, like.starts.shape[1]), np.uint8)
-    learnt = np.tile(pack_bits(np.ones(like.tokens.shape[1], bool)), (size, 1)) if loss else None
+    learnt = np.empty_like(starts) if loss else None
     return Rows(tokens, starts, learnt, np.empty(size, np.uint16))
 
 

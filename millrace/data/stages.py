@@ -5,6 +5,7 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -29,16 +30,16 @@ Say = Callable[[str], None]
 
 # What each stage reads of the recipe: it is done again when that has changed, or what one before it reads.
 READS = {
-    "normalize": ("sources", "normalize", "errors"),
-    "tokenizer": ("tokenizer", "pack.evaluation"),
+    "normalize": ("sources", "normalize"),
+    "tokenizer": ("tokenizer", "pack.evaluation", "seed"),
     "pack": ("pack", "seed"),
     "shuffle": ("shuffle", "sources.weight"),
 }
-MAKES = {  # the last pattern is there when the stage is done
+MAKES = {
     "normalize": ("read", "normalized"),
-    "tokenizer": tokenise.FILES[::-1],
+    "tokenizer": tokenise.FILES,
     "pack": ("packed",),
-    "shuffle": ("scatter", "evaluation-*", "report.html", "index.json", "train-*"),
+    "shuffle": ("scatter", "evaluation-*", "train-*", "report.html", "index.json"),
 }
 LARGEST_GROUP = 256 << 20  # bytes of text packed together: more takes memory and fills rows no better
 SMALLEST_GROUP = 64 << 20
@@ -53,15 +54,22 @@ class Work:
     def __init__(self, recipe: Any, folder: Path, engine: Engine, say: Say) -> None:
         self.recipe, self.folder, self.engine, self.say = recipe, folder, engine, say
         file = folder / "stages.json"
-        self.stages: dict[str, Any] = json.loads(file.read_bytes()) if file.exists() else {}
+        try:
+            self.stages: dict[str, Any] = json.loads(file.read_bytes()) if file.exists() else {}
+        except ValueError:
+            raise UserError(f"{file} is damaged; remove {folder} to make the data anew") from None
 
     def run(self, name: str) -> None:
         wanted, began = fingerprint(to_dict(self.recipe), name), time.perf_counter()
+        if name == "tokenizer":
+            wanted += self.brought()
+        if name == "normalize":
+            self.check_sources()
         stage = self.stages.get(name, {})
         if stage.get("fingerprint") != wanted:
             self.clear(name)
             self.keep(self.stages | {name: {"fingerprint": wanted}})
-        elif "seconds" in stage and any(self.folder.glob(MAKES[name][-1])):
+        elif "seconds" in stage:
             return self.say(f"{name}: done before")
         made = getattr(self, f"make_{name}")()
         seconds = round(time.perf_counter() - began, 2)
@@ -83,7 +91,7 @@ class Work:
     def units(self, label: str, unit: Callable[[Any], Any], jobs: dict[Path, Any]) -> list[dict[str, Any]]:
         """Runs a unit for each job whose file is not there yet, keeps what it says of its work in that file,
         and returns what all have said."""
-        left = {job: file for file, job in jobs.items() if not file.exists()}
+        left = {job: file for file, job in jobs.items() if not self.is_done(file)}
         for folder in {file.parent for file in jobs}:
             folder.mkdir(parents=True, exist_ok=True)
         with Bar(label, len(jobs), done=len(jobs) - len(left)) as bar:
@@ -91,6 +99,13 @@ class Work:
                 write_json(left[job], made)
                 bar.advance(made or {})
         return [json.loads(file.read_bytes()) for file in jobs]
+
+    def is_done(self, file: Path) -> bool:
+        """Whether a unit has left its file, and not by skipping what is now to stop the work."""
+        if not file.exists():
+            return False
+        made = json.loads(file.read_bytes()) or {}
+        return self.recipe.errors == "skip" or not made.get("problems", {}).get("counts")
 
     def make_normalize(self) -> dict[str, Any]:
         cfg, policy, began = self.recipe.normalize, self.recipe.errors, time.perf_counter()
@@ -108,15 +123,17 @@ class Work:
                 for n in (unit.number for unit in units)
             }
             parts = self.units("duplicates", remove, places)
-            shutil.rmtree(first)
         made = {
             "documents": sum(part["documents"] for part in parts),
             "bytes": sum(part["bytes"] for part in parts),
             "dropped": total(part["dropped"] for part in parts),
         }
+        skipped = total(problem["counts"] for problem in problems)
         if not made["documents"]:
+            read, first_place = sum(part["documents_read"] for part in parts), problems[0]["samples"][:1]
             raise UserError(
-                f"sources: no documents are left of {sum(p['documents_read'] for p in parts)} read"
+                f"sources: no documents are left of {read:,} read{told('left out', made['dropped'])}"
+                f"{told('skipped', skipped)}" + "".join(f"; first {place}" for place in first_place)
             )
         rate = f"{made['bytes'] / 1e6:,.1f} MB in {time.perf_counter() - began:.1f} s"
         self.say(f"normalize: {made['documents']:,} documents, {rate}{told('left out', made['dropped'])}")
@@ -134,15 +151,33 @@ class Work:
         return {"counts": counts, "samples": samples}
 
     def listed(self) -> list[normalise.Unit]:
-        """All there is to read. Work on another list, from before files came or went, is of no use."""
+        """All there is to read, which is noted down: work on another list is of no use to this one."""
         units = normalise.units(self.recipe)
-        stage = self.stages["normalize"]
-        found = hashlib.sha256(repr([(unit.source, unit.part) for unit in units]).encode()).hexdigest()[:16]
-        if stage.get("units", found) != found:
+        stage = self.stages["normalize"] | {"units": listing(units)}
+        self.keep(self.stages | {"normalize": stage})
+        return units
+
+    def check_sources(self) -> None:
+        """Begins anew if the files of the sources have changed since their list was noted down."""
+        if self.sources_changed():
             self.say("normalize: the files of the sources have changed, so it begins anew")
             self.clear("normalize")
-        self.keep(self.stages | {"normalize": stage | {"units": found}})
-        return units
+
+    def sources_changed(self) -> bool:
+        before = self.stages.get("normalize", {}).get("units")
+        try:
+            return before is not None and before != listing(normalise.units(self.recipe))
+        except UserError:
+            if "seconds" in self.stages["normalize"]:
+                return False  # gone, and no longer needed
+            raise
+
+    def brought(self) -> str:
+        """The checksum of the files that the user brought for the tokenizer."""
+        cfg = self.recipe.tokenizer
+        content = tokenise.tokenizer_file(cfg.path).read_bytes() if cfg.use == "file" else b""
+        content += read_template(cfg.template).encode() if cfg.template is not None else b""
+        return hashlib.sha256(content).hexdigest()[:16] if content else ""
 
     def make_tokenizer(self) -> dict[str, Any]:
         """Trains a tokenizer, on nothing that is held out, or takes the one named; then chooses what is
@@ -167,7 +202,7 @@ class Work:
     def make_pack(self) -> dict[str, Any]:
         recipe, began = self.recipe, time.perf_counter()
         names, share = list(recipe.sources), recipe.pack.evaluation
-        few = 0 < share * self.stages["normalize"]["documents"] < FEWEST_HELD_OUT
+        few = self.few_held_out()
         jobs = [
             pack.Job(
                 number=number,
@@ -211,6 +246,7 @@ class Work:
     def make_shuffle(self) -> dict[str, Any]:
         recipe, began = self.recipe, time.perf_counter()
         length = recipe.pack.sequence_length
+        filler = tokenise.load(self.folder).special.filler
         row_bytes = length * np.dtype(smallest_dtype(self.stages["tokenizer"]["vocab"])).itemsize
         epochs: dict[str, list[list[dict[str, Any]]]] = {}
         for split in pack.SPLITS:
@@ -222,6 +258,7 @@ class Work:
                 epochs=recipe.shuffle.epochs if split == "train" else 1,
                 rounds=recipe.shuffle.rounds,
                 row_bytes=row_bytes,
+                filler=filler,
             )
             epochs[split] = []
             for one in passes:
@@ -257,6 +294,8 @@ class Work:
         stats = summary.stats(self.recipe, self.stages, packed, counts)
         report.write(index, stats, self.folder / "report.html")
         index.write(self.folder)
+        # From now on packed/ is not to be relied on: it may be half gone when this is stopped.
+        self.keep({name: self.stages[name] for name in ("normalize", "tokenizer")})
         self.tidy()
         for name, split in index.splits.items():
             self.say(f"{name}: {split.rows:,} rows, {split.documents:,} documents, {split.tokens:,} tokens")
@@ -264,12 +303,12 @@ class Work:
         self.say(f"{self.folder} is ready ({index.dtype}, {entropy}); {self.folder / 'report.html'} shows it")
 
     def tidy(self) -> None:
-        for name in ("packed", "scatter"):
+        for name in ("read", "packed", "scatter"):
             shutil.rmtree(self.folder / name, ignore_errors=True)
 
     def sample(self, size: int) -> Iterator[str]:
         """About so many bytes of text that is not held out, in row groups drawn evenly from all files."""
-        share = self.recipe.pack.evaluation
+        share = 0.0 if self.few_held_out() else self.recipe.pack.evaluation
         groups: list[tuple[Path, int]] = []
         for file in sorted((self.folder / "normalized").glob("*.parquet")):
             groups += [(file, group) for group in range(pq.read_metadata(file).num_row_groups)]
@@ -284,6 +323,10 @@ class Work:
                 size -= len(text)
                 if size <= 0:
                     return
+
+    def few_held_out(self) -> bool:
+        """Whether documents are too few to hold any out, so that rows are."""
+        return 0 < self.recipe.pack.evaluation * self.stages["normalize"]["documents"] < FEWEST_HELD_OUT
 
     def groups(self) -> Iterator[tuple[str, tuple[str, ...]]]:
         """Files of one source, one after the other, that are packed together."""
@@ -339,9 +382,19 @@ def remove(job: Removal) -> dict[str, Any]:
     return duplicates.remove(job.number, job.rows, job.counts, folder / "read", folder / "normalized")
 
 
+def listing(units: list[normalise.Unit]) -> str:
+    """The checksum of a list of files and, where they are near, of their sizes."""
+    files = {file for unit in units for file in (unit.part.file, *unit.part.more)}
+    sizes = sorted((file, os.path.getsize(file)) for file in files if os.path.isfile(file))
+    known = repr([(unit.source, unit.part) for unit in units]) + repr(sizes)
+    return hashlib.sha256(known.encode()).hexdigest()[:16]
+
+
 def read_template(path: str) -> str:
+    """A chat template: a file, or one that comes with Millrace, by its name alone."""
+    ours = Path(__file__).parent / "templates" / f"{path}.jinja"
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return (ours if ours.is_file() else Path(path)).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"tokenizer.template: {path} cannot be read: {error}") from None
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from millrace.data import tokenise
 from millrace.data.progress import Bar
-from millrace.data.shards import Index, Rows, Shard, Split, checksum, unpack_bits
+from millrace.data.shards import Index, Rows, Shard, Split, checksum, filler_begins, last_starts, unpack_bits
 from millrace.errors import UserError
 
 Check = Callable[[np.ndarray, str, Callable[[int], str]], None]
@@ -22,7 +22,6 @@ SHOWN = 5  # faults told; all are counted
 BLOCK = 1 << 22  # tokens looked at together: 8 MB of uint16, and as much again for what is compared
 THREADS = 4  # at most: a disk serves no more
 # The highest bit set in a byte, as a number from 0.
-HIGHEST = np.array([max(byte.bit_length() - 1, 0) for byte in range(256)])
 
 
 @dataclass
@@ -86,23 +85,6 @@ def verify(path: str | Path, report: Callable[[str], None]) -> None:
         report(line)
     size = sum(found.bytes for found in seen.values()) / 1e6
     report(f"{folder}: {len(shards)} shards, {size:,.1f} MB as written ({size / bar.seconds:,.0f} MB/s)")
-
-
-def last_starts(starts: np.ndarray) -> np.ndarray:
-    """The column of the last mark of each row, from its bits."""
-    bytes_back = (starts[:, ::-1] != 0).argmax(axis=1)
-    byte = starts.shape[1] - 1 - bytes_back
-    return 8 * byte + HIGHEST[starts[np.arange(len(starts)), byte]]
-
-
-def filler_begins(tokens: np.ndarray, filler: int) -> np.ndarray:
-    """The column from which a row is nothing but filler; its length if it ends in something else."""
-    length = tokens.shape[1]
-    begins = np.full(len(tokens), length)
-    ending = np.flatnonzero(tokens[:, -1] == filler)  # few, unless documents have rows of their own
-    other = tokens[ending] != filler
-    begins[ending] = np.where(other.any(axis=1), length - other[:, ::-1].argmax(axis=1), 0)
-    return begins
 
 
 def _tokenizer_faults(folder: Path, index: Index) -> Iterator[str]:

@@ -70,6 +70,7 @@ class Rows:
         self.next = 1  # number of the row that comes next
         self.wrong: list[Any] = []  # rows of another width, which Arrow may meet ahead of those it hands out
         self.damage: Bad | None = None
+        self.quotes = 0
 
     def place(self, row: int) -> str:
         return f"{self.file}, row {row}"
@@ -91,6 +92,9 @@ class Rows:
         self._report(problems, before=None)
         if self.damage:
             raise self.damage
+        if self.quotes % 2:
+            what = f"found {self.quotes} quotes, expected an even number: one that is not closed joins rows"
+            problems.bad("open quote", self.file, what)
 
     def _read(self, names: list[str], columns: list[str]) -> Iterator[pa.Table]:
         with Stream(self.file) as stream:
@@ -160,6 +164,7 @@ class _Source:
             while size > 0 and not self.rows.damage and (piece := self.stream.read(size)):
                 pieces.append(piece)
                 size -= len(piece)
+                self.rows.quotes += piece.count(b'"')
         except Bad as bad:
             self.rows.damage = bad
         return b"".join(pieces)
