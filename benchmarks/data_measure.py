@@ -121,11 +121,18 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
-def wait_for_orphans() -> None:
-    """Until nothing is left of a command that has ended; a server of processes takes a moment to see it."""
-    with contextlib.suppress(ChildProcessError):
-        while True:
-            os.waitpid(-1, 0)
+def children() -> set[int]:
+    """Of this process, those it has adopted included."""
+    tasks = Path("/proc/self/task").glob("*/children")
+    return {int(pid) for task in tasks for pid in task.read_text().split()}
+
+
+def wait_for_orphans(before: set[int]) -> None:
+    """Until nothing is left of a command that has ended but the children there were before it. A server of
+    processes takes a moment to see that it is alone."""
+    for pid in children() - before:
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, 0)
 
 
 class Peak(threading.Thread):

@@ -22,6 +22,7 @@ from benchmarks.data_measure import (
     Peak,
     Peer,
     Rate,
+    children,
     compare,
     demand,
     measured,
@@ -187,6 +188,7 @@ def end_to_end(bench: Bench) -> list[Line]:
         note = "" if whole else f"it had {megabytes:.0f} of {size:.0f} MB"
         out = bench.folder / script / str(number)
         out.mkdir(parents=True)
+        before = children()
         ours.add(size, prepare(bench, bench.folder / f"prepared{number}", bench.folder / "corpus"))
         common = {"tokenizer": str(bench.tokenizer / "tokenizer.json"), "eos": OURS["eos"], "out": str(out)}
         rate, merged = Rate("MB/s"), Rate("MB/s")
@@ -202,7 +204,7 @@ def end_to_end(bench: Bench) -> list[Line]:
                     found[f"{name}, merged"] = merged, 0.0, note
         except Missing as error:
             lines.append(Line("end-to-end", name, "", str(error)))
-        wait_for_orphans()
+        wait_for_orphans(before)
     for name, (rate, least, note) in found.items():
         lines.append(compare("end-to-end", f"vs {name}", ours, rate, least=least, note=note))
     return lines
@@ -229,6 +231,7 @@ def prepare(bench: Bench, path: Path, source: Path, peak: list[Peak] | None = No
     )
 
     def work() -> None:
+        before = children()
         command = [sys.executable, "-m", "millrace", "data", "prepare", str(recipe)]
         with (path.with_suffix(".log")).open("wb") as log:
             process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
@@ -239,7 +242,7 @@ def prepare(bench: Bench, path: Path, source: Path, peak: list[Peak] | None = No
             code = process.wait()
             watch.ended.set()
         assert code == 0, path.with_suffix(".log").read_text()
-        wait_for_orphans()
+        wait_for_orphans(before)
 
     _, cost = measured(work)
     return cost

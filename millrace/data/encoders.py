@@ -63,11 +63,13 @@ def unsettled(texts: pa.LargeStringArray) -> np.ndarray:
 @cache
 def unsettled_characters() -> str:
     """Those that tokenizers' table of Unicode lacks, measured in 0.2 s, and two that moved between versions:
-    U+0295, a letter that became lower-case, and U+180E, once a space."""
+    U+0295, a letter that became lower-case, and U+180E, once a space. Noncharacters are in no table, and
+    never will be."""
     points = np.arange(0x40000, dtype="<u4")  # beyond, no letters
     text = points[(points < 0xD800) | (points >= 0xE000)].tobytes().decode("utf-32-le")
     unknown = pre_tokenizers.Split(Regex(r"\P{Cn}+"), "removed").pre_tokenize_str(text)
     points = np.frombuffer("".join(run for run, _ in unknown).encode("utf-32-le"), "<u4").astype(np.int64)
+    points = points[(points & 0xFFFE != 0xFFFE) & ((points < 0xFDD0) | (points > 0xFDEF))]
     breaks = np.flatnonzero(np.diff(points) > 1)
     firsts, lasts = points[np.r_[0, breaks + 1]], points[np.r_[breaks, len(points) - 1]]
     ranges = "".join(f"\\x{{{a:x}}}-\\x{{{b:x}}}" for a, b in zip(firsts, lasts, strict=True))

@@ -182,7 +182,5 @@ class Mapped:
             return
         found = checksum(self.content[self.header :].data)
         if found != self.checksum:
-            raise UserError(
-                f"{self.path} has checksum {found}, and the index says {self.checksum}; {AGAIN}"
-            )
+            raise UserError(f"{self.path} has checksum {found}, and the index says {self.checksum}; {AGAIN}")
         self.compared = True
