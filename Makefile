@@ -57,10 +57,10 @@ lint: .venv/test
 	$(BIN)/mypy
 
 test: lint
-	$(BIN)/python -m pytest -n auto --quiet
+	$(BIN)/python -m pytest -n auto --dist worksteal --quiet
 
 test-all: .venv/libtpu lint
-	$(BIN)/python -m pytest -n auto --quiet --slow
+	$(BIN)/python -m pytest -n auto --dist worksteal --quiet --slow
 
 .venv/gpu: .venv/test
 	@$(PIP) install --quiet --quiet --constraint constraints.txt --editable '.[gpu]'

@@ -324,7 +324,9 @@ def test_workers_die_with_the_process_that_started_them(load: Any, tmp_path: Pat
         family = psutil.Process(process.pid).children(recursive=True)
         time.sleep(0.02)
     process.kill()
-    process.communicate()
+    process.wait()
+    process.stdout.close()  # type: ignore[union-attr]
+    process.stderr.close()  # type: ignore[union-attr]
     _, alive = psutil.wait_procs(family, timeout=10)
     assert len(family) >= 3 and not alive
 

@@ -16,6 +16,7 @@ Item = TypeVar("Item")
 Unit = Callable[[Item], Any]
 
 ONE_THREAD = {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+MASTER = "MILLRACE_MASTER"  # tells the server that forks workers who started it
 RETRIES = 3  # of a unit whose worker died
 QUEUED = 2  # units a worker in flight: the next is there when one ends, and a stop leaves few behind
 
@@ -89,9 +90,9 @@ def start_worker() -> None:
     """One thread a worker: the processes are the parallelism."""
     import pyarrow as pa
 
-    from millrace.data import tied
+    from millrace.data import tied  # here: to import it is to be tied
 
-    tied.tie()
+    tied.tie(tied.server)
     os.environ.update(ONE_THREAD)
     pa.set_cpu_count(1)
     pa.set_io_thread_count(1)
@@ -100,6 +101,7 @@ def start_worker() -> None:
 @cache
 def context() -> Any:
     """Workers are forked from a server that has imported what they need, and has no threads yet."""
+    os.environ[MASTER] = str(os.getpid())
     chosen = multiprocessing.get_context("forkserver")
     stages = [f"millrace.data.{name}" for name in ("normalise", "pack", "shuffle")]
     # gigatoken and awkward take half a second
