@@ -1,5 +1,5 @@
-"""Ties the life of workers to their master's: one whose master was killed must not go on writing into a folder
-that another may fill by then. Only the server that forks workers imports this, before all else."""
+"""Ties the life of workers to their master's: one whose master was killed must not go on writing into a
+folder that another may fill by then. Only the server that forks workers imports this, before all else."""
 
 import ctypes
 import os
