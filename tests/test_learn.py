@@ -2,27 +2,15 @@ import json
 import random
 import subprocess
 import sys
-import sysconfig
-from functools import cache
 from pathlib import Path
 
 import pytest
 import tokenizers
+from corpora import SPECIAL, WORDS, code
 from tokenizers import models, pre_tokenizers, trainers
 
 from millrace.data import learn
 from millrace.errors import UserError
-
-WORDS = ["river", "mill", "wheel", "grain", "sluice", "größe", "naïve", "水車", "🌊", "if", "x", "==", "1:"]
-SPECIAL = list(learn.OURS.values())
-
-
-@cache
-def code(count: int = 12) -> tuple[str, ...]:
-    """Real text: files of Python's library, and one of many scripts."""
-    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:count]
-    return (*(file.read_text(encoding="utf-8") for file in files), " ".join(WORDS * 20))
-
 
 TIES = {
     "code": code()[:5],

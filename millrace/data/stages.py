@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from millrace.config import to_dict
-from millrace.data import duplicates, learn, normalise, pack, report, shuffle, summary, tokenise
+from millrace.data import chat, duplicates, learn, normalise, pack, report, shuffle, summary, tokenise
 from millrace.data.documents import SAMPLES, is_held_out
 from millrace.data.engine import Engine
 from millrace.data.progress import Bar
@@ -197,6 +197,8 @@ class Work:
             f"tokenizer: {tokenizer.vocab:,} entries ({found}) in {time.perf_counter() - began:.1f} s; "
             f"{choice.name} encodes ({choice.why})"
         )
+        if tokenizer.template is not None and (why := chat.why_slow(tokenizer)) is not None:
+            self.say(f"tokenizer: conversations take longer with it, since {why}")
         return {"vocab": tokenizer.vocab, "encoder": choice.name}
 
     def make_pack(self) -> dict[str, Any]:

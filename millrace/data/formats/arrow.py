@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.ipc
 
 from millrace.data.documents import Part, Problems
-from millrace.data.formats import PART, Bad
+from millrace.data.formats import PART, Bad, divided
 from millrace.data.formats.columns import Places, Wanted, from_table, made_ids, plan, slices
 from millrace.data.formats.storage import is_url, open_random
 
@@ -29,9 +29,7 @@ def parts(file: str, size: int) -> list[Part]:
             sizes = [batch.nbytes for batch in batches(reader)]  # of a memory map: nothing is copied
     except Bad:
         return [Part(file)]  # reading it tells what is wrong
-    numbers = (np.cumsum(sizes) - sizes) // PART
-    starts = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(sizes)]
-    return [Part(file, start, stop) for start, stop in zip(starts, starts[1:], strict=False)]
+    return divided(file, sizes, PART)
 
 
 def read(part: Part, name: str, *, wanted: Wanted, problems: Problems) -> Iterator[pa.Table]:

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet
 
 from millrace.data.documents import Part, Problems
-from millrace.data.formats import PART, TABLE, Bad
+from millrace.data.formats import PART, TABLE, Bad, divided
 from millrace.data.formats.columns import Places, Wanted, from_table, made_ids, plan
 from millrace.data.formats.storage import open_random
 
@@ -26,10 +26,7 @@ def parts(file: str, size: int) -> list[Part]:
             groups = [parquet.metadata.row_group(n).total_byte_size for n in range(parquet.num_row_groups)]
     except Bad:
         return [Part(file)]  # reading it tells what is wrong
-    # Groups by the 64 MB that they begin in.
-    numbers = (np.cumsum(groups) - groups) // PART
-    starts = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(groups)]
-    return [Part(file, start, stop) for start, stop in zip(starts, starts[1:], strict=False)]
+    return divided(file, groups, PART)
 
 
 def read(part: Part, name: str, *, wanted: Wanted, problems: Problems) -> Iterator[pa.Table]:
