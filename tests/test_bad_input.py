@@ -216,18 +216,25 @@ def test_a_line_of_a_gigabyte_does_not_fill_the_memory(tmp_path: Path) -> None:
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 700_000  # KB
 
 
-def test_rows_of_another_width_are_told_with_their_number(tmp_path: Path) -> None:
+def test_rows_of_another_width_are_told_with_their_line(tmp_path: Path) -> None:
     (tmp_path / "x.csv").write_bytes(
         b'\xef\xbb\xbfn,text\r\n1,"a\r\nb"\r\n2\r\n3,c\r\n4,d,e\r\n5,\xff\r\n6,"say ""f"""\r\n7\r\n'
     )
-    with pytest.raises(UserError, match="x.csv, row 2: found 1 columns, expected 2"):
+    with pytest.raises(UserError, match="x.csv:4: found 1 columns, expected 2"):
         documents(tmp_path / "x.csv")
     problems = Problems("skip")
     found = documents(tmp_path / "x.csv", problems)
     assert {d["id"]: d["text"] for d in found} == {"x.csv:1": "a\r\nb", "x.csv:3": "c", "x.csv:6": 'say "f"'}
     assert problems.counts == {"wrong columns": 3, "not UTF-8": 1}
-    rows = {re.search(r"row (\d+)", sample)[1] for sample in problems.samples}  # type: ignore[index]
-    assert rows == {"2", "4", "5", "7"}
+    lines = {re.search(r"csv:(\d+)", sample)[1] for sample in problems.samples}  # type: ignore[index]
+    assert lines == {"4", "6", "7", "9"}
+
+
+def test_lines_are_counted_as_an_editor_counts_them(tmp_path: Path) -> None:
+    page = "x" * 200_000
+    (tmp_path / "x.tsv").write_text(f'n\ttext\n1\t5" wide\n\n2\t"{page}\n\n{page}"\n3\n')
+    with pytest.raises(UserError, match="x.tsv:7: found 1 columns, expected 2"):
+        documents(tmp_path / "x.tsv")
 
 
 def test_rows_keep_their_numbers_across_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,7 +245,7 @@ def test_rows_keep_their_numbers_across_blocks(tmp_path: Path, monkeypatch: pyte
     found = documents(tmp_path / "x.csv", problems)
     assert {d["id"]: d["text"] for d in found} == {f"x.csv:{n}": f"text {n}" for n in range(1, 400) if n % 10}
     assert problems.counts == {"wrong columns": 39}
-    assert [sample.split(":")[0].split()[-1] for sample in problems.samples[:3]] == ["10", "20", "30"]
+    assert [sample.split(":")[1] for sample in problems.samples[:3]] == ["11", "21", "31"]
 
 
 def test_a_row_that_is_too_long_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

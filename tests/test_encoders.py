@@ -6,9 +6,9 @@ import pyarrow as pa
 import pytest
 import tokenizers
 from corpora import code, hostile, texts_of, trained
-from tokenizers import AddedToken, pre_tokenizers
+from tokenizers import AddedToken, models, pre_tokenizers
 
-from millrace.data import convert, encoders, learn, tokenise
+from millrace.data import convert, encoders, learn, tokenise, unsettled
 
 
 @pytest.mark.parametrize("name", encoders.NAMES)
@@ -58,7 +58,7 @@ def test_texts_with_characters_new_to_hugging_face_are_left_to_it() -> None:
     inner = cut_by("gpt2")
     texts = ["a\U00016ebb!", "plain", "", "größe 🌊", "!\U00016ebb1\u088f", "end"]
     array = pa.array(texts, pa.large_string())
-    assert encoders.unsettled(array).tolist() == [True, False, False, False, True, False]
+    assert unsettled.are_in(array).tolist() == [True, False, False, False, True, False]
     wanted = [inner.encode(text, add_special_tokens=False).ids for text in texts]
     # The libraries do differ: without this, a tokenizer's ids would depend on which of them encodes.
     assert texts_of(encoders.with_gigatoken(inner)(array)) != wanted
@@ -66,6 +66,52 @@ def test_texts_with_characters_new_to_hugging_face_are_left_to_it() -> None:
         start = len(texts) - len(given) if len(given) else len(texts)
         found = encoders.make("gigatoken", inner)(given)
         assert len(found) == len(given) and (not len(given) or texts_of(found) == wanted[start:])
+
+
+def test_only_the_words_around_such_a_character_are_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    inner, new = cut_by("gpt2"), "\U00016ebb"
+    many = "word " * 2000
+    texts = [
+        "",
+        f"{many}a {new}b and {new}! {many}",
+        "",
+        "plain",
+        f"{new}水{new}",
+        f"{many}{new}",
+        f"1{new} {many}",
+    ]
+    texts += [f"one two {new} three {new} four", "", f"A {new} B {new}", f"a b{new}c d", ""]
+    asked: list[str] = []
+    with_tokenizers = encoders.with_tokenizers
+
+    def listening(inner: tokenizers.Tokenizer) -> encoders.Encode:
+        encode = with_tokenizers(inner)
+        return lambda texts: asked.extend(encoders.as_list(texts)) or encode(texts)
+
+    monkeypatch.setattr(encoders, "with_tokenizers", listening)
+    encode = encoders.make("gigatoken", inner)
+    asked.clear()
+    array = pa.array(["before", *texts], pa.large_string())[1:]
+    wanted = [inner.encode(text, add_special_tokens=False).ids for text in texts]
+    assert texts_of(encode(array)) == wanted
+    assert [text for text in asked if text] == [
+        *(f" a {new}b", f" and {new}! word", f"{new}水{new}", f" word {new}", f"1{new} word"),
+        *(f" two {new} three {new} four", f"A {new} B {new}", f" b{new}c"),
+    ]
+
+
+def test_texts_are_left_whole_where_words_are_not_cut() -> None:
+    joined = tokenizers.Tokenizer(
+        models.BPE(
+            vocab={c: i for i, c in enumerate("ab 𖺻")} | {"a ": 4, "a b": 5}, merges=[("a", " "), ("a ", "b")]
+        )
+    )
+    assert not encoders.cuts_words(encoders.with_tokenizers(joined))
+    for pattern in ("gpt2", "CL100K", "O200K"):
+        assert encoders.cuts_words(encoders.with_tokenizers(cut_by(pattern)))
+    array = pa.array(["x", "some a b \U00016ebb a b", "", "y"], pa.large_string())[1:]
+    begins, ends = unsettled.stretches(array, unsettled.find(array), cut=False)
+    assert (begins.tolist(), ends.tolist()) == ([0], [len(array[0].as_py().encode())])
 
 
 @pytest.mark.parametrize("name", encoders.NAMES)
@@ -80,19 +126,9 @@ def test_slices_and_empty_batches_of_arrow_text_are_read_right(name: str) -> Non
             assert len(found) == len(wanted) and found.offsets[0] == 0
             assert found.values.tolist() == [id for ids in wanted for id in ids]
             assert found.lengths.tolist() == [len(ids) for ids in wanted]
-    assert tokenizer.encode_documents(array[:0]).offsets.tolist() == [0]
+    assert tokenizer.encode_batch(array[:0]).offsets.tolist() == [0]
     with pytest.raises(AssertionError):
         tokenizer.encode_batch(pa.array(["a", None], pa.large_string()))
-
-
-def test_documents_get_their_beginning_and_end_and_nothing_else() -> None:
-    inner, texts = trained().inner, ["one two", "", "three"]
-    plain = [trained().encode(text) for text in texts]
-    for bos, eos in ((1, 2), (None, 2), (1, None)):
-        special = tokenise.Special(bos=bos, eos=eos, pad=None, mask=None)
-        found = tokenise.Tokenizer(inner, special, encoder="tokenizers").encode_documents(texts)
-        first, last = [bos] if bos is not None else [], [eos] if eos is not None else []
-        assert texts_of(found) == [[*first, *ids, *last] for ids in plain]
 
 
 def test_the_fastest_encoder_with_the_right_ids_is_chosen_and_the_reason_told(

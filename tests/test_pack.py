@@ -149,12 +149,20 @@ def test_a_seed_gives_one_plan_and_another_seed_another(mode: str) -> None:
     assert not np.array_equal(first.document, other.document)
 
 
+def filled(made: pack.Plan, ragged: Ragged, source: int = 0) -> Rows:
+    blocks = list(pack.fill(made, ragged, length=33, filler=FILLER, source=source))
+    if not blocks:
+        return Rows(np.empty((0, 33), np.uint32), np.empty((0, 5), np.uint8), None, np.empty(0, np.uint16))
+    arrays = {name: np.concatenate([block.arrays()[name] for block in blocks]) for name in blocks[0].arrays()}
+    return Rows(arrays[""], arrays[".starts"], arrays.get(".loss"), arrays[".sources"])
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("mode", MODES)
 def test_rows_hold_the_pieces_of_the_plan_and_marks_where_they_begin(mode: str, kind: str) -> None:
     ragged = documents_of(lengths_of(kind, 300))
     made = pack.plan(ragged.lengths, 33, mode, 1)  # 33: the bits of a row do not end with a byte
-    rows = pack.fill(made, ragged, length=33, dtype="uint32", filler=FILLER, source=7)
+    rows = filled(made, ragged, source=7)
     assert rows.tokens.shape == (made.rows, 33) and rows.starts.shape == (made.rows, 5) and rows.loss is None
     wanted = [
         ragged.values[ragged.offsets[document] + begin :][:size].tolist()
@@ -171,10 +179,8 @@ def test_the_loss_moves_with_its_tokens_and_padding_has_none(
     monkeypatch.setattr(pack, "BLOCK", 100)  # several blocks, some of them full
     ragged = documents_of(lengths_of("with empty ones", 300))
     ragged = replace(ragged, loss=ragged.values % 3 == 0)
-    rows = pack.fill(
-        pack.plan(ragged.lengths, 33, mode, 1), ragged, length=33, dtype="uint16", filler=FILLER, source=0
-    )
-    assert rows.loss is not None and rows.tokens.dtype == np.uint16
+    rows = filled(pack.plan(ragged.lengths, 33, mode, 1), ragged)
+    assert rows.loss is not None
     loss = unpack_bits(rows.loss, 33)
     assert np.array_equal(loss, (rows.tokens % 3 == 0) & (rows.tokens != FILLER))
 
@@ -268,6 +274,23 @@ def test_the_counts_are_those_of_the_training_tokens(job: pack.Job, tmp_path: Pa
             seen.update([loaded.special.bos, *loaded.encode(text), loaded.special.eos])
     counts = np.load(tmp_path / "packed" / "00003.counts.npy").tolist()
     assert counts == [seen[token] for token in range(loaded.vocab)]
+
+
+def test_documents_get_their_beginning_and_end_and_nothing_else(job: pack.Job) -> None:
+    given = Ragged(np.array([5, 6, 7], np.uint32), np.array([0, 2, 2, 3]))
+    for files in (job.files, ()):  # with room, and without
+        for bos, eos in ((1, 2), (None, 2), (1, None), (None, None)):
+            growing = pack.Growing(replace(job, files=files))
+            growing.add(given, bos, eos)
+            growing.add(given)
+            found = growing.ragged()
+            first, last = ([] if token is None else [token] for token in (bos, eos))
+            wanted = [[*first, *ids, *last] for ids in ([5, 6], [], [7])] + [[5, 6], [], [7]]
+            assert [ids.tolist() for ids in np.split(found.values, found.offsets[1:-1])] == wanted
+            assert found.values.dtype == np.uint16 and found.loss is None
+    growing.add(replace(given, loss=np.array([True, False, True])), 1, None)
+    with pytest.raises(AssertionError):
+        growing.add(replace(given, values=np.array([5, 6, 1 << 16], np.uint32)))
 
 
 def test_lengths_are_counted_by_powers_of_two() -> None:

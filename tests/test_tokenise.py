@@ -24,7 +24,6 @@ def test_a_special_token_written_in_a_text_is_text(kind: str) -> None:
         ids = tokenizer.encode(text)
         assert not {0, 1, 2, 3} & set(ids) and tokenizer.decode(ids) == text
         assert tokenizer.encode_batch([text]).values.tolist() == ids
-        assert tokenizer.encode_documents([text]).values.tolist() == [1, *ids, 2]
 
 
 @pytest.mark.parametrize("model", ["Unigram", "WordLevel", "WordPiece", "BPE"])
@@ -82,7 +81,7 @@ def test_a_tokenizer_with_one_end_token_encodes_whole_documents(tmp_path: Path) 
         tokenizer = tokenise.load(tmp_path / "tokenizer.json", encoder=name)
         assert tokenizer.special == tokenise.Special(bos=None, eos=256, pad=None, mask=None)
         assert tokenizer.vocab == 257 and tokenizer.special.filler == 256
-        assert tokenizer.encode_documents(["x" * 40, "y"]).lengths.tolist() == [41, 2]
+        assert tokenizer.encode_batch(["x" * 40, "y"]).lengths.tolist() == [40, 1]
 
 
 def test_a_tokenizer_is_copied_byte_for_byte_with_its_configuration(tmp_path: Path) -> None:

@@ -1,9 +1,13 @@
 """datatrove: JSON lines to files of tokens, documents shuffled in each; as a second round, the merge of these
-into one in random order. With `fast`, gigatoken in the place of its tokenizer."""
+into one in random order. With `fast: tokenizer`, gigatoken in the place of its tokenizer and nothing else
+changed; with `fast: batches`, the loop that writes documents is replaced as well."""
 
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
+import tokenizers
 from datatrove.executor import LocalPipelineExecutor
 from datatrove.pipeline.readers import JsonlReader
 from datatrove.pipeline.tokens import DocumentTokenizer, DocumentTokenizerMerger
@@ -12,7 +16,34 @@ from datatrove.utils.batching import batched
 from serve import serve
 
 
+@dataclass
+class Encoding:
+    ids: list[int]
+
+
+class Gigatoken:
+    """What the pipeline asks of a tokenizers.Tokenizer, by gigatoken."""
+
+    def __init__(self, path: str, eos: str) -> None:
+        import gigatoken
+
+        self.inner = gigatoken.Tokenizer(path)
+        self.eos = tokenizers.Tokenizer.from_file(path).token_to_id(eos)
+
+    def get_vocab_size(self) -> int:
+        return self.inner.vocab_size
+
+    def encode_batch(self, texts: list[str]) -> list[Encoding]:
+        return [Encoding([*ids, self.eos]) for ids in self.inner.encode_batch_list(texts, parallel=False)]
+
+
 class FastTokenizer(DocumentTokenizer):
+    @cached_property
+    def tokenizer(self) -> Any:
+        return Gigatoken(self.tokenizer_name_or_path, self.eos_token)
+
+
+class BatchTokenizer(DocumentTokenizer):
     """A batch is encoded and written in one call each, which is the best that can be done for it."""
 
     def write_unshuffled(self, data: Any, filename: str) -> TokenizedFile:
@@ -48,7 +79,8 @@ def get_ready() -> Any:
             ]
             LocalPipelineExecutor(steps, tasks=1, workers=1, logging_dir=f"{out}/logs2").run()
             return {}
-        kind = FastTokenizer if options["fast"] else DocumentTokenizer
+        kinds = {"": DocumentTokenizer, "tokenizer": FastTokenizer, "batches": BatchTokenizer}
+        kind = kinds[options["fast"]]
         steps = [
             JsonlReader(options["folder"], glob_pattern="*.jsonl"),
             kind(

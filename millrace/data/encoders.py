@@ -6,16 +6,15 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
-from itertools import chain
+from itertools import chain, product
 from typing import Any, TypeAlias
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import tokenizers
-from tokenizers import Regex, models, pre_tokenizers
+from tokenizers import models
 
+from millrace.data import unsettled
 from millrace.data.convert import CL100K, byte_symbols
 from millrace.data.documents import Ragged
 
@@ -32,48 +31,41 @@ Encode: TypeAlias = Callable[[Texts], Ragged]
 
 
 def make(name: str, inner: tokenizers.Tokenizer) -> Encode:
-    """Encodes as `inner` does, which must come from `without_special`.
-
-    Libraries cut words by their own tables of Unicode. gigatoken 0.10 knows 4,657 letters and digits that
-    tokenizers 0.23 does not, so texts with characters that are new to the latter are left to it."""
-    if name == "tokenizers":
-        return with_tokenizers(inner)
-    fast = with_gigatoken(inner) if name == "gigatoken" else with_fastokens(inner)
+    """Encodes as `inner` does, which must come from `without_special`. What libraries disagree on is left to
+    tokenizers: the words around the character, or the whole text if that cannot be cut."""
     exact = with_tokenizers(inner)
+    if name == "tokenizers":
+        return exact
+    fast = with_gigatoken(inner) if name == "gigatoken" else with_fastokens(inner)
+    cut = cuts_words(exact)
 
     def encode(texts: Texts) -> Ragged:
         array = texts if isinstance(texts, pa.Array) else pa.array(texts, pa.large_string())
-        ragged, rows = fast(array), unsettled(array)
-        return replaced(ragged, rows, exact(array.filter(pa.array(rows)))) if rows.any() else ragged
+        places = unsettled.find(array)
+        if not len(places):
+            return fast(array)
+        begins, ends = unsettled.stretches(array, places, cut=cut)
+        pieces, firsts = unsettled.divide(array, np.concatenate([begins, ends]))
+        left = np.isin(unsettled.memory(pieces)[0][:-1], begins)
+        ragged = replaced(fast(pieces), left, exact(pieces.filter(pa.array(left))))
+        return Ragged(ragged.values, ragged.offsets[firsts])
 
     return encode
 
 
-def unsettled(texts: pa.LargeStringArray) -> np.ndarray:
-    """Which texts have characters that libraries take for different things."""
-    found = ~pc.string_is_ascii(texts).to_numpy(zero_copy_only=False)
-    if found.any():
-        # 450 MB/s, against 2,500 for the line above: most code is ASCII.
-        looked_at = texts.filter(pa.array(found)) if found.mean() < 0.5 else texts
-        matched = pc.match_substring_regex(looked_at, unsettled_characters()).to_numpy(zero_copy_only=False)
-        found[found if len(looked_at) < len(texts) else slice(None)] = matched
-    return found
-
-
-@cache
-def unsettled_characters() -> str:
-    """Those that tokenizers' table of Unicode lacks, measured in 0.2 s, and two that moved between versions:
-    U+0295, a letter that became lower-case, and U+180E, once a space. Noncharacters are in no table, and
-    never will be."""
-    points = np.arange(0x40000, dtype="<u4")  # beyond, no letters
-    text = points[(points < 0xD800) | (points >= 0xE000)].tobytes().decode("utf-32-le")
-    unknown = pre_tokenizers.Split(Regex(r"\P{Cn}+"), "removed").pre_tokenize_str(text)
-    points = np.frombuffer("".join(run for run, _ in unknown).encode("utf-32-le"), "<u4").astype(np.int64)
-    points = points[(points & 0xFFFE != 0xFFFE) & ((points < 0xFDD0) | (points > 0xFDEF))]
-    breaks = np.flatnonzero(np.diff(points) > 1)
-    firsts, lasts = points[np.r_[0, breaks + 1]], points[np.r_[breaks, len(points) - 1]]
-    ranges = "".join(f"\\x{{{a:x}}}-\\x{{{b:x}}}" for a, b in zip(firsts, lasts, strict=True))
-    return f"[{ranges}\\x{{295}}\\x{{180e}}]"
+def cuts_words(encode: Encode) -> bool:
+    """Whether two texts, the first of which ends in a letter and the second begins with what unsettled.CUT
+    wants after it, have the same ids together and apart."""
+    around = ("", "word ", "Wo'", "12", "?!", "\n\n", "  ", "é", "水", "\u0301", "\u088f", "don't")
+    lefts = [before + "a" for before in around]
+    rights = [begin + after for begin in (" b", "1", "\n") for after in around]
+    pairs = list(product(range(len(lefts)), range(len(rights))))
+    together, *apart = (encode(texts) for texts in ([lefts[i] + rights[j] for i, j in pairs], lefts, rights))
+    whole, left, right = (np.split(one.values, one.offsets[1:-1]) for one in (together, *apart))
+    return all(
+        np.array_equal(ids, np.concatenate([left[i], right[j]]))
+        for ids, (i, j) in zip(whole, pairs, strict=True)
+    )
 
 
 def replaced(ragged: Ragged, rows: np.ndarray, others: Ragged) -> Ragged:
@@ -173,7 +165,7 @@ def hostile(inner: tokenizers.Tokenizer) -> list[str]:
     # Without those that are left to tokenizers, or none of these texts would test another library.
     points = [
         point
-        for point, left in zip(points, unsettled(pa.array(points, pa.large_string())), strict=True)
+        for point, left in zip(points, unsettled.are_in(pa.array(points, pa.large_string())), strict=True)
         if not left
     ]
     return [
@@ -208,6 +200,7 @@ def hostile(inner: tokenizers.Tokenizer) -> list[str]:
             "\ufdd0 \uffff \U0010ffff",
             "a\U00016ebb1 '\U00016ebb\",",
             "\u0295\u180e",
+            "some words and \u088f some more words, \U00016ebb\U00016ebb, then the end",
         ),
         "\u00a0nbsp\u3000wide\u2003em\u1680ogham\u0085next\u001cfile",
         "def f(x):\n    return {'a': [1, 2], \"b\": x**2}  # <|eos|> </s> [SEP] <0x0A> ▁ Ġ\n",

@@ -9,8 +9,9 @@ import pyarrow as pa
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
+from millrace.data import unsettled
 from millrace.data.convert import byte_symbols
-from millrace.data.encoders import is_failure, silenced, unsettled
+from millrace.data.encoders import is_failure, silenced
 from millrace.data.tokenise import Tokenizer, find_special
 from millrace.errors import UserError
 
@@ -57,7 +58,7 @@ def byte_pairs(texts: Sequence[str], vocab: int, report: Report) -> models.BPE:
     """BPE over GPT-2's words, with the merges that Hugging Face's trainer finds, by the faster of the two."""
     if sum(map(len, texts)) < PLENTY * vocab:
         return byte_pairs_by_tokenizers(texts, vocab)
-    new = unsettled(pa.array(texts, pa.large_string()))
+    new = unsettled.are_in(pa.array(texts, pa.large_string()))
     if new.mean() > RARE:
         why = f"{new.sum()} of {len(texts)} texts have characters new to it"
         report(f"tokenizer: trained by tokenizers, which is slower, since {why}")

@@ -86,8 +86,9 @@ def summary_place(folder: Path, number: int) -> Path:
 def write_documents(file: Any, tables: Iterable[pa.Table]) -> Written:
     """Row groups of about ROW_GROUP bytes. How the documents were divided into tables leaves no trace."""
     documents, total, waiting = 0, 0, SCHEMA.empty_table()
-    # Statistics and dictionaries of long texts cost time and save nothing.
-    options = dict(compression="snappy", use_dictionary=["source"], write_statistics=False)
+    # Statistics and dictionaries of long texts cost time and save nothing. LZ4 is read three times as fast as
+    # snappy.
+    options = dict(compression="lz4", use_dictionary=["source"], write_statistics=False)
     with pq.ParquetWriter(file, SCHEMA, **options) as writer:
         for table in tables:
             waiting = pa.concat_tables([waiting, table])

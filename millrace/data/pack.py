@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 
 from millrace.data import chat, shards, tokenise
 from millrace.data.documents import Problems, Ragged, is_held_out
-from millrace.data.shards import LIMITS, Rows, Shard, pack_bits, write_rows
+from millrace.data.shards import LIMITS, Rows, Shard, pack_bits, write_blocks
 
 SPLITS = ("train", "evaluation")
 FILLS = 20  # steps in which the fill of rows is counted
@@ -66,31 +66,22 @@ def plan(lengths: np.ndarray, length: int, mode: str, seed: int) -> Plan:
     return planner(np.asarray(lengths, np.int64), length, random)
 
 
-def fill(plan: Plan, ragged: Ragged, *, length: int, dtype: str, filler: int, source: int) -> Rows:
-    """The rows of a plan. They end in `filler` where the plan has nothing for them."""
+def fill(plan: Plan, ragged: Ragged, *, length: int, filler: int, source: int) -> Iterator[Rows]:
+    """The rows of a plan, some at a time. They end in `filler` where the plan has nothing for them."""
     used = np.bincount(plan.row, plan.size, plan.rows).astype(np.int32)
-    tokens = np.empty((plan.rows, length), dtype)
-    starts = np.empty((plan.rows, (length + 7) // 8), np.uint8)
-    loss = None if ragged.loss is None else np.empty_like(starts)
-    values = Pieces(plan, ragged.offsets, ragged.values.astype(dtype, copy=False))
+    values = Pieces(plan, ragged.offsets, ragged.values)
     losses = None if ragged.loss is None else Pieces(plan, ragged.offsets, ragged.loss.view(np.uint8))
-    places = np.arange(length, dtype=np.int32)
     step = max(1, BLOCK // length)
     for first in range(0, plan.rows, step):
-        block = slice(first, min(first + step, plan.rows))
-        begin, end = np.searchsorted(plan.row, (block.start, block.stop))
-        taken = places < used[block, None]
-        spread(values.take(begin, end), taken, filler, tokens[block])
-        if loss is not None and losses is not None:
-            flags = np.empty(taken.shape, np.uint8)
-            spread(losses.take(begin, end), taken, 0, flags)
-            loss[block] = pack_bits(flags)
-        marks = np.zeros(taken.shape, bool)
+        here = used[first : first + step]
+        begin, end = np.searchsorted(plan.row, (first, first + len(here)))
+        tokens = spread(values.take(begin, end), here, length, filler)
+        loss = None if losses is None else pack_bits(spread(losses.take(begin, end), here, length, 0))
+        marks = np.zeros(tokens.shape, bool)
         marks[plan.row[begin:end] - first, plan.column[begin:end]] = True
-        padded = np.flatnonzero(used[block] < length)
-        marks[padded, used[block][padded]] = True  # padding is marked like a document
-        starts[block] = pack_bits(marks)
-    return Rows(tokens, starts, loss, np.full(plan.rows, source, np.uint16))
+        padded = np.flatnonzero(here < length)
+        marks[padded, here[padded]] = True  # padding is marked like a document
+        yield Rows(tokens, pack_bits(marks), loss, np.full(len(here), source, np.uint16))
 
 
 def pack_group(job: Job) -> dict[str, Any]:
@@ -98,28 +89,22 @@ def pack_group(job: Job) -> dict[str, Any]:
     how often each id stands in the first, packed/NUMBER.counts.npy. What it returns can be kept as JSON."""
     tokenizer = load(job.tokenizer, job.encoder, tokenise.sha256(job.tokenizer))
     problems = Problems(job.errors)
-    batches = list(encode(job, tokenizer, problems))
-    sizes = np.concatenate([batch.bytes for batch in batches]) if batches else np.zeros(0, np.int64)
-    held_out = np.concatenate([batch.held_out for batch in batches]) if batches else np.zeros(0, bool)
-    parts = [batch.ragged for batch in batches]
-    batches.clear()
-    ragged = join(parts, job.dtype)
-
+    documents = encode(job, tokenizer, problems)
     folder = Path(job.folder) / "packed"
     folder.mkdir(parents=True, exist_ok=True)
     counts = np.zeros(tokenizer.vocab, np.int64)
     summary: dict[str, Any] = {"source": job.source, "problems": problems.summary()}
-    for name, part in plan_splits(job, ragged.lengths, held_out).items():
+    for name, part in plan_splits(job, documents.ragged.lengths, documents.held_out).items():
         length, filler = job.pack.sequence_length, tokenizer.special.filler
         shard = None
         if part.rows:
-            rows = fill(part, ragged, length=length, dtype=job.dtype, filler=filler, source=job.source)
-            shard = write_rows(folder, f"{job.number:05d}-{name}", rows)
+            blocks = fill(part, documents.ragged, length=length, filler=filler, source=job.source)
             if name == "train":
-                counts = count(rows.tokens, tokenizer.vocab)
-                counts[filler] -= rows.tokens.size - int(part.size.sum())
-            del rows
-        summary[name] = summarise(part, ragged.lengths, sizes, length=length, shard=shard)
+                blocks = counted(blocks, counts)
+            shard = write_blocks(folder, f"{job.number:05d}-{name}", blocks, part.rows)
+            if name == "train":
+                counts[filler] -= part.rows * length - int(part.size.sum())
+        summary[name] = summarise(part, documents.ragged.lengths, documents.bytes, length=length, shard=shard)
     with shards.atomic(folder / f"{job.number:05d}.counts.npy") as file:
         np.save(file, counts)
     return summary
@@ -260,65 +245,98 @@ class Pieces:
         return np.frombuffer(taken.buffers()[2], self.dtype, int(self.sizes[begin:end].sum()))
 
 
-def spread(values: np.ndarray, places: np.ndarray, filler: int, out: np.ndarray) -> None:
-    """Values to the places that a mask names, in order, and filler to the others."""
-    if len(values) == out.size:
-        out.reshape(-1)[:] = values
-    else:
-        out[:] = filler
-        out[places] = values
+def spread(values: np.ndarray, used: np.ndarray, length: int, filler: int) -> np.ndarray:
+    """Rows of which the first `used` columns are the values, in order, and the others filler."""
+    if len(values) == len(used) * length:
+        return values.reshape(-1, length)
+    rows = np.full((len(used), length), filler, values.dtype)
+    partial = np.flatnonzero(used < length)
+    if len(partial) > len(used) // 16:
+        rows[np.arange(length, dtype=np.int32) < used[:, None]] = values
+        return rows
+    # Where most rows are full, stretches of full rows and one that is not are copied: 20 times faster.
+    begin = done = 0
+    for end in [*(partial * length + used[partial]).tolist(), rows.size]:
+        size = min(end - begin, len(values) - done)
+        rows.reshape(-1)[begin : begin + size] = values[done : done + size]
+        begin, done = -(-end // length) * length, done + size
+    return rows
 
 
 @dataclass(frozen=True)
-class Batch:
-    """Documents of one row group, tokenised; `bytes` of the text or of the JSON of the messages."""
+class Documents:
+    """Tokenised documents; `bytes` of the text or of the JSON of the messages of each."""
 
     ragged: Ragged
     bytes: np.ndarray
     held_out: np.ndarray
 
 
-def encode(job: Job, tokenizer: tokenise.Tokenizer, problems: Problems) -> Iterator[Batch]:
+def encode(job: Job, tokenizer: tokenise.Tokenizer, problems: Problems) -> Documents:
     share = job.pack.evaluation if job.held_out == "documents" else 0.0
+    growing = Growing(job)
+    sizes, held_out = [np.zeros(0, np.int64)], [np.zeros(0, bool)]
     for path in job.files:
         with pq.ParquetFile(path) as file:
             for group in range(file.num_row_groups):
                 table = file.read_row_group(group, columns=["id", "text", "messages"])
                 for column in ("text", "messages"):
-                    rows = table.filter(pc.is_valid(table[column]))
+                    rows = table.filter(pc.is_valid(table[column])) if table[column].null_count else table
                     if not len(rows):
                         continue
                     texts, ids = rows[column].combine_chunks(), rows["id"].to_pylist()
                     if column == "text":
-                        ragged = tokenizer.encode_documents(texts)
+                        growing.add(
+                            tokenizer.encode_batch(texts), tokenizer.special.bos, tokenizer.special.eos
+                        )
                     else:
-                        ragged = chat.encode_chats(tokenizer, texts.to_pylist(), problems=problems, ids=ids)
-                    assert len(ragged) == len(ids)
-                    chosen = [share > 0 and is_held_out(id, share) for id in ids]
-                    sizes = pc.binary_length(texts).to_numpy(zero_copy_only=False)
-                    yield Batch(narrow(ragged, job.dtype), sizes.astype(np.int64), np.array(chosen, bool))
+                        growing.add(
+                            chat.encode_chats(tokenizer, texts.to_pylist(), problems=problems, ids=ids)
+                        )
+                    sizes.append(pc.binary_length(texts).to_numpy(zero_copy_only=False))
+                    held_out.append(np.array([share > 0 and is_held_out(id, share) for id in ids], bool))
+    ragged = growing.ragged()
+    assert len(ragged) == sum(map(len, sizes))
+    return Documents(ragged, np.concatenate(sizes), np.concatenate(held_out))
 
 
-def narrow(ragged: Ragged, dtype: str) -> Ragged:
-    assert not len(ragged.values) or int(ragged.values.max()) < LIMITS[dtype]
-    return dataclasses.replace(ragged, values=ragged.values.astype(dtype))
+class Growing:
+    """Documents one after the other in one stretch of memory, in the type they are stored in. There is room
+    for a token a byte; memory that is not used is not taken."""
 
+    def __init__(self, job: Job) -> None:
+        room = 0
+        for path in job.files:
+            data = pq.read_metadata(path)
+            groups = (data.row_group(group) for group in range(data.num_row_groups))
+            room += sum(group.total_byte_size for group in groups)
+        self.values, self.used = np.empty(room, job.dtype), 0
+        self.losses: list[np.ndarray] = []
+        self.masked = False  # whether anything is not to be learnt
+        self.lengths = [np.zeros(1, np.int64)]
 
-def join(parts: list[Ragged], dtype: str) -> Ragged:
-    """All parts in one. The list is emptied on the way: the tokens are in memory once, not twice."""
-    lengths = np.concatenate([np.zeros(0, np.int64), *(part.lengths for part in parts)])
-    offsets = np.concatenate([[0], np.cumsum(lengths)])
-    values = np.empty(offsets[-1], dtype)
-    loss = np.ones(offsets[-1], bool) if any(part.loss is not None for part in parts) else None
-    end = len(values)
-    while parts:
-        part = parts.pop()
-        begin = end - len(part.values)
-        values[begin:end] = part.values
-        if loss is not None and part.loss is not None:
-            loss[begin:end] = part.loss
-        end = begin
-    return Ragged(values, offsets, loss)
+    def add(self, ragged: Ragged, bos: int | None = None, eos: int | None = None) -> None:
+        """Each between `bos` and `eos`, or as many of the two as there are."""
+        extra = (bos is not None) + (eos is not None)
+        offsets = ragged.offsets + extra * np.arange(len(ragged.offsets))
+        begin, end = self.used, self.used + int(offsets[-1])
+        if end > len(self.values):
+            self.values = np.concatenate([self.values[:begin], np.empty(end, self.values.dtype)])
+        assert not len(ragged.values) or int(ragged.values.max()) < LIMITS[str(self.values.dtype)]
+        values, is_text = self.values[begin:end], np.ones(end - begin, bool)
+        for token, places in ((bos, offsets[:-1]), (eos, offsets[1:] - 1)):
+            if token is not None:
+                values[places] = token
+                is_text[places] = False
+        values[is_text if extra else slice(None)] = ragged.values
+        self.losses.append(np.broadcast_to(True, end - begin) if ragged.loss is None else ragged.loss)
+        self.masked = self.masked or ragged.loss is not None
+        self.lengths.append(np.diff(offsets))
+        self.used = end
+
+    def ragged(self) -> Ragged:
+        loss = np.concatenate(self.losses) if self.masked else None
+        return Ragged(self.values[: self.used], np.cumsum(np.concatenate(self.lengths)), loss)
 
 
 def plan_splits(job: Job, lengths: np.ndarray, held_out: np.ndarray) -> dict[str, Plan]:
@@ -363,13 +381,14 @@ def summarise(
     }
 
 
-def count(tokens: np.ndarray, vocab: int) -> np.ndarray:
-    """How often each id occurs."""
-    flat, counts = tokens.reshape(-1), np.zeros(vocab, np.int64)
+def counted(blocks: Iterator[Rows], counts: np.ndarray) -> Iterator[Rows]:
+    """The same blocks; adds to `counts` how often each id occurs in them."""
     step = 1 << 18  # bincount widens to 64 bits: 10 times faster while that stays in the cache
-    for i in range(0, len(flat), step):
-        counts += np.bincount(flat[i : i + step], minlength=vocab)
-    return counts
+    for block in blocks:
+        flat = block.tokens.reshape(-1)
+        for i in range(0, len(flat), step):
+            counts += np.bincount(flat[i : i + step], minlength=len(counts))
+        yield block
 
 
 @functools.lru_cache(maxsize=1)

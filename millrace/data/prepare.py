@@ -52,7 +52,10 @@ def finished(folder: Path) -> Index | None:
     """The index of data made before. A folder that holds anything else is not ours to fill."""
     file = folder / "index.json"
     if file.is_file():
-        return Index.parse(file.read_bytes(), str(file))
+        try:
+            return Index.parse(file.read_bytes(), str(file))
+        except UserError as error:
+            raise UserError(f"path: {error}; choose another path=, or remove {folder}") from None
     if folder.exists() and not folder.is_dir():
         raise UserError(f"path: {folder} is a file; choose another")
     if folder.exists() and any(folder.iterdir()) and not (folder / "stages.json").is_file():

@@ -7,7 +7,7 @@ import json
 import os
 import uuid
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -169,13 +169,29 @@ def checksum(content: Any) -> str:
 
 
 def write_rows(folder: Path, name: str, rows: Rows) -> Shard:
-    """Writes a shard, each file whole or not at all, and on the disk when this returns."""
-    checksums = {}
-    for suffix, array in rows.arrays().items():
-        checksums[suffix] = checksum(np.ascontiguousarray(array).data)
-        with atomic(folder / f"{name}{suffix}.npy") as file:
-            np.save(file, array)
-    return Shard(name, len(rows), checksums)
+    return write_blocks(folder, name, [rows], len(rows))
+
+
+def write_blocks(folder: Path, name: str, blocks: Iterable[Rows], count: int) -> Shard:
+    """Writes a shard of `count` rows as they come, each file whole or not at all, and on the disk when this
+    returns."""
+    files: dict[str, Any] = {}
+    checksums: dict[str, int] = {}
+    written = 0
+    with contextlib.ExitStack() as stack:
+        for block in blocks:
+            written += len(block)
+            for suffix, array in block.arrays().items():
+                if suffix not in files:
+                    files[suffix] = stack.enter_context(atomic(folder / f"{name}{suffix}.npy"))
+                    shape = (count, *array.shape[1:])
+                    header = {"descr": array.dtype.str, "fortran_order": False, "shape": shape}
+                    np.lib.format.write_array_header_1_0(files[suffix], header)
+                data = np.ascontiguousarray(array).data
+                checksums[suffix] = zlib.crc32(data, checksums.get(suffix, 0))
+                files[suffix].write(data)
+        assert written == count
+    return Shard(name, count, {suffix: f"{value:08x}" for suffix, value in checksums.items()})
 
 
 def read_rows(folder: Path, name: str, *, mmap: bool = True) -> Rows:

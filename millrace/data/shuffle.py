@@ -4,7 +4,6 @@ round, however the rows lay before. `quality` measures it all the same."""
 
 import dataclasses
 import math
-import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from millrace.data.shards import Rows, Shard, atomic, pack_bits, padding_begins, read_rows
+from millrace.data.shards import Rows, Shard, atomic, pack_bits, padding_begins, read_rows, write_blocks
 
 BUCKET = 128 << 20  # bytes of tokens in a shard, about: a worker holds one, and syncs while the others work
 DIRECT = 2 << 30  # bytes of tokens that the page cache will hold: then random reads do, and one pass
@@ -299,21 +298,9 @@ def read_slice(path: Path, begin: int, out: np.ndarray) -> None:
 
 def write_taken(folder: Path, name: str, rows: Rows, order: np.ndarray) -> Shard:
     """shards.write_rows(folder, name, rows.take(order)), without a second copy in memory."""
-    checksums = {}
-    for suffix, array in rows.arrays().items():
-        header = {"descr": array.dtype.str, "fortran_order": False, "shape": (len(order), *array.shape[1:])}
-        step = max(1, BLOCK // max(1, array[:1].nbytes))
-        block = np.empty((min(step, len(order)), *array.shape[1:]), array.dtype)
-        checksum = 0
-        with atomic(folder / f"{name}{suffix}.npy") as file:
-            np.lib.format.write_array_header_1_0(file, header)
-            for begin in range(0, len(order), step):
-                chosen = order[begin : begin + step]
-                taken = np.take(array, chosen, axis=0, out=block[: len(chosen)], mode="clip")
-                checksum = zlib.crc32(taken.data, checksum)
-                file.write(taken.data)
-        checksums[suffix] = f"{checksum:08x}"
-    return Shard(name, len(order), checksums)
+    step = max(1, BLOCK // max(1, rows.tokens[:1].nbytes))
+    blocks = (rows.take(order[begin : begin + step]) for begin in range(0, max(1, len(order)), step))
+    return write_blocks(folder, name, blocks, len(order))
 
 
 def write_array(path: Path, array: np.ndarray) -> None:

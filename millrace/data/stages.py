@@ -23,6 +23,7 @@ from millrace.data.documents import SAMPLES, is_held_out
 from millrace.data.engine import Engine
 from millrace.data.progress import Bar
 from millrace.data.shards import smallest_dtype, write_json
+from millrace.data.sources import files
 from millrace.data.summary import told, total
 from millrace.errors import UserError
 
@@ -137,6 +138,11 @@ class Work:
             )
         rate = f"{made['bytes'] / 1e6:,.1f} MB in {time.perf_counter() - began:.1f} s"
         self.say(f"normalize: {made['documents']:,} documents, {rate}{told('left out', made['dropped'])}")
+        for name, source in self.recipe.sources.items():
+            unread = files.left_out(source) if source.use == "files" else []
+            if unread:
+                number = "1 file is" if len(unread) == 1 else f"{len(unread):,} files are"
+                self.say(f"sources.{name}: {number} not read, of no known format; first {unread[0]}")
         made["problems"] = self.tell_problems(problems)
         return made
 
@@ -197,6 +203,10 @@ class Work:
             f"tokenizer: {tokenizer.vocab:,} entries ({found}) in {time.perf_counter() - began:.1f} s; "
             f"{choice.name} encodes ({choice.why})"
         )
+        if cfg.use != "file" and tokenizer.vocab < cfg.vocab:
+            self.say(
+                f"tokenizer: fewer entries than tokenizer.vocab, {cfg.vocab:,}, since the text has no more"
+            )
         if tokenizer.template is not None and (why := chat.why_slow(tokenizer)) is not None:
             self.say(f"tokenizer: conversations take longer with it, since {why}")
         return {"vocab": tokenizer.vocab, "encoder": choice.name}
@@ -208,7 +218,7 @@ class Work:
         jobs = [
             pack.Job(
                 number=number,
-                files=files,
+                files=members,
                 source=names.index(source),
                 folder=str(self.folder),
                 tokenizer=str(self.folder),
@@ -219,7 +229,7 @@ class Work:
                 held_out="rows" if few else "documents",
                 errors=recipe.errors,
             )
-            for number, (source, files) in enumerate(self.groups())
+            for number, (source, members) in enumerate(self.groups())
         ]
         places = {self.folder / "packed" / f"{job.number:05d}.json": job for job in jobs}
         made = self.units("pack", pack.pack_group, places)
@@ -337,18 +347,21 @@ class Work:
         largest = sum(part["bytes"] for part in parts) // GROUPS
         largest = min(LARGEST_GROUP, max(SMALLEST_GROUP, largest))
         for source, members in itertools.groupby(parts, key=lambda part: part["source"]):
-            files: list[str] = []
+            group: list[str] = []
             size = 0
             for part in members:
                 if not part["documents"]:
                     continue
-                if files and size + part["bytes"] > largest:
-                    yield source, tuple(files)
-                    files, size = [], 0
-                files.append(str(normalise.place(folder, part["number"])))
+                if group and size + part["bytes"] > largest:
+                    yield source, tuple(group)
+                    group, size = [], 0
+                file = normalise.place(folder, part["number"])
+                if not file.exists():
+                    raise UserError(f"{file} is missing; remove {self.folder} to make the data anew")
+                group.append(str(file))
                 size += part["bytes"]
-            if files:
-                yield source, tuple(files)
+            if group:
+                yield source, tuple(group)
 
     def packed(self) -> list[dict[str, Any]]:
         files = sorted((self.folder / "packed").glob("?????.json"))
@@ -386,8 +399,8 @@ def remove(job: Removal) -> dict[str, Any]:
 
 def listing(units: list[normalise.Unit]) -> str:
     """The checksum of a list of files and, where they are near, of their sizes."""
-    files = {file for unit in units for file in (unit.part.file, *unit.part.more)}
-    sizes = sorted((file, os.path.getsize(file)) for file in files if os.path.isfile(file))
+    named = {file for unit in units for file in (unit.part.file, *unit.part.more)}
+    sizes = sorted((file, os.path.getsize(file)) for file in named if os.path.isfile(file))
     known = repr([(unit.source, unit.part) for unit in units]) + repr(sizes)
     return hashlib.sha256(known.encode()).hexdigest()[:16]
 

@@ -9,7 +9,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import tokenizers
 
@@ -73,20 +72,6 @@ class Tokenizer:
             pa.types.is_large_string(texts.type) and not texts.null_count
         )
         return self.encode_with(texts)
-
-    def encode_documents(self, texts: encoders.Texts) -> Ragged:
-        """The ids of many texts, each between <|bos|> and <|eos|>, or as many of the two as there are."""
-        ragged, bos, eos = self.encode_batch(texts), self.special.bos, self.special.eos
-        extra = (bos is not None) + (eos is not None)
-        offsets = ragged.offsets + extra * np.arange(len(ragged.offsets))
-        values = np.empty(offsets[-1], np.uint32)
-        is_text = np.ones(len(values), bool)
-        for token, places in ((bos, offsets[:-1]), (eos, offsets[1:] - 1)):
-            if token is not None:
-                values[places] = token
-                is_text[places] = False
-        values[is_text] = ragged.values
-        return Ragged(values, offsets)
 
     @cached_property
     def encode_with(self) -> encoders.Encode:

@@ -3,6 +3,7 @@ new lines, so that nobody can tell from the middle of a file where a row begins:
 
 import csv
 import io
+from array import array
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +19,7 @@ from millrace.data.formats.storage import Stream, suffix
 SUFFIXES = (".csv", ".tsv")
 LONGEST = 32 << 20  # bytes of a row; Arrow holds a few times as much
 FIRST = 1 << 20  # bytes that the names of the columns are in
+csv.field_size_limit(LONGEST)  # Python's own, 128 KB, is less than a page of text may have
 
 
 def parts(file: str, size: int) -> list[Part]:
@@ -30,7 +32,7 @@ def read(part: Part, name: str, *, wanted: Wanted, problems: Problems) -> Iterat
         names = header(part.file)
         columns = plan(pa.schema([(column, pa.string()) for column in names]), wanted)
         for numbers, table in reader.tables(names, columns.columns, problems):
-            where = lambda row, numbers=numbers: f"{part.file}, row {numbers[row]}"
+            where = lambda row, numbers=numbers: reader.place(int(numbers[row]))
             places = Places(made_ids(name, ":", numbers), where)
             yield from_table(table, columns, places, wanted, problems)
         if reader.next == 1:
@@ -62,6 +64,18 @@ def delimiter(file: str) -> str:
     return "\t" if suffix(file) == ".tsv" else ","
 
 
+def row_lines(file: str) -> Iterator[int]:
+    """The line that each row begins on, that of the names of the columns first."""
+    with Stream(file) as stream:
+        text = io.TextIOWrapper(io.BufferedReader(_Raw(stream)), "utf-8-sig", "surrogateescape", newline="")
+        reader = csv.reader(text, delimiter=delimiter(file))
+        line = 1
+        for row in reader:
+            if row:
+                yield line
+            line = reader.line_num + 1
+
+
 class Rows:
     """The rows of a file with their numbers; the first below the names of the columns is 1."""
 
@@ -71,9 +85,16 @@ class Rows:
         self.wrong: list[Any] = []  # rows of another width, which Arrow may meet ahead of those it hands out
         self.damage: Bad | None = None
         self.quotes = 0
+        self.rest, self.lines = row_lines(file), array("q")
 
     def place(self, row: int) -> str:
-        return f"{self.file}, row {row}"
+        """FILE:LINE. Lines are counted only when there is something to say."""
+        try:
+            while len(self.lines) <= row:
+                self.lines.append(next(self.rest))
+            return f"{self.file}:{self.lines[row]}"
+        except (Bad, csv.Error, StopIteration):  # where Arrow and Python read a damaged file differently
+            return f"{self.file}, row {row}"
 
     def tables(
         self, names: list[str], columns: list[str], problems: Problems
@@ -147,6 +168,21 @@ class Rows:
             self.next = max(self.next, row.number)
             what = f"found {row.actual_columns} columns, expected {row.expected_columns}"
             problems.bad("wrong columns", self.place(row.number - 1), what)
+
+
+class _Raw(io.RawIOBase):
+    """A stream as Python's own readers want it."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        piece = self.stream.read(len(buffer))
+        buffer[: len(piece)] = piece
+        return len(piece)
 
 
 class _Source:

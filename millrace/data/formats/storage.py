@@ -4,6 +4,7 @@ their name says so. Damage to a compressed file is told as Bad once all that cam
 import bz2
 import gzip
 import io
+import logging
 import lzma
 import os
 import zlib
@@ -50,6 +51,7 @@ def filesystem(url: str) -> tuple[Any, str]:
     """The fsspec file system of a URL, and what the URL is called there."""
     import fsspec  # takes 0.1 s, for those who need it
 
+    logging.getLogger("gcsfs").addHandler(logging.NullHandler())  # what it logs, it also raises
     protocol = url.split("://")[0]
     try:
         return fsspec.core.url_to_fs(url)

@@ -29,6 +29,7 @@ class Config:
 
 
 FORMATS: tuple[Any, ...] = (jsonl, parquet, delimited, text, arrow)
+SUFFIXES = {suffix for format in FORMATS for suffix in format.SUFFIXES}
 NOTES = {"dataset_dict.json", "dataset_info.json", "state.json"}  # beside the data of a saved dataset
 EXPANSION = 4  # times that text is about as long as when compressed
 
@@ -76,6 +77,15 @@ def gathered(tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
         size += table.nbytes
     if held:
         yield pa.concat_tables(held)
+
+
+def left_out(cfg: Any) -> list[str]:
+    """Files of a folder that are not read, since their format is not known."""
+    is_folder = storage.is_url(cfg.path) or os.path.isdir(storage.local_path(cfg.path))
+    if not is_folder or has_wildcard(cfg.path):
+        return []
+    files = _find_url(cfg.path, every=True) if storage.is_url(cfg.path) else _find_local(cfg.path, every=True)
+    return sorted(file for file in files if storage.suffix(file) not in SUFFIXES)
 
 
 def find(path: str) -> dict[str, int]:
@@ -131,14 +141,16 @@ def joined(files: list[str]) -> list[Part]:
     return [Part(files[0], more=tuple(files[1:]))] if files else []
 
 
-def _find_local(path: str) -> list[str]:
+def _find_local(path: str, every: bool = False) -> list[str]:
+    """Of a folder those that hold data or, on wish, every one."""
     place = storage.local_path(path)
     scheme = path.removesuffix(place)
     if os.path.isfile(place):
         format_of(path, path)  # tells if it is unknown
         return [path]
     if os.path.isdir(place):
-        return [scheme + file for file in _data(_walk(place.rstrip("/") or "/"))]
+        files = _walk(place.rstrip("/") or "/")
+        return [scheme + file for file in (files if every else _data(files))]
     if not has_wildcard(place):
         raise UserError(f"{path}: no such file or folder")
     return [scheme + file for file in glob.glob(place, recursive=True) if os.path.isfile(file)]
@@ -154,7 +166,7 @@ def _walk(root: str) -> Iterator[str]:
         yield from (os.path.join(folder, name) for name in names if name[0] != ".")
 
 
-def _find_url(path: str) -> dict[str, int]:
+def _find_url(path: str, every: bool = False) -> dict[str, int]:
     system, place = storage.filesystem(path)
     try:
         if has_wildcard(path):
@@ -170,7 +182,10 @@ def _find_url(path: str) -> dict[str, int]:
         names = {
             f"{root}/{name[start:].lstrip('/')}": name for name in found if found[name]["type"] == "file"
         }
-        kept = names if has_wildcard(path) else _data(file for file in names if "/." not in file[len(root) :])
+        kept: Iterable[str] = names
+        if not has_wildcard(path):
+            kept = [file for file in names if "/." not in file[len(root) :]]
+            kept = kept if every else _data(kept)
         return {file: found[names[file]]["size"] or system.size(names[file]) or 0 for file in kept}
     except Exception as error:
         raise storage.unreadable(path, error) from error
@@ -179,8 +194,7 @@ def _find_url(path: str) -> dict[str, int]:
 def _data(files: Iterable[str]) -> list[str]:
     """Those of a known format. Of a dataset saved by Hugging Face those that hold its rows: files that an
     earlier `map` left there, and notes, do not."""
-    names = {suffix for format in FORMATS for suffix in format.SUFFIXES}
-    files = {file for file in files if storage.suffix(file) in names}
+    files = {file for file in files if storage.suffix(file) in SUFFIXES}
     folders = {os.path.dirname(file) for file in files if os.path.basename(file) == "state.json"}
     rows = {folder: _saved(folder) for folder in folders if f"{folder}/dataset_info.json" in files}
     tables = {os.path.dirname(file) for file in files if storage.suffix(file) == ".arrow"}
