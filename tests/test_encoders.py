@@ -135,15 +135,15 @@ def test_the_fastest_encoder_with_the_right_ids_is_chosen_and_the_reason_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenise.save(trained(), tmp_path)
-    assert tokenise.choose_encoder(tmp_path, list(code()[:2])).name == "gigatoken"
+    assert tokenise.choose(tokenise.load(tmp_path), list(code()[:2])).name == "gigatoken"
     monkeypatch.setitem(sys.modules, "gigatoken", None)
-    choice = tokenise.choose_encoder(tmp_path, [])
+    choice = tokenise.choose(tokenise.load(tmp_path), [])
     assert choice.name == "fastokens" and "gigatoken does not do: import of gigatoken" in choice.why
     monkeypatch.setitem(sys.modules, "fastokens", None)
-    assert tokenise.choose_encoder(tmp_path, []).name == "tokenizers"
+    assert tokenise.choose(tokenise.load(tmp_path), []).name == "tokenizers"
     monkeypatch.undo()
     tokenise.save(trained("unigram"), tmp_path)
-    choice = tokenise.choose_encoder(tmp_path, [])
+    choice = tokenise.choose(tokenise.load(tmp_path), [])
     assert choice.name == "tokenizers" and "gigatoken does not do: " in choice.why and "Unigram" in choice.why
 
 

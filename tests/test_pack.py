@@ -276,7 +276,11 @@ def test_the_counts_are_those_of_the_training_tokens(job: pack.Job, tmp_path: Pa
     assert counts == [seen[token] for token in range(loaded.vocab)]
 
 
-def test_documents_get_their_beginning_and_end_and_nothing_else(job: pack.Job) -> None:
+@pytest.mark.parametrize("long", [0, 200])
+def test_documents_get_their_beginning_and_end_and_nothing_else(
+    job: pack.Job, long: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pack, "LONG", long)
     given = Ragged(np.array([5, 6, 7], np.uint32), np.array([0, 2, 2, 3]))
     for files in (job.files, ()):  # with room, and without
         for bos, eos in ((1, 2), (None, 2), (1, None), (None, None)):

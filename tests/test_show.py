@@ -466,7 +466,7 @@ def test_verify_finds_no_fault_in_what_packing_makes(
     values = np.concatenate(documents).astype("uint16")
     ragged = Ragged(values, np.concatenate([[0], np.cumsum(sizes)]))
     plan = pack.plan(sizes, LENGTH, mode, 0)
-    rows = pack.fill(plan, ragged, length=LENGTH, dtype="uint16", filler=special.filler, source=0)
+    [rows] = pack.fill(plan, ragged, length=LENGTH, filler=special.filler, source=0)
     order = rng.permutation(len(rows))
     index = build.index([[rows], [rows.take(order[:20]), rows.take(order[20:])]])
     split = dataclasses.replace(index.splits["train"], documents=len(documents), tokens=int(sizes.sum()))

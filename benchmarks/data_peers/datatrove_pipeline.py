@@ -3,7 +3,6 @@ into one in random order. With `fast: tokenizer`, gigatoken in the place of its 
 changed; with `fast: batches`, the loop that writes documents is replaced as well."""
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -38,9 +37,12 @@ class Gigatoken:
 
 
 class FastTokenizer(DocumentTokenizer):
-    @cached_property
+    # No cached_property: it has a lock, which workers would get locked.
+    @property
     def tokenizer(self) -> Any:
-        return Gigatoken(self.tokenizer_name_or_path, self.eos_token)
+        if "fast" not in vars(self):
+            self.fast = Gigatoken(self.tokenizer_name_or_path, self.eos_token)
+        return self.fast
 
 
 class BatchTokenizer(DocumentTokenizer):

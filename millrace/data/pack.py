@@ -20,6 +20,7 @@ from millrace.data.shards import LIMITS, Rows, Shard, pack_bits, write_blocks
 
 SPLITS = ("train", "evaluation")
 FILLS = 20  # steps in which the fill of rows is counted
+LONG = 200  # tokens a document, in the mean, from which copying one by one is faster than all by a mask
 BLOCK = 1 << 20  # tokens handled at once: working copies stay in the cache and out of the memory's peak
 
 
@@ -328,7 +329,13 @@ class Growing:
             if token is not None:
                 values[places] = token
                 is_text[places] = False
-        values[is_text if extra else slice(None)] = ragged.values
+        if len(ragged.values) < LONG * len(ragged):
+            values[is_text] = ragged.values
+        else:
+            places = (offsets[:-1] + (bos is not None)).tolist()
+            ends = ragged.offsets.tolist()
+            for place, first, last in zip(places, ends[:-1], ends[1:], strict=True):
+                values[place : place + last - first] = ragged.values[first:last]
         self.losses.append(np.broadcast_to(True, end - begin) if ragged.loss is None else ragged.loss)
         self.masked = self.masked or ragged.loss is not None
         self.lengths.append(np.diff(offsets))

@@ -2,6 +2,7 @@
 which leaves a file when it is done: what is there when a run is stopped need not be done again."""
 
 import dataclasses
+import functools
 import hashlib
 import itertools
 import json
@@ -10,7 +11,6 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +43,8 @@ MAKES = {
     "shuffle": ("scatter", "evaluation-*", "train-*", "report.html", "index.json"),
 }
 LARGEST_GROUP = 256 << 20  # bytes of text packed together: more takes memory and fills rows no better
-SMALLEST_GROUP = 64 << 20
-GROUPS = 16  # wanted, for the workers to share
+SMALLEST_GROUP = 32 << 20
+GROUPS = 32  # wanted, for the workers to share
 FEWEST_HELD_OUT = 10  # documents; where the share comes to fewer, rows are held out instead
 SAMPLE = 400_000  # bytes of text on which a fast encoder is compared with the reference
 
@@ -113,7 +113,7 @@ class Work:
         units = self.listed()
         sought = duplicates.are_sought(units, cfg)
         first, last = self.folder / ("read" if sought else "normalized"), self.folder / "normalized"
-        unit = partial(normalise.normalise_part, cfg=cfg, policy=policy, folder=str(first))
+        unit = functools.partial(normalise.normalise_part, cfg=cfg, policy=policy, folder=str(first))
         parts = self.units("normalize", unit, {normalise.summary_place(first, u.number): u for u in units})
         problems = [part["problems"] for part in parts]
         if sought:
@@ -196,8 +196,8 @@ class Work:
             tokenise.save(learn.train(texts, kind=cfg.use, vocab=cfg.vocab, report=self.say), self.folder)
         if cfg.template is not None:
             tokenise.write_template(self.folder, read_template(cfg.template))
-        tokenizer = tokenise.load(self.folder)
-        choice = tokenise.choose_encoder(self.folder, list(self.sample(SAMPLE)))
+        tokenizer = self.tokenizer
+        choice = tokenise.choose(tokenizer, list(self.sample(SAMPLE)))
         found = ", ".join(f"{role} {id}" for role, id in vars(tokenizer.special).items() if id is not None)
         self.say(
             f"tokenizer: {tokenizer.vocab:,} entries ({found}) in {time.perf_counter() - began:.1f} s; "
@@ -210,6 +210,11 @@ class Work:
         if tokenizer.template is not None and (why := chat.why_slow(tokenizer)) is not None:
             self.say(f"tokenizer: conversations take longer with it, since {why}")
         return {"vocab": tokenizer.vocab, "encoder": choice.name}
+
+    @functools.cached_property
+    def tokenizer(self) -> tokenise.Tokenizer:
+        """The one in the folder, once its stage has made it."""
+        return tokenise.load(self.folder)
 
     def make_pack(self) -> dict[str, Any]:
         recipe, began = self.recipe, time.perf_counter()
@@ -258,7 +263,7 @@ class Work:
     def make_shuffle(self) -> dict[str, Any]:
         recipe, began = self.recipe, time.perf_counter()
         length = recipe.pack.sequence_length
-        filler = tokenise.load(self.folder).special.filler
+        filler = self.tokenizer.special.filler
         row_bytes = length * np.dtype(smallest_dtype(self.stages["tokenizer"]["vocab"])).itemsize
         epochs: dict[str, list[list[dict[str, Any]]]] = {}
         for split in pack.SPLITS:
@@ -302,7 +307,7 @@ class Work:
         """The page about the data, and the index that makes it data; then what stood between can go."""
         packed = self.packed()
         counts = sum(np.load(file) for file in sorted((self.folder / "packed").glob("*.counts.npy")))
-        index = summary.index(self.recipe, self.folder, self.stages["shuffle"]["shards"], packed, counts)
+        index = summary.index(self.recipe, self.tokenizer, self.stages["shuffle"]["shards"], packed, counts)
         stats = summary.stats(self.recipe, self.stages, packed, counts)
         report.write(index, stats, self.folder / "report.html")
         index.write(self.folder)

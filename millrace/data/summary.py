@@ -3,7 +3,6 @@
 import itertools
 from collections import Counter
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,8 +14,13 @@ from millrace.data.shards import Index, Shard, Split, smallest_dtype
 Packed = list[dict[str, Any]]  # what pack.pack_group said of its work, of each group
 
 
-def index(recipe: Any, folder: Path, shards: dict[str, Any], packed: Packed, counts: np.ndarray) -> Index:
-    tokenizer = tokenise.load(folder)
+def index(
+    recipe: Any,
+    tokenizer: tokenise.Tokenizer,
+    shards: dict[str, Any],
+    packed: Packed,
+    counts: np.ndarray,
+) -> Index:
     splits = {}
     for name, sets in shards.items():
         epochs = tuple(tuple(Shard(**shard) for shard in epoch) for epoch in sets)
@@ -28,7 +32,7 @@ def index(recipe: Any, folder: Path, shards: dict[str, Any], packed: Packed, cou
         dtype=smallest_dtype(tokenizer.vocab),
         vocab=tokenizer.vocab,
         special=tokenizer.special,
-        tokenizer_sha256=tokenise.sha256(folder),
+        tokenizer_sha256=tokenise.sha256(recipe.path),
         unigram_entropy=entropy(counts),
         sources=tuple(recipe.sources),
         splits=splits,

@@ -81,7 +81,7 @@ class Tokenizer:
 
 def load(path: str | Path, encoder: str = "auto") -> Tokenizer:
     """A tokenizer from its file, or from the folder that holds one. `encoder` is the library for batches, as
-    choose_encoder found it; `auto` finds it when the first batch comes."""
+    `choose` found it; `auto` finds it when the first batch comes."""
     file = tokenizer_file(path)
     if file.suffix in convert.SUFFIXES:
         inner, names = convert.read(file)
@@ -94,12 +94,8 @@ def load(path: str | Path, encoder: str = "auto") -> Tokenizer:
     return Tokenizer(inner, special, template=find_template(file.parent), encoder=encoder)
 
 
-def choose_encoder(folder: str | Path, sample: Sequence[str]) -> Choice:
-    """The fastest library that gives the ids of Hugging Face's on hostile texts and on the sample."""
-    return choose(load(folder), sample)
-
-
 def choose(tokenizer: Tokenizer, sample: Sequence[str]) -> Choice:
+    """The fastest library that gives the ids of Hugging Face's on hostile texts and on the sample."""
     texts = [*encoders.hostile(tokenizer.inner), *sample]
     cutting = encoders.splitting(tokenizer.plain)
     reasons: list[str] = []

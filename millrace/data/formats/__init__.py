@@ -6,7 +6,7 @@ import numpy as np
 
 from millrace.data.documents import Part
 
-PART = 64 << 20  # bytes: about what a worker reads at a time, where a format can be divided
+PART = 32 << 20  # bytes of a file that one worker reads at a time
 TABLE = 16 << 20  # bytes: about what a table of documents holds
 
 
