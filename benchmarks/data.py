@@ -20,6 +20,7 @@ from benchmarks.data_measure import Line, adopt_orphans
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = 2_000_000
+TOKENS = 300_000_000
 
 
 def main() -> int:
@@ -46,7 +47,7 @@ def main() -> int:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--mb", type=float, default=300, help="megabytes of text")
+    parser.add_argument("--mb", type=float, default=2000, help="megabytes of text")
     parser.add_argument("--only", help="one part: " + ", ".join(NAMES))
     parser.add_argument("--memory-gb", type=float, default=0, help="size of the corpus for memory")
     parser.add_argument("--json", help="a file for the results")
@@ -65,7 +66,7 @@ def parts(
 ) -> dict[str, Callable[[], list[Line]]]:
     bench = data_text.Bench(folder, options.mb, peers, streaming)
     interpreters = data_rows.Interpreters(peers, streaming)
-    tokens = int(options.mb * 1e6)
+    tokens = min(int(options.mb * 1e6), TOKENS)
     made: dict[str, Callable[[], list[Line]]] = {
         "training": lambda: data_text.training(bench),
         "tokenizing": lambda: data_text.tokenizing(bench),

@@ -90,18 +90,20 @@ def blocks(part: Part, numbers: "LineNumbers", problems: Problems) -> Iterator[t
 
 def parse(position: int, block: bytes) -> tuple[list[Any], np.ndarray]:
     """A record for each line that is not blank, and the byte it begins at."""
-    lines = block.split(b"\n")
-    if not lines[-1]:
-        lines.pop()
-    lengths = np.fromiter(map(len, lines), np.int64, len(lines)) + 1
-    starts = position + np.cumsum(lengths) - lengths
-    if position == 0:
-        lines[0] = lines[0].removeprefix(BOM)
+    ends = np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n"))
+    if not block.endswith(b"\n"):
+        ends = np.append(ends, len(block))
+    starts = np.concatenate([[0], ends[:-1] + 1])
+    first = len(BOM) if position == 0 and block.startswith(BOM) else 0
+    view = memoryview(block)
+    begins = [first, *starts[1:].tolist()]
+    lines = [view[begin:end] for begin, end in zip(begins, ends.tolist(), strict=True)]
     try:
-        return [orjson.loads(line) for line in lines], starts
+        return [orjson.loads(line) for line in lines], position + starts
     except ValueError:
-        filled = [row for row, line in enumerate(lines) if line and not line.isspace()]
-        return [_record(lines[row]) for row in filled], starts[filled]
+        whole = [line.tobytes() for line in lines]
+        filled = [row for row, line in enumerate(whole) if line and not line.isspace()]
+        return [_record(whole[row]) for row in filled], position + starts[filled]
 
 
 def read_list(file: str, name: str, *, wanted: Wanted, problems: Problems) -> Iterator[pa.Table]:
