@@ -7,6 +7,7 @@ import json
 import os
 import statistics
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -164,10 +165,12 @@ class Peer:
 
     def __init__(self, script: str, python: str, environment: dict[str, str] | None = None) -> None:
         self.name = script
+        self.said = tempfile.TemporaryFile()  # noqa: SIM115  peers log a line a file, which nobody wants to see
         self.process = subprocess.Popen(
             [python, str(PEERS / f"{script}.py")],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            stderr=self.said,
             text=True,
             env=os.environ | {"TOKENIZERS_PARALLELISM": "false"} | (environment or {}),
         )
@@ -191,7 +194,10 @@ class Peer:
                 if "missing" in answer:
                     raise Missing(f"{self.name}: {answer['missing']}")
                 return answer
-        raise Missing(f"{self.name} ended with exit code {self.process.wait()}")
+        code = self.process.wait()
+        self.said.seek(0)
+        last = self.said.read().decode(errors="replace").strip().rpartition("\n")[2]
+        raise Missing(f"{self.name} ended with exit code {code}: {last}")
 
     def ask(self, **options: Any) -> tuple[dict[str, Any], Cost]:
         def work() -> dict[str, Any]:
