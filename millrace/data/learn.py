@@ -5,13 +5,13 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
-import pyarrow as pa
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from millrace.data import unsettled
 from millrace.data.convert import byte_symbols
 from millrace.data.encoders import is_failure, silenced
+from millrace.data.formats.columns import strings
 from millrace.data.tokenise import Tokenizer, find_special
 from millrace.errors import UserError
 
@@ -58,7 +58,7 @@ def byte_pairs(texts: Sequence[str], vocab: int, report: Report) -> models.BPE:
     """BPE over GPT-2's words, with the merges that Hugging Face's trainer finds, by the faster of the two."""
     if sum(map(len, texts)) < PLENTY * vocab:
         return byte_pairs_by_tokenizers(texts, vocab)
-    new = unsettled.are_in(pa.array(texts, pa.large_string()))
+    new = unsettled.are_in(strings(texts))
     if new.mean() > RARE:
         why = f"{new.sum()} of {len(texts)} texts have characters new to it"
         report(f"tokenizer: trained by tokenizers, which is slower, since {why}")
@@ -93,8 +93,8 @@ def byte_pairs_by_gigatoken(texts: Sequence[str], vocab: int) -> models.BPE:
             tie_breaking="huggingface",
             separator=separator,
         )
-    symbols = byte_symbols()
-    spell = lambda token: "".join(symbols[byte] for byte in token)
+    symbols = byte_symbols()  # of which str.translate makes a table: a byte is a letter of Latin-1
+    spell = lambda token: token.decode("latin-1").translate(symbols)
     return byte_pair_model(used([(spell(left), spell(right)) for left, right in merges], texts))
 
 

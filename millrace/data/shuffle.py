@@ -147,7 +147,8 @@ def gather(job: Job) -> dict[str, Any]:
     now, size = job.round, job.round.sizes[job.number]
     folder = Path(now.folder)
     (folder if now.last else folder / now.scratch).mkdir(parents=True, exist_ok=True)
-    rows = room_for(size, read_rows(folder, now.inputs[0].name), loss=now.loss)
+    like = read_rows(folder, now.inputs[0].name if now.direct else now.run(0))
+    rows = room_for(size, like, loss=now.loss)
     before = np.empty(size, np.int64)
     done = 0
     for number, one in enumerate(now.inputs):

@@ -67,7 +67,7 @@ class Work:
         if name == "normalize":
             self.check_sources()
         stage = self.stages.get(name, {})
-        if stage.get("fingerprint") != wanted:
+        if stage.get("fingerprint") != wanted or self.is_spent(name):
             self.clear(name)
             self.keep(self.stages | {name: {"fingerprint": wanted}})
         elif "seconds" in stage:
@@ -75,6 +75,12 @@ class Work:
         made = getattr(self, f"make_{name}")()
         seconds = round(time.perf_counter() - began, 2)
         self.keep(self.stages | {name: self.stages[name] | {"seconds": seconds} | made})
+
+    def is_spent(self, name: str) -> bool:
+        """Whether packed rows are gone, since a shuffle had them all, and another shuffle is wanted now."""
+        wanted = fingerprint(to_dict(self.recipe), "shuffle")
+        spent = self.stages.get(name, {}).get("spent", False)
+        return spent and self.stages.get("shuffle", {}).get("fingerprint") != wanted
 
     def clear(self, name: str) -> None:
         """Takes away what a stage and those after it have made. First they are no longer said to be done."""
@@ -278,10 +284,13 @@ class Work:
                 filler=filler,
             )
             epochs[split] = []
-            for one in passes:
+            reading = [number for number, one in enumerate(passes) if one.gather[0].round.number == 0]
+            for number, one in enumerate(passes):
                 scratch = self.folder / "scatter"
                 places = {scratch / f"{job.round.run(job.number)[8:]}.json": job for job in one.scatter}
                 self.units("scatter", shuffle.scatter, places)
+                if one.scatter and number == reading[-1]:
+                    self.spend(split)
                 places = {
                     scratch / f"{Path(job.round.output(job.number)).name}-{job.round.number}.json": job
                     for job in one.gather
@@ -302,6 +311,12 @@ class Work:
             name: [[shard["shard"] for shard in epoch] for epoch in sets] for name, sets in epochs.items()
         }
         return {"tokens": tokens, "shards": shards, "quality": dataclasses.asdict(quality)}
+
+    def spend(self, split: str) -> None:
+        """Removes packed rows that were scattered for the last time: a third of all that lies on the disk."""
+        self.keep(self.stages | {"pack": self.stages["pack"] | {"spent": True}})
+        for file in (self.folder / "packed").glob(f"*-{split}*.npy"):
+            file.unlink()
 
     def complete(self) -> None:
         """The page about the data, and the index that makes it data; then what stood between can go."""
