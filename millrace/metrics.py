@@ -12,37 +12,13 @@ from typing import Any
 
 import jax
 
-# Dense bf16 FLOP/s of one JAX device, from the data sheets as they stood in 2026. A v2, v3 or TPU7x
-# chip shows up as two devices and each has half of the chip.
-TPU_PEAKS = {
-    "TPU v2": 45e12 / 2,
-    "TPU v3": 123e12 / 2,
-    "TPU v4": 275e12,
-    "TPU v5 lite": 197e12,
-    "TPU v5e": 197e12,
-    "TPU v5": 459e12,
-    "TPU v5p": 459e12,
-    "TPU v6 lite": 918e12,
-    "TPU v6e": 918e12,
-    "TPU7x": 2307e12 / 2,
-}
-# All words of an entry must be in the device's name; the first entry that fits counts.
-GPU_PEAKS = {
-    "B200": 2250e12,
-    "H200": 989e12,
-    "H100": 989e12,
-    "A100": 312e12,
-}
+from millrace.plan import chips
 
 
 def peak_flops(device: Any) -> float | None:
     """Dense bf16 FLOP/s of one device; None where it is not known, as on a CPU."""
-    if device.platform == "tpu":
-        return TPU_PEAKS.get(device.device_kind)
-    words = set(device.device_kind.replace("-", " ").split())
-    if words & {"Laptop", "MIG", "NVL", "PCIe"}:  # less than the card that the name speaks of
-        return None
-    return next((peak for name, peak in GPU_PEAKS.items() if words.issuperset(name.split())), None)
+    chip = chips.of_device(device.device_kind)
+    return None if chip is None else chip.flops / chip.devices
 
 
 def memory(devices: Sequence[Any] | None = None) -> int | None:
