@@ -48,7 +48,7 @@ demo: .venv/core
 	@echo "  millrace generate runs/demo --prompt \"import \" --temperature 0.5"
 	@echo "  millrace train recipes/demo.yaml schedule.steps=1000        # goes on from step 500"
 	@echo "  millrace train recipes/demo.yaml run=runs/muon optimizer.use=muon"
-	@echo "  millrace recipe list; millrace recipe show recipes/llama-3.2-1b.yaml"
+	@echo "  millrace recipe list; millrace recipe show recipes/llama3.2-1b.yaml"
 	@echo "  less README.md docs/tour.md"
 
 lint: .venv/test

@@ -116,7 +116,7 @@ def millrace_steps(args: argparse.Namespace) -> dict:
     settings |= {"data.isolate": "false", "optimizer.learning_rate": 1e-4}
     settings |= {"schedule.use": "constant", "schedule.warmup": 0}
     settings |= dict(item.split("=", 1) for item in args.overrides)
-    cfg = recipe.load("recipes/llama-3.2-1b.yaml", [f"{key}={value}" for key, value in settings.items()])
+    cfg = recipe.load("recipes/llama3.2-1b.yaml", [f"{key}={value}" for key, value in settings.items()])
     devices = train.make_mesh(cfg)
     task = make_task(cfg, Vocabulary(VOCAB, None, None, None, None))
     with jax.set_mesh(devices):

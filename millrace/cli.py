@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal that lacks a letter shows its number
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        args = parser().parse_args(argv)
+        args = parse(argv)
         code = args.command(args) or 0
         sys.stdout.flush()
         return code
@@ -56,6 +56,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Settings may come after options too, which argparse does not expect."""
+    top = parser()
+    args, rest = top.parse_known_args(argv)
+    if rest and not (hasattr(args, "overrides") and all("=" in item and item[0] != "-" for item in rest)):
+        top.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        args.overrides += rest
+    return args
+
+
 def train(args: argparse.Namespace) -> int:
     from millrace import recipe
 
@@ -63,6 +74,23 @@ def train(args: argparse.Namespace) -> int:
     from millrace import train
 
     return train.run(cfg)
+
+
+def plan(args: argparse.Namespace) -> int:
+    from millrace import recipe
+
+    cfg = recipe.load(args.recipe, args.overrides)
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # what is planned for is elsewhere
+    from millrace.plan import command
+
+    if args.recommend:
+        wish = dict(tokens=args.tokens, days=args.days, budget=args.budget)
+        return command.recommend(cfg, args.slice, **wish, prices=args.prices)
+    if not args.slice:
+        raise UserError("plan: expected --slice NAME, as in --slice v5p-32, or --recommend")
+    days = command.MONTH if args.days is None else args.days
+    options = dict(fast=args.fast, out=args.json, prices=args.prices, save=args.save, days=days)
+    return command.run(cfg, args.slice, **options)
 
 
 def data_prepare(args: argparse.Namespace) -> None:
@@ -209,6 +237,20 @@ def parser() -> argparse.ArgumentParser:
     with_recipe(
         add(commands, "train", train, "train a model; resumes by itself if the run folder has checkpoints")
     )
+
+    one = add(commands, "plan", plan, "tell whether a recipe fits a slice, how fast it is and what it costs")
+    with_recipe(one)
+    one.add_argument("--slice", action="append", default=[], metavar="NAME", help="v5p-32, 2xv5e-256, ...")
+    one.add_argument("--fast", action="store_true", help="by arithmetic alone, in a second")
+    one.add_argument("--json", type=Path, metavar="FILE", help="write what was found, a list of objects")
+    one.add_argument("--prices", type=Path, metavar="FILE", help="prices of your own, in YAML")
+    one.add_argument("--save", type=Path, metavar="DIR", help="keep what the compiler writes down")
+    one.add_argument(
+        "--recommend", action="store_true", help="which slice to rent; with --slice, what it trains best"
+    )
+    one.add_argument("--tokens", metavar="N", help="with --recommend: 20B, in place of the recipe's")
+    one.add_argument("--days", type=float, metavar="N", help="that there are (default: 30)")
+    one.add_argument("--budget", type=float, metavar="N", help="with --recommend: dollars")
 
     data = commands.add_parser("data", help="turn text into packed tokens").add_subparsers(
         metavar="COMMAND", required=True

@@ -17,13 +17,21 @@ ADVICE = (
 )
 
 
+def held(tree: Any) -> int:
+    """Bytes on one device."""
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(tree)
+    )
+
+
 def check(state: State) -> None:
     """Before anything is allocated: on a CPU, a state larger than the memory ends in swapping or a kill.
     Gradients count too, since all are there before the first weight moves; activations come on top."""
     devices = jax.local_devices()
     # Simulated devices have the memory of one machine between them.
     sharing = len(devices) if devices[0].platform == "cpu" else 1
-    need, limit = sharing * (_held(state) + _held(state.params)), metrics.memory_limit(devices)
+    need, limit = sharing * (held(state) + held(state.params)), metrics.memory_limit(devices)
     if limit is not None and need > limit:
         where = f"the {sharing} devices of this machine, which have" if sharing > 1 else "a device, which has"
         raise DoesNotFit(
@@ -44,14 +52,6 @@ def told() -> Iterator[None]:
         if "RESOURCE_EXHAUSTED" not in said and "Out of memory" not in said:
             raise
         raise DoesNotFit(f"batch: the step takes more memory than there is ({said}); {ADVICE}") from error
-
-
-def _held(tree: Any) -> int:
-    """Bytes on one device."""
-    return sum(
-        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        for leaf in jax.tree.leaves(tree)
-    )
 
 
 def _gib(size: float) -> str:

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -177,11 +177,16 @@ ADVICE = (
 )
 
 
-def make_mesh(cfg: recipe.Run) -> Mesh:
-    """Lays out all devices. What an axis splits must divide by it: a batch that does not would be computed
-    by every device again, in silence."""
+def make_mesh(cfg: recipe.Run, devices: Sequence[Any] | None = None) -> Mesh:
+    """Lays out these devices, all there are by default."""
+    return mesh.make(mesh_sizes(cfg, jax.device_count() if devices is None else len(devices)), devices)
+
+
+def mesh_sizes(cfg: recipe.Run, devices: int) -> dict[str, int]:
+    """The mesh over so many devices. What an axis splits must divide by it: a batch that does not would be
+    computed by every device again, in silence."""
     try:
-        sizes = mesh.resolve(dataclasses.asdict(cfg.mesh), jax.device_count())
+        sizes = mesh.resolve(dataclasses.asdict(cfg.mesh), devices)
     except ValueError as error:
         raise UserError(f"mesh: {error}") from None
     rows, over = cfg.batch.sequences // cfg.batch.accumulate, sizes["data"] * sizes["fsdp"]
@@ -192,7 +197,7 @@ def make_mesh(cfg: recipe.Run) -> Mesh:
         )
     if cfg.data.sequence_length % sizes["context"]:
         raise UserError(f"mesh.context: {sizes['context']} does not divide data.sequence_length")
-    return mesh.make(sizes)
+    return sizes
 
 
 def with_vocabulary(cfg: recipe.Run, dataset: Dataset) -> recipe.Run:

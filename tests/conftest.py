@@ -1,6 +1,8 @@
 """Eight simulated CPU devices, no accelerator, no network; `--slow` runs what the quick suite leaves out."""
 
+import importlib.util
 import os
+from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 # Code that runs once need not be good, only soon there: level 0 halves the time of the suite.
@@ -22,6 +24,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if "slow" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="slow: run with --slow (make test-all)"))
+
+
+@pytest.fixture
+def libtpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiler of TPUs, for processes that a test starts: `make test-all` puts it into a folder of its
+    own; on a TPU machine it is among the other packages."""
+    folder = Path(__file__).parent.parent / ".venv" / "libtpu"
+    if not folder.is_dir() and importlib.util.find_spec("libtpu") is None:
+        pytest.skip("needs libtpu: make .venv/libtpu")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]))
 
 
 @pytest.fixture(scope="session")

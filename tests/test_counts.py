@@ -10,10 +10,10 @@ from millrace.objective import file
 
 ROOT = Path(__file__).parent.parent
 PUBLISHED = {
-    "llama-3-8b": 8_030_261_248,
-    "llama-3.2-1b": 1_235_814_400,
+    "llama3-8b": 8_030_261_248,
+    "llama3.2-1b": 1_235_814_400,
     "mini-llama-114m": 114_150_144,
-    "lunaris-277m": 276_997_120,
+    "lunaris-270m": 276_997_120,
     "eurobert-210m": 310_266_624,
     "eurobert-610m": 755_625_600,
     "eurobert-2.1b": 2_403_092_736,

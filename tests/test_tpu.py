@@ -1,18 +1,14 @@
 """The whole training step through the real TPU compiler, on a machine without a TPU."""
 
 import dataclasses
-import importlib.util
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from millrace import config
 
-# Where `make test-all` puts the compiler; on a TPU machine it is among the other packages.
-LIBTPU = Path(__file__).parent.parent / ".venv" / "libtpu"
 SCRIPT = """
 import sys
 import jax
@@ -36,9 +32,7 @@ print("arguments", used.argument_size_in_bytes, "aliased", used.alias_size_in_by
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "eurobert"])
-def test_the_step_compiles_for_a_tpu_slice_with_the_state_donated(tiny, tmp_path, name):
-    if not LIBTPU.is_dir() and importlib.util.find_spec("libtpu") is None:
-        pytest.skip("needs libtpu: make .venv/libtpu")
+def test_the_step_compiles_for_a_tpu_slice_with_the_state_donated(libtpu, tiny, tmp_path, name):
     cfg = tiny("model.vocab=512", "model.embed=256", "model.heads=4", "model.mlp=512", "data.path=nowhere")
     cfg = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, sequence_length=256))
     (tmp_path / "tpu.yaml").write_text(config.to_yaml(cfg))
@@ -49,8 +43,7 @@ def test_the_step_compiles_for_a_tpu_slice_with_the_state_donated(tiny, tmp_path
     overrides = ["model.vocab=512", "memory.compute=bfloat16"]
     overrides = encoder + overrides if name == "eurobert" else overrides
     command = [sys.executable, "-c", SCRIPT, str(tmp_path / "tpu.yaml"), *overrides]
-    places = os.pathsep.join([str(LIBTPU), os.environ.get("PYTHONPATH", "")])
-    env = os.environ | {"XLA_FLAGS": "", "TPU_WORKER_HOSTNAMES": "localhost", "PYTHONPATH": places}
+    env = os.environ | {"XLA_FLAGS": "", "TPU_WORKER_HOSTNAMES": "localhost"}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
     numbers = dict(zip(*[iter(done.stdout.split())] * 2, strict=True))

@@ -1,0 +1,197 @@
+"""What a step takes by arithmetic alone, in a second and for any chip: the state to the byte, activations and
+time from shapes. It says what cannot work and which settings are worth the compiler's time; for TPUs the
+compiler then has the last word."""
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, AxisType
+
+from millrace import fit, mesh, module, recipe, state, train
+from millrace.errors import UserError
+from millrace.objective import file
+from millrace.plan.slices import Slice
+
+# Shares of the data sheets' rates that large products and copies reach, the same for every model and chip:
+# docs/planning.md shows what it leaves to wish for.
+MATRIX, MEMORY, LINKS = 0.75, 0.85, 0.8
+HIDDEN = 0.9  # of the traffic between chips, at most, goes on beside the products
+
+# Numbers kept of each token and layer, in units of the width d, the MLP's m and the heads' q and k: beside
+# the layer's input, `dots` keeps what matrices give, `none` also what norms and activations make of it.
+KEPT = {"full": (0.0, 0.0, 0.0), "dots": (2.0, 2.0, 1.0), "none": (5.0, 4.0, 3.0)}
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Of one device, bytes, and of a step, seconds."""
+
+    parameters: int
+    flops_per_token: float
+    mesh: dict[str, int]
+    weight_bytes: int
+    optimizer_bytes: int
+    temp_bytes: int
+    matrix_seconds: float
+    memory_seconds: float
+    traffic_seconds: float  # between chips, hidden or not
+    step_seconds: float
+
+    @property
+    def argument_bytes(self) -> int:
+        return self.weight_bytes + self.optimizer_bytes
+
+    @property
+    def hbm_bytes(self) -> int:
+        return self.argument_bytes + self.temp_bytes
+
+
+def estimate(cfg: recipe.Run, where: Slice) -> Estimate:
+    if not cfg.model.vocab:
+        raise UserError("model.vocab: expected the size of the vocabulary, since no data is read to plan")
+    sizes = train.mesh_sizes(cfg, where.devices)
+    there = held(cfg, sizes)
+    flops = file("models", cfg.model).flops(cfg.model, cfg.data.sequence_length)
+    local = Local.of(cfg, sizes)
+    matrix = matrix_seconds(cfg, where, flops)
+    traffic = traffic_seconds(cfg, where, sizes, there.parameters)
+    passed = 2 * there.weights + 12 * (local.kept(cfg) + local.work(cfg))
+    moved = 3 * there.weights + 2 * there.optimizer + passed * cfg.batch.accumulate
+    memory = moved / (MEMORY * where.chip.bandwidth / where.chip.devices)
+    busy = matrix + memory
+    return Estimate(
+        parameters=there.parameters,
+        flops_per_token=flops,
+        mesh=sizes,
+        weight_bytes=there.weights,
+        optimizer_bytes=there.optimizer,
+        temp_bytes=local.temporaries(cfg, there.weights),
+        matrix_seconds=matrix,
+        memory_seconds=memory,
+        traffic_seconds=traffic,
+        step_seconds=busy + max(traffic - HIDDEN * busy, (1 - HIDDEN) * traffic),
+    )
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes on one device."""
+
+    weights: int
+    optimizer: int  # and averaged weights
+    parameters: int  # in all
+
+
+def held(cfg: recipe.Run, sizes: dict[str, int]) -> Held:
+    return _held(cfg.model, cfg.optimizer, tuple(sizes[axis] for axis in mesh.AXES))
+
+
+@lru_cache(4096)
+def _held(model: Any, optimizer: Any, sizes: tuple[int, ...]) -> Held:
+    """From shapes with shardings, over a mesh of which nothing is there."""
+    axes = module.axes(file("models", model).Model, model)
+    devices: Any = AbstractMesh(sizes, mesh.AXES, axis_types=(AxisType.Auto,) * len(mesh.AXES))
+    abstract = _shapes(model, optimizer)
+    homes = state.shardings(abstract, axes, devices)
+    placed = jax.tree.map(
+        lambda leaf, home: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=home), abstract, homes
+    )
+    count = sum(leaf.size for leaf in jax.tree.leaves(abstract.params))
+    return Held(fit.held(placed.params), fit.held((placed.optimizer, placed.ema)), count)
+
+
+@lru_cache(64)
+def _shapes(model: Any, optimizer: Any) -> state.State:
+    family = file("models", model)
+    tx = file("optim", optimizer).make(optimizer, module.axes(family.Model, model))
+
+    def fresh() -> state.State:
+        params = module.init(family.Model, model, jax.random.key(0))
+        return state.fresh(params, tx, seed=0, ema=optimizer.ema > 0)
+
+    return jax.eval_shape(fresh)
+
+
+@dataclass(frozen=True)
+class Local:
+    """What one device has of a batch and of the model."""
+
+    tokens: int  # at a time
+    tensor: int
+
+    @classmethod
+    def of(cls, cfg: recipe.Run, sizes: dict[str, int]) -> "Local":
+        rows = cfg.batch.sequences // cfg.batch.accumulate // (sizes["data"] * sizes["fsdp"])
+        return cls(rows * cfg.data.sequence_length // sizes["context"], sizes["tensor"])
+
+    def temporaries(self, cfg: recipe.Run, weights: int) -> int:
+        """All but the state at the worst moment, which is either at the head, or amid the layers with all
+        gradients made. Sums of gradients over parts of the batch come on top."""
+        cast = weights // 2 if cfg.memory.compute == "bfloat16" else 0
+        sums = weights if cfg.batch.accumulate > 1 else 0
+        layers = weights + self.work(cfg) + self.gathered(cfg)
+        return self.kept(cfg) + cast + sums + max(self.head(cfg), layers)
+
+    def kept(self, cfg: recipe.Run) -> int:
+        """For the backward pass: the inputs of all layers, and what else `memory.remat` lets stay."""
+        return self.numbers(cfg, KEPT[cfg.memory.remat], inputs=1) * cfg.model.layers
+
+    def work(self, cfg: recipe.Run) -> int:
+        """On one layer."""
+        return self.numbers(cfg, KEPT["none"])
+
+    def numbers(self, cfg: recipe.Run, units: tuple[float, float, float], inputs: int = 0) -> int:
+        model, item = cfg.model, 2 if cfg.memory.compute == "bfloat16" else 4
+        heads = (model.heads + 2 * model.kv_heads) * model.head_dim
+        d, m, q = units
+        each = (inputs + d) * model.embed + (m * model.mlp + q * heads) / self.tensor
+        return int(item * self.tokens * each)
+
+    def head(self, cfg: recipe.Run) -> int:
+        """Logits of a chunk and, twice, the gradient of the vocabulary's matrix before it is shared out."""
+        vocab = cfg.model.vocab // self.tensor
+        return min(2**30, 4 * vocab * self.tokens) + 2 * 4 * vocab * cfg.model.embed
+
+    def gathered(self, cfg: recipe.Run) -> int:
+        """The weights of two layers, whole."""
+        model = cfg.model
+        layer = model.embed * (2 * (model.heads + model.kv_heads) * model.head_dim + 3 * model.mlp)
+        return 2 * 2 * layer // self.tensor
+
+
+def matrix_seconds(cfg: recipe.Run, where: Slice, flops_per_token: float) -> float:
+    """Forward, backward and what is computed again, at the share of the peak that products reach."""
+    tokens = cfg.batch.sequences * cfg.data.sequence_length
+    head = 6 * cfg.model.vocab * cfg.model.embed
+    again = (flops_per_token - head) / 3 if cfg.memory.remat == "full" else 0.0
+    return tokens * (flops_per_token + again) / (where.chips * MATRIX * where.chip.flops)
+
+
+def traffic_seconds(cfg: recipe.Run, where: Slice, sizes: dict[str, int], parameters: int) -> float:
+    """Weights gathered for the forward and the backward pass in the compute dtype, gradients summed in
+    float32, activations of tensor parallelism, keys and values of context parallelism."""
+    model, chip = cfg.model, where.chip
+    item, parts = (2 if cfg.memory.compute == "bfloat16" else 4), cfg.batch.accumulate
+    local = Local.of(cfg, sizes)
+    rate = LINKS * chip.interconnect / chip.devices
+    share = parameters / sizes["tensor"]
+    ring = lambda size: (size - 1) / size
+    moved = ring(sizes["fsdp"]) * share * (2 * item + 4) * parts
+    moved += 2 * ring(sizes["data"]) * share / sizes["fsdp"] * 4
+    moved += 8 * ring(sizes["tensor"]) * item * local.tokens * model.embed * model.layers * parts
+    keys = 2 * model.kv_heads * model.head_dim / sizes["tensor"]
+    moved += 3 * (sizes["context"] - 1) * item * local.tokens * keys * model.layers * parts
+    seconds = moved / rate
+    if where.slices > 1 and chip.network:
+        seconds += 2 * 4 * parameters / (where.devices / where.slices) / (chip.network / chip.devices)
+    return seconds
+
+
+def state_needs(cfg: recipe.Run, where: Slice) -> int:
+    """Bytes a device that no setting but another optimizer or slice can do without: the state and gradients
+    shared out over all devices."""
+    whole = held(cfg, dict.fromkeys(mesh.AXES, 1))
+    return math.ceil((2 * whole.weights + whole.optimizer) / where.devices)

@@ -1,0 +1,129 @@
+"""`millrace plan`: what a recipe takes on slices that nobody has rented yet."""
+
+import dataclasses
+import json
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from millrace import recipe
+from millrace.plan import advise, arithmetic, chips, compiler, memory, outcome, show
+from millrace.plan.outcome import Outcome
+from millrace.plan.slices import Slice, parse
+
+DOES_NOT_FIT = 3
+MONTH = 30.0
+
+
+def run(
+    cfg: recipe.Run,
+    names: Sequence[str],
+    *,
+    fast: bool = False,
+    out: Path | None = None,
+    prices: Path | None = None,
+    save: Path | None = None,
+    days: float = MONTH,
+) -> int:
+    """Plans for each slice, one after the other. Returns the exit code."""
+    slices, table = [parse(name) for name in names], chips.prices(prices)
+    found = []
+    for where in slices:
+        one = plan(cfg, where, table[where.chip.name], fast=fast, save=save)
+        found.append(one)
+        show.outcome(one, cfg, days)
+    if out is not None:
+        out.write_text(json.dumps([one.as_json() for one in found], indent=2) + "\n")
+    return 0 if all(one.fits for one in found) else DOES_NOT_FIT
+
+
+def recommend(
+    cfg: recipe.Run,
+    names: Sequence[str],
+    *,
+    tokens: str | None,
+    days: float | None,
+    budget: float | None,
+    prices: Path | None = None,
+) -> int:
+    """Which slice for this model; for given slices, which model and tokens they train best."""
+    for name in names:
+        show.optimal(parse(name), days or MONTH)
+    if not names:
+        if tokens is not None:
+            cfg = dataclasses.replace(
+                cfg, schedule=dataclasses.replace(cfg.schedule, steps=f"{tokens} tokens")
+            )
+        limits = [f"in {days:g} days"] * (days is not None) + [f"for ${budget:,.0f}"] * (budget is not None)
+        found = advise.offers(cfg, chips.prices(prices), days=days, budget=budget)
+        show.offers(found, cfg, "".join(f" {limit}" for limit in limits))
+        return 0 if found else DOES_NOT_FIT
+    return 0
+
+
+def plan(cfg: recipe.Run, where: Slice, price: chips.Price, *, fast: bool, save: Path | None) -> Outcome:
+    """By the compiler if there is one for the chip and the state alone does not fill it."""
+    guess = arithmetic.estimate(cfg, where)
+    hopeless = arithmetic.state_needs(cfg, where) * where.chip.devices > where.chip.usable
+    if fast or hopeless or not where.chip.is_tpu:
+        return by_arithmetic(cfg, where, price, guess)
+    with tempfile.TemporaryDirectory(prefix="millrace-plan-") as scratch:
+        folder = save / where.name if save else Path(scratch)
+        return by_compiler(cfg, where, price, folder, guess)
+
+
+def by_arithmetic(cfg: recipe.Run, where: Slice, price: chips.Price, guess: arithmetic.Estimate) -> Outcome:
+    each = where.chip.devices
+    tokens, tokens_per_step = outcome.tokens_of(cfg)
+    fits = guess.hbm_bytes * each <= where.chip.usable
+    parts = {
+        "matrix units": guess.matrix_seconds,
+        "memory": guess.memory_seconds,
+        "between chips, not hidden": guess.step_seconds - guess.matrix_seconds - guess.memory_seconds,
+    }
+    return Outcome(
+        where=where,
+        fits=fits,
+        mesh=guess.mesh,
+        parameters=guess.parameters,
+        tokens=tokens,
+        tokens_per_step=tokens_per_step,
+        flops_per_token=guess.flops_per_token,
+        weight_bytes=guess.weight_bytes * each,
+        optimizer_bytes=guess.optimizer_bytes * each,
+        argument_bytes=guess.argument_bytes * each,
+        temp_bytes=guess.temp_bytes * each,
+        hbm_bytes=guess.hbm_bytes * each,
+        step_seconds=guess.step_seconds if fits else None,
+        by="arithmetic",
+        parts=parts if fits else {},
+        price=price,
+    )
+
+
+def by_compiler(
+    cfg: recipe.Run, where: Slice, price: chips.Price, folder: Path, guess: arithmetic.Estimate
+) -> Outcome:
+    each = where.chip.devices
+    made = compiler.compile(cfg, where, folder)
+    tokens, tokens_per_step = outcome.tokens_of(cfg)
+    return Outcome(
+        where=where,
+        fits=made.fits,
+        mesh=made.mesh,
+        parameters=made.parameters,
+        tokens=tokens,
+        tokens_per_step=tokens_per_step,
+        flops_per_token=made.flops_per_token,
+        weight_bytes=made.weight_bytes * each,
+        optimizer_bytes=made.optimizer_bytes * each,
+        argument_bytes=made.argument_bytes * each,
+        temp_bytes=made.temp_bytes * each,
+        hbm_bytes=made.hbm_bytes * each,
+        step_seconds=guess.step_seconds if made.fits else None,
+        by="compiler",
+        parts={},
+        buffers=tuple(memory.largest(folder / "dump", cfg, made.mesh)),
+        price=price,
+        compile_seconds=made.seconds,
+    )

@@ -1,0 +1,144 @@
+"""The step of a recipe, compiled for a slice that is not there by libtpu, the compiler that the slice itself
+would use. In a process of its own: what it writes down is chosen by flags read once, and it may crash."""
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from millrace import config, recipe
+from millrace.errors import UserError
+from millrace.plan.slices import Slice, parse
+
+ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",  # the slice is described, not there
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # two plans at once would stop at libtpu's lock
+    "TPU_SKIP_MDS_QUERY": "1",  # ask no metadata server
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TF_CPP_MIN_LOG_LEVEL": "3",
+}
+# What libtpu says of a program that is too big: "... required ... (16.05G) exceeds available HBM (15.75G)".
+TOO_BIG = re.compile(r"\(([\d.]+)([KMGT])\) exceeds available HBM \([\d.]+[KMGT]\)")
+UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What the compiler says of a program. Bytes are those of one device."""
+
+    slice: str
+    fits: bool
+    mesh: dict[str, int]
+    parameters: int
+    flops_per_token: float
+    weight_bytes: int
+    optimizer_bytes: int  # and averaged weights
+    argument_bytes: int
+    temp_bytes: int
+    hbm_bytes: int  # all that is taken at the worst moment; where it does not fit, all that would be needed
+    seconds: float  # of CPU time that compiling took
+    complaint: str = ""  # where it does not fit
+
+
+def compile(cfg: recipe.Run, where: Slice, folder: Path) -> Compiled:
+    """Compiles the step for a slice. What the compiler writes down lies in `folder` afterwards."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "recipe.yaml").write_text(config.to_yaml(cfg))
+    (folder / "slice").write_text(where.name)
+    flags = f"--xla_dump_to={folder / 'dump'} --xla_dump_hlo_as_text"
+    environment = os.environ | ENVIRONMENT | {"XLA_FLAGS": flags}
+    command = [sys.executable, "-m", "millrace.plan.compiler", str(folder)]
+    with (folder / "log").open("wb") as log:
+        code = subprocess.run(command, env=environment, stdout=log, stderr=log, check=False).returncode
+    if not (folder / "result.json").is_file():
+        said = (folder / "log").read_text(errors="replace").strip().splitlines()
+        why = next((line for line in reversed(said) if line.startswith("millrace: ")), None)
+        if why is not None:
+            raise UserError(why.removeprefix("millrace: "))
+        raise UserError(f"the compiler ended with exit code {code}: {said[-1] if said else 'no word'}")
+    return Compiled(**json.loads((folder / "result.json").read_bytes()))
+
+
+def main(folder: Path) -> int:
+    """What the process does."""
+    try:
+        import libtpu  # noqa: F401
+    except ImportError:
+        print('millrace: planning for TPUs takes their compiler: `pip install ".[tpu]"`')
+        return 2
+    where = parse((folder / "slice").read_text())
+    try:
+        found = compiled(recipe.load(folder / "recipe.yaml"), where)
+    except UserError as error:
+        print(f"millrace: {error}")
+        return 2
+    (folder / "result.json").write_text(json.dumps(dataclasses.asdict(found)))
+    return 0
+
+
+def compiled(cfg: recipe.Run, where: Slice) -> Compiled:
+    import jax
+    from jax.experimental import topologies
+
+    from millrace import module, step, train
+    from millrace.fit import held
+    from millrace.objective import Vocabulary, file, make_task
+
+    if not cfg.model.vocab:
+        raise UserError("model.vocab: expected the size of the vocabulary, since no data is read to plan")
+    devices = train.make_mesh(
+        cfg, topologies.get_topology_desc(where.topology, "tpu", **where.options).devices
+    )
+    task = make_task(cfg, Vocabulary(cfg.model.vocab, pad=0, bos=1, eos=2, mask=3))
+    family = file("models", task.model)
+    with jax.set_mesh(devices):
+        update = train.make_update(cfg, task)
+        abstract, _ = train.make_state(cfg, task, update, devices)
+        weights, rest = held(abstract.params), held((abstract.optimizer, abstract.ema))
+        known: dict[str, Any] = dict(
+            slice=where.name,
+            mesh=dict(devices.shape),
+            parameters=sum(leaf.size for leaf in jax.tree.leaves(abstract.params)),
+            flops_per_token=family.flops(task.model, cfg.data.sequence_length),
+            weight_bytes=weights,
+            optimizer_bytes=rest,
+        )
+        began = time.process_time()
+        try:
+            program: Any = train.compiled(
+                cfg, step.train_step(task, update, module.axes(family.Model, task.model)), abstract, devices
+            )
+        except jax.errors.JaxRuntimeError as error:
+            found = TOO_BIG.search(str(error))
+            if not found:
+                raise
+            need = int(float(found[1]) * UNITS[found[2]])
+            return Compiled(
+                **known,
+                fits=False,
+                argument_bytes=weights + rest,
+                temp_bytes=need - weights - rest,
+                hbm_bytes=need,
+                seconds=time.process_time() - began,
+                complaint=found[0],
+            )
+    memory: Any = program.memory_analysis()
+    taken = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return Compiled(
+        **known,
+        fits=True,
+        argument_bytes=memory.argument_size_in_bytes,
+        temp_bytes=memory.temp_size_in_bytes,
+        hbm_bytes=taken + memory.temp_size_in_bytes + memory.generated_code_size_in_bytes,
+        seconds=time.process_time() - began,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

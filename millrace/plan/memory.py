@@ -1,0 +1,87 @@
+"""What fills the memory of a chip, from the compiler's own report: the largest buffers, what they are by the
+sizes of the model that they show, and the key of the recipe that shrinks each."""
+
+import math
+import re
+from collections import Counter
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from millrace import recipe
+
+BYTES = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "s16": 2, "s8": 1, "u8": 1, "pred": 1}
+LINE = re.compile(r"^\s*[\d.]+\w+\(\s*\d+%\);\s*[\d.]+\w+;\s*\d+;\s*\d+; (.*)$")
+SHAPE = re.compile(r"(?:(\d+)×)?(\w+)\[([\d,]*)\]")
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """Some of equal size and meaning. They need not be there at the same time: buffers take turns in the same
+    memory."""
+
+    bytes: int  # each
+    count: int
+    shape: str  # of the largest value that lies in it
+    what: str
+    key: str  # of the recipe, that shrinks it; empty where none does
+
+
+def largest(dump: Path, cfg: recipe.Run, mesh: dict[str, int], count: int = 6) -> list[Buffer]:
+    """The largest buffers of a compiled step."""
+    lines = [line for file in reports(dump) for line in file.read_text().splitlines()]
+    found = [describe(match[1], cfg, mesh) for line in lines if (match := LINE.match(line))]
+    groups = Counter((one.bytes, one.what) for one in found)
+    first = {(one.bytes, one.what): one for one in reversed(found)}
+    return [
+        replace(first[group], count=groups[group])
+        for group in sorted(groups, key=lambda one: -one[0])[:count]
+    ]
+
+
+def total(dump: Path) -> int | None:
+    """Bytes of all that the program takes, arguments included; known even where it does not fit."""
+    found = [re.findall(r"Total bytes: (\d+)", file.read_text()) for file in reports(dump)]
+    return max((int(size) for sizes in found for size in sizes), default=None)
+
+
+def reports(dump: Path) -> list[Path]:
+    return sorted(dump.glob("*memory-usage-report.txt"))
+
+
+def describe(shapes: str, cfg: recipe.Run, mesh: dict[str, int]) -> Buffer:
+    """A buffer by the largest of the values that share it."""
+    values = []
+    for _, dtype, sides in SHAPE.findall(shapes):
+        shape = tuple(int(side) for side in sides.split(",") if side)
+        values.append((math.prod(shape) * BYTES.get(dtype, 4), dtype, shape))
+    size, dtype, shape = max(values, default=(0, "", ()))
+    what, key = meaning(dtype, shape, cfg, mesh)
+    return Buffer(size, 1, f"{dtype}[{','.join(map(str, shape))}]", what, key)
+
+
+def meaning(dtype: str, shape: tuple[int, ...], cfg: recipe.Run, mesh: dict[str, int]) -> tuple[str, str]:
+    """What a value of this shape is in a step, and the key that shrinks it."""
+    model, tensor = cfg.model, mesh["tensor"]
+    rows = cfg.batch.sequences // cfg.batch.accumulate // (mesh["data"] * mesh["fsdp"])
+    length = cfg.data.sequence_length // mesh["context"]
+    sides, tokens = set(shape), rows * length
+    of_tokens = length in sides or tokens in sides or math.prod(shape) % tokens == 0 and tokens > 1
+    layered = bool(shape) and shape[0] == model.layers and len(shape) > 2
+    vocab = {model.vocab, model.vocab // tensor} & sides
+    if shape and shape[-1] in vocab:
+        return "logits", "loss.chunk"
+    hidden = {model.mlp, model.mlp // tensor} & sides
+    if vocab:
+        kind = "gradient and copies of" if dtype == "f32" else "copies of"
+        return f"{kind} the vocabulary's matrix", "mesh.tensor"
+    if layered and length in sides:
+        return "kept of all layers for the backward pass", "batch.accumulate, memory.remat or mesh.context"
+    if layered:
+        return "weights or gradients of all layers", "mesh.fsdp or mesh.tensor"
+    if length in sides or of_tokens and not hidden:
+        if hidden:
+            return "hidden units of one layer's MLP", "batch.accumulate, mesh.tensor or mesh.context"
+        return "queries, keys, values and states of one layer", "batch.accumulate or mesh.context"
+    if hidden or model.embed in sides:
+        return "gathered weights of one layer", "mesh.tensor"
+    return "other", ""

@@ -1,0 +1,164 @@
+"""A plan on the terminal: what a reader asks, in that order. Does it fit, what fills the memory, how fast is
+it, where does the time go, what does it cost."""
+
+from collections.abc import Iterator
+
+from rich.console import Console
+
+from millrace import recipe
+from millrace.plan import advise, arithmetic
+from millrace.plan import outcome as outcomes
+from millrace.plan.chips import PRICES_DATE, TPUS, Range
+from millrace.plan.outcome import Outcome, tokens_of
+from millrace.plan.slices import Slice
+
+GIB = 2**30
+SHOWN = 12  # offers
+
+
+def outcome(one: Outcome, cfg: recipe.Run, days: float) -> None:
+    """`days` are what a wish that cannot be fulfilled is measured by."""
+    console = Console(highlight=False, soft_wrap=True)
+    for line in lines(one, cfg, days):
+        console.print(line)
+
+
+def offers(found: list[advise.Offer], cfg: recipe.Run, wish: str) -> None:
+    console = Console(highlight=False, soft_wrap=True)
+    tokens, _ = tokens_of(cfg)
+    console.print(f"{count(tokens)} tokens{wish}, by arithmetic; the cheapest first:")
+    if not found:
+        console.print("  no slice does it: allow more days or dollars, fewer tokens, or a smaller model")
+    for one in found[:SHOWN]:
+        costs = [f"{money(cost)} {name}" for name, cost in named(one.dollars) if cost is not None]
+        told = " or ".join(costs) or "price not known"
+        console.print(f"  {one.where.name:<12} {time(one.days):>12}   MFU {one.mfu:.0%}   {told}")
+    if len(found) > SHOWN:
+        console.print(f"  and {len(found) - SHOWN} more")
+
+
+def optimal(where: Slice, days: float) -> None:
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(best(where, days))
+
+
+def lines(one: Outcome, cfg: recipe.Run, days: float) -> Iterator[str]:
+    where, chip = one.where, one.where.chip
+    split = " x ".join(f"{axis} {size}" for axis, size in one.mesh.items() if size > 1) or "one device"
+    chips = f"{where.chips} chip{'s' * (where.chips > 1)} of {chip.name}"
+    rows = cfg.batch.sequences // cfg.batch.accumulate
+    yield f"[bold]{where.name}[/bold]: {chips}, {split}; {rows} rows of {cfg.data.sequence_length} at a time"
+    verdict = "[green]fits[/green]" if one.fits else "[red]does not fit[/red]"
+    least = "" if one.fits or one.by == "compiler" else "at least "
+    yield f"  {verdict}: {least}{gib(one.hbm_bytes)} of {gib(chip.usable)} a chip, by {by(one)}"
+    yield f"    {gib(one.weight_bytes):>10}  weights, {one.parameters / 1e9:,.2f}B parameters in float32"
+    yield f"    {gib(one.optimizer_bytes):>10}  optimizer ({cfg.optimizer.use})"
+    yield f"    {gib(one.temp_bytes):>10}  gradients, activations and all else a step needs"
+    if one.buffers:
+        yield "    the largest of these, which take turns in the same memory:"
+        for buffer in one.buffers:
+            each = f"{buffer.count} x " if buffer.count > 1 else ""
+            less = f"; less with {buffer.key}" if buffer.key else ""
+            yield f"    {each + gib(buffer.bytes):>14}  {buffer.what}, {escape(buffer.shape)}{less}"
+    if one.step_seconds is None:
+        yield from (f"  {line}" for line in refusal(one, cfg, days))
+        yield ""
+        return
+    assert one.tokens_per_second_per_chip is not None and one.mfu is not None and one.days is not None
+    rate = one.tokens_per_second_per_chip
+    yield (
+        f"  a step of {one.tokens_per_step:,} tokens: {one.step_seconds:.3g} s, "
+        f"{rate * where.chips:,.0f} tokens/s, {rate:,.0f} a chip, MFU {one.mfu:.1%}"
+    )
+    for what, seconds in one.parts.items():
+        yield f"    {seconds:>8.3f} s  {what}"
+    costs = [f"{money(cost)} {name}" for name, cost in named(one.dollars) if cost is not None]
+    told = " or ".join(costs) if costs else "prices of this chip are not known (--prices FILE)"
+    yield f"  {count(one.tokens)} tokens: {time(one.days)}, {told} (prices of {PRICES_DATE})"
+    yield ""
+
+
+def named(dollars: dict[str, Range | None]) -> list[tuple[str, Range | None]]:
+    return [("on demand", dollars["on_demand"]), ("spot", dollars["spot"])]
+
+
+def refusal(one: Outcome, cfg: recipe.Run, days: float) -> Iterator[str]:
+    """What to change where it does not fit; where nothing helps, the arithmetic of it."""
+    where = one.where
+    need = arithmetic.state_needs(cfg, where) * where.devices
+    have = where.chips * where.chip.usable
+    if need <= have:
+        yield advice(one, cfg)
+        return
+    billions, each = one.parameters / 1e9, need / one.parameters
+    yield (
+        f"memory: {billions:,.0f}B parameters of {each:.0f} bytes (weights, gradients, optimizer) are "
+        f"{need / 1e12:,.2f} TB, {where.chips} chips have {have / 1e12:,.2f} TB: "
+        f"{need / have:,.1f} times too much"
+    )
+    flops = one.tokens * one.flops_per_token
+    takes = flops / (where.chips * where.chip.flops * advise.MFU) / outcomes.DAY
+    yield (
+        f"compute: {count(one.tokens)} tokens are {flops:.1e} FLOPs, {takes:,.0f} days at "
+        f"{advise.MFU:.0%} of the peak: {takes / days:,.1f} times {days:g} days"
+    )
+    held = [(chip, advise.smallest(cfg, chip)) for chip in TPUS]
+    yield "the smallest slices that hold it: " + (", ".join(s.name for _, s in held if s) or "none there is")
+    yield best(where, days)
+
+
+def best(where: Slice, days: float) -> str:
+    found = advise.optimal(where, days)
+    bound = ", bounded by its memory" if found.by_memory else ""
+    return (
+        f"in {days:g} days {where.name} can train {count(found.parameters)} parameters on "
+        f"{count(found.tokens)} tokens, which is best for that much compute{bound}"
+    )
+
+
+def advice(one: Outcome, cfg: recipe.Run) -> str:
+    """What to change where it does not fit."""
+    factor = one.hbm_bytes / one.where.chip.usable
+    if one.argument_bytes > one.where.chip.usable:
+        alone = one.argument_bytes / one.where.chip.usable
+        return (
+            f"weights and optimizer alone are {alone:.1f} times what there is: take a larger slice, "
+            "or split them over more of it with mesh.fsdp or mesh.tensor"
+        )
+    keys = []
+    if cfg.memory.remat != "full":
+        keys.append("memory.remat=full")
+    if cfg.batch.sequences // cfg.batch.accumulate > one.mesh["data"] * one.mesh["fsdp"]:
+        keys.append(f"batch.accumulate={2 * cfg.batch.accumulate}")
+    keys.append("mesh.tensor=2" if one.mesh["tensor"] == 1 else "mesh.context=2")
+    return f"it is {factor:.2f} times what there is: try {', then '.join(keys)}, or a larger slice"
+
+
+def by(one: Outcome) -> str:
+    if one.by == "arithmetic":
+        return "arithmetic alone"
+    return f"the compiler of the chip, in {one.compile_seconds:.0f} s of CPU time"
+
+
+def gib(size: float) -> str:
+    return f"{size / GIB:,.2f} GiB"
+
+
+def money(cost: Range) -> str:
+    low, high = (f"{round(end, -1 if end >= 1000 else 0):,.0f}" for end in cost)
+    return f"${low}" if low == high else f"${low} to {high}"
+
+
+def time(days: float) -> str:
+    return f"{days:.1f} days" if days >= 1.5 else f"{days * 24:.1f} hours"
+
+
+def count(tokens: float) -> str:
+    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
+        if tokens >= size:
+            return f"{tokens / size:.3g}{letter}"
+    return f"{tokens:,.0f}"
+
+
+def escape(text: str) -> str:
+    return text.replace("[", r"\[")

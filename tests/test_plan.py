@@ -1,0 +1,173 @@
+"""Plans: arithmetic against sums by hand and against the compiler, what is said of wishes that cannot be."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from millrace import cli, recipe
+from millrace.plan import advise, arithmetic, chips, compiler, memory, slices
+
+ONE_A_CHIP = ["batch.sequences=16", "batch.accumulate=1"]
+REPORT = """Memory Space: default (color=0)
+Total bytes: 18365874976 (17.10GiB)
+  cumulative_size;       size;       offset; used_by_n_values; shapes_list
+  ------------------------------------------------------------
+    4.00GiB( 18%);    4.00GiB;   1010073600;                5; 5×bf16[32,2,8192,4096]
+    5.96GiB( 27%);    1.96GiB;    268992512;                1; f32[128256,4096]
+    7.91GiB( 36%);    1.96GiB;   5439488000;                5; 5×f32[128256,4096]
+    8.89GiB( 41%); 1002.00MiB;   8791392256;                1; f32[2048,128256]
+   10.31GiB( 47%);  448.00MiB;   6557138944;                1; bf16[2,8192,14336,1]
+   10.75GiB( 49%);  448.00MiB;   6542458880;                4; bf16[1,256,14336], bf16[2,8192,14336,1], pred[]
+"""
+
+
+def plan(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
+    code = cli.main(["plan", *words])
+    out, err = capsys.readouterr()
+    return code, " ".join((out + err).split())
+
+
+def test_the_state_is_counted_to_the_byte() -> None:
+    cfg = recipe.load("recipes/llama3-8b.yaml", ONE_A_CHIP)
+    found = arithmetic.estimate(cfg, slices.parse("v5p-32"))
+    parameters = 8_030_261_248
+    assert found.parameters == parameters
+    # All is split by 16 but 65 norms of 4,096, which are split too, and two counters.
+    assert found.weight_bytes == 4 * parameters // 16
+    assert 0 <= found.optimizer_bytes - 8 * parameters // 16 <= 8
+    assert found.hbm_bytes == found.argument_bytes + found.temp_bytes
+
+
+def test_the_time_is_never_less_than_the_products_take_at_the_peak() -> None:
+    cfg = recipe.load("recipes/llama3-8b.yaml", ["batch.sequences=256", "batch.accumulate=1"])
+    for name in ("v4-128", "v5e-256", "v5p-256", "v6e-256", "gpu:h100x64"):
+        where = slices.parse(name)
+        found = arithmetic.estimate(cfg, where)
+        least = 256 * 8192 * found.flops_per_token / (where.chips * where.chip.flops)
+        assert found.step_seconds > least
+
+
+def test_what_is_kept_of_layers_grows_from_full_to_none() -> None:
+    where = slices.parse("v5p-32")
+    sizes = [
+        arithmetic.estimate(
+            recipe.load("recipes/llama3-8b.yaml", [*ONE_A_CHIP, f"memory.remat={name}"]), where
+        )
+        for name in ("full", "dots", "none")
+    ]
+    assert sizes[0].temp_bytes < sizes[1].temp_bytes < sizes[2].temp_bytes
+    assert sizes[0].step_seconds > sizes[2].step_seconds
+
+
+def test_a_plan_is_told_and_written_for_machines(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words = ["--slice", "v5p-32", "--slice", "gpu:h200x8", "--fast", "--json", str(tmp_path / "plan.json")]
+    code, said = plan(capsys, "recipes/llama3-8b.yaml", *words, *ONE_A_CHIP)
+    assert code == 0, said
+    assert "v5p-32: 16 chips of v5p, fsdp 16; 16 rows of 8192 at a time" in said
+    assert "on demand or $" in said and "prices of this chip are not known" in said
+    first, second = json.loads((tmp_path / "plan.json").read_text())
+    assert (first["slice"], first["chips"], first["fits"]) == ("v5p-32", 16, True)
+    assert first["hbm_bytes"] == first["argument_bytes"] + first["temp_bytes"]
+    seconds, rate = first["step_seconds"], first["tokens_per_second_per_chip"]
+    assert rate == pytest.approx(16 * 8192 / seconds / 16)
+    assert first["mfu"] == pytest.approx(rate * 51_471_998_976 / 459e12)
+    assert first["days"] == pytest.approx(first["tokens"] / (16 * rate) / 86400)
+    assert first["dollars"]["on_demand"][0] == pytest.approx(first["days"] * 24 * 16 * 4.2)
+    assert second["dollars"]["spot"] is None
+
+
+def test_what_does_not_fit_has_exit_code_3_and_is_told_what_to_try(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["--slice", "v5e-16", "--fast", "batch.sequences=64", "batch.accumulate=1"]
+    code, said = plan(capsys, "recipes/llama3-8b.yaml", *words)
+    assert code == 3 and "does not fit" in said and "try batch.accumulate=2, then mesh.tensor=2" in said
+
+
+def test_an_impossible_wish_is_answered_by_arithmetic(capsys: pytest.CaptureFixture[str]) -> None:
+    code, said = plan(capsys, "recipes/dense-600b.yaml", "--slice", "v4-32", "--days", "30")
+    assert code == 3
+    assert "604B parameters of 16 bytes" in said and "are 9.66 TB, 16 chips have 0.53 TB: 18.3 times" in said
+    assert "times 30 days" in said and "the smallest slices that hold it: v5p-512" in said
+    assert "in 30 days v4-32 can train 6.54B parameters on 131B tokens" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["--slice", "v5p-33"], "slice: found v5p-33, expected a size such as v5p-32"),
+        ([], "plan: expected --slice NAME"),
+        (["--slice", "v5p-32", "model.vocab=0"], "model.vocab: expected the size of the vocabulary"),
+        (
+            ["--slice", "v5p-32", "batch.sequences=24", "batch.accumulate=1"],
+            "24 rows at a time cannot be shared",
+        ),
+        (["--slice", "v5p-32", "--prices", "none.yaml"], "none.yaml: found no file"),
+    ],
+)
+def test_mistakes_are_told(capsys: pytest.CaptureFixture[str], words: list[str], why: str) -> None:
+    code, said = plan(capsys, "recipes/llama3-8b.yaml", "--fast", *words)
+    assert code == 2 and why in said, said
+
+
+def test_slices_are_recommended_within_days_and_dollars(capsys: pytest.CaptureFixture[str]) -> None:
+    cfg = recipe.load("recipes/llama3.2-1b.yaml")
+    found = advise.offers(cfg, chips.prices(), days=3, budget=700)
+    assert found and all(one.days <= 3 for one in found)
+    costs = [one.dollars["on_demand"] for one in found]
+    assert [cost[0] for cost in costs if cost] == sorted(cost[0] for cost in costs if cost)
+    tighter = advise.offers(cfg, chips.prices(), days=1, budget=700)
+    assert {one.where.name for one in tighter} < {one.where.name for one in found}
+    words = ["--recommend", "--tokens", "20B", "--days", "30", "--budget", "5000"]
+    code, said = plan(capsys, "recipes/llama3-8b.yaml", *words)
+    assert code == 0 and said.startswith("20B tokens in 30 days for $5,000") and "v6e-" in said
+    code, said = plan(capsys, "recipes/llama3-8b.yaml", "--recommend", "--days", "1", "--budget", "1")
+    assert code == 3 and "no slice does it" in said
+
+
+def test_the_smallest_slice_holds_a_recipe_and_the_one_before_does_not() -> None:
+    cfg = recipe.load("recipes/gemma2-9b-32k.yaml")
+    for chip in chips.TPUS:
+        smallest = advise.smallest(cfg, chip)
+        names = [where.name for where in slices.sizes(chip)]
+        if smallest is None:
+            assert advise.fitted(cfg, slices.sizes(chip)[-1]) is None
+            continue
+        made = advise.fitted(cfg, smallest)
+        assert made is not None
+        assert arithmetic.estimate(made, smallest).hbm_bytes * chip.devices <= chip.usable
+        place = names.index(smallest.name)
+        assert place == 0 or advise.fitted(cfg, slices.sizes(chip)[place - 1]) is None
+
+
+def test_buffers_are_named_by_what_their_shapes_mean(tmp_path: Path) -> None:
+    (tmp_path / "module.memory-usage-report.txt").write_text(REPORT)
+    cfg = recipe.load("recipes/llama3-8b.yaml", ["batch.sequences=32", "batch.accumulate=1"])
+    found = memory.largest(tmp_path, cfg, dict(data=1, fsdp=16, tensor=1, context=1))
+    assert [(one.count, one.bytes) for one in found] == [
+        (1, 4 * 2**30),
+        (2, 4 * 128256 * 4096),
+        (1, 4 * 2048 * 128256),
+        (2, 2 * 2 * 8192 * 14336),
+    ]
+    assert [one.what.split()[0] for one in found] == ["kept", "gradient", "logits", "hidden"]
+    assert "memory.remat" in found[0].key and found[2].key == "loss.chunk"
+    assert memory.total(tmp_path) == 18365874976
+
+
+@pytest.mark.slow
+def test_the_compiler_has_the_last_word(libtpu: None, tmp_path: Path) -> None:
+    small = ["model.layers=2", "model.vocab=4096", "batch.sequences=8", "batch.accumulate=1"]
+    cfg = recipe.load("recipes/llama3.2-1b.yaml", [*small, "data.sequence_length=1024", "memory.remat=full"])
+    where = slices.parse("v5e-8")
+    made, guess = compiler.compile(cfg, where, tmp_path / "fits"), arithmetic.estimate(cfg, where)
+    assert made.fits and made.mesh["fsdp"] == 8
+    assert (made.weight_bytes, made.optimizer_bytes) == (guess.weight_bytes, guess.optimizer_bytes)
+    assert 0.5 < made.temp_bytes / guess.temp_bytes < 2
+    assert memory.largest(tmp_path / "fits" / "dump", cfg, made.mesh)
+    large = recipe.load(
+        "recipes/llama3-8b.yaml", ["batch.sequences=32", "batch.accumulate=1", "model.layers=64"]
+    )
+    made = compiler.compile(large, slices.parse("v5e-16"), tmp_path / "large")
+    assert not made.fits and made.hbm_bytes > where.chip.usable and "exceeds available HBM" in made.complaint
