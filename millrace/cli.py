@@ -88,6 +88,11 @@ def plan(args: argparse.Namespace) -> int:
         return command.recommend(cfg, args.slice, **wish, prices=args.prices)
     if not args.slice:
         raise UserError("plan: expected --slice NAME, as in --slice v5p-32, or --recommend")
+    if args.search:
+        if len(args.slice) > 1:
+            raise UserError("plan: --search takes one --slice")
+        options = dict(fast=args.fast, write=args.write, prices=args.prices, save=args.save)
+        return command.tune(cfg, args.slice[0], **options)
     days = command.MONTH if args.days is None else args.days
     options = dict(fast=args.fast, out=args.json, prices=args.prices, save=args.save, days=days)
     return command.run(cfg, args.slice, **options)
@@ -245,6 +250,9 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--json", type=Path, metavar="FILE", help="write what was found, a list of objects")
     one.add_argument("--prices", type=Path, metavar="FILE", help="prices of your own, in YAML")
     one.add_argument("--save", type=Path, metavar="DIR", help="keep what the compiler writes down")
+    one.add_argument("--search", action="store_true", help="try meshes, remat and parts of the batch")
+    text = "with --search: a recipe with the best settings"
+    one.add_argument("--write", type=Path, metavar="FILE", help=text)
     one.add_argument(
         "--recommend", action="store_true", help="which slice to rent; with --slice, what it trains best"
     )

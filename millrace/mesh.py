@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -28,10 +29,22 @@ RULES: dict[str, tuple[str, ...]] = {
 
 
 def make(sizes: dict[str, int], devices: Sequence[Any] | None = None) -> Mesh:
-    """A mesh of the given sizes, one per axis, over these devices (all of them by default)."""
+    """A mesh of the given sizes, one per axis, over these devices (all of them by default). Neighbours in the
+    mesh are neighbours on a TPU's torus, as far as can be; several slices are told apart by `data` alone,
+    since what lies between them is slow."""
     shape = tuple(sizes[axis] for axis in AXES)
     devices = list(jax.devices() if devices is None else devices)
-    return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
+    slices = len({getattr(device, "slice_index", 0) for device in devices if device.platform == "tpu"})
+    if slices > 1:
+        if sizes["data"] % slices:
+            raise ValueError(
+                f"data {sizes['data']} is not a multiple of the {slices} slices it must tell apart"
+            )
+        inner, outer = (sizes["data"] // slices, *shape[1:]), (slices, *(1,) * (len(shape) - 1))
+        laid = mesh_utils.create_hybrid_device_mesh(inner, outer, devices, allow_split_physical_axes=True)
+    else:
+        laid = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    return Mesh(laid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def resolve(sizes: dict[str, int | str], devices: int) -> dict[str, int]:

@@ -179,7 +179,11 @@ ADVICE = (
 
 def make_mesh(cfg: recipe.Run, devices: Sequence[Any] | None = None) -> Mesh:
     """Lays out these devices, all there are by default."""
-    return mesh.make(mesh_sizes(cfg, jax.device_count() if devices is None else len(devices)), devices)
+    sizes = mesh_sizes(cfg, jax.device_count() if devices is None else len(devices))
+    try:
+        return mesh.make(sizes, devices)
+    except ValueError as error:
+        raise UserError(f"mesh: {error}") from None
 
 
 def mesh_sizes(cfg: recipe.Run, devices: int) -> dict[str, int]:

@@ -6,8 +6,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from millrace import recipe
-from millrace.plan import advise, arithmetic, chips, compiler, memory, outcome, show
+from millrace import config, recipe
+from millrace.plan import advise, arithmetic, chips, compiler, memory, outcome, search, show
 from millrace.plan.outcome import Outcome
 from millrace.plan.slices import Slice, parse
 
@@ -35,6 +35,29 @@ def run(
     if out is not None:
         out.write_text(json.dumps([one.as_json() for one in found], indent=2) + "\n")
     return 0 if all(one.fits for one in found) else DOES_NOT_FIT
+
+
+def tune(
+    cfg: recipe.Run, name: str, *, fast: bool, write: Path | None, prices: Path | None, save: Path | None
+) -> int:
+    """Looks for the settings that make a step shortest on a slice, and writes the recipe with them."""
+    where = parse(name)
+    price = chips.prices(prices)[where.chip.name]
+
+    def judge(tried: recipe.Run, folder: Path) -> float | None:
+        one = plan(tried, where, price, fast=fast, save=folder)
+        verdict = f"{one.step_seconds:.3g} s a step" if one.step_seconds else "does not fit"
+        show.say(f"  {' '.join(search.overrides(cfg, tried)) or 'as it is'}: {verdict}")
+        return one.step_seconds
+
+    with tempfile.TemporaryDirectory(prefix="millrace-plan-") as scratch:
+        best, _ = search.search(cfg, where, judge, save or Path(scratch), exact=fast)
+        show.outcome(plan(best, where, price, fast=True, save=None), best, MONTH)
+    show.say("the best settings: " + (" ".join(search.overrides(cfg, best)) or "those of the recipe"))
+    if write is not None:
+        write.write_text(config.to_yaml(best))
+        show.say(f"{write} is the recipe with them: `millrace train {write}`")
+    return 0
 
 
 def recommend(

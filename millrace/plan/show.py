@@ -23,6 +23,10 @@ def outcome(one: Outcome, cfg: recipe.Run, days: float) -> None:
         console.print(line)
 
 
+def say(line: str) -> None:
+    Console(highlight=False, soft_wrap=True).print(line, markup=False)
+
+
 def offers(found: list[advise.Offer], cfg: recipe.Run, wish: str) -> None:
     console = Console(highlight=False, soft_wrap=True)
     tokens, _ = tokens_of(cfg)

@@ -1,0 +1,81 @@
+"""The best way to lay a recipe over a slice: meshes, what is computed again, parts of the batch. Arithmetic
+sorts out hundreds, and the compiler is asked about the few best."""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Literal
+
+from millrace import recipe
+from millrace.errors import UserError
+from millrace.plan import arithmetic
+from millrace.plan.slices import Slice
+
+ASKED = 3  # candidates that the compiler is asked about
+ROOM = 1.15  # times the memory that a candidate may take by arithmetic, which is not exact
+SPLITS = (1, 2, 4, 8, 16, 32, 64)
+
+Remat = Literal["none", "dots", "full"]
+Judge = Callable[[recipe.Run, Path], float | None]  # seconds of a step, or None if it does not fit
+
+
+def search(
+    cfg: recipe.Run, where: Slice, judge: Judge, folder: Path, *, exact: bool
+) -> tuple[recipe.Run, float]:
+    """The recipe with the settings that make a step shortest, and its seconds. `judge` compiles one and keeps
+    what the compiler writes down in a folder; with `exact` arithmetic has the last word, not a compiler."""
+    found = sorted(candidates(cfg, where, 1.0 if exact else ROOM), key=lambda one: one[0])
+    if not found:
+        raise UserError(
+            f"plan: no mesh, remat and batch.accumulate make the recipe fit {where.name}; "
+            "take a larger slice, or --slice alone to see what fills it"
+        )
+    best: tuple[recipe.Run, float] | None = None
+    asked = 0
+    for number, (_, tried) in enumerate(found):
+        seconds = judge(tried, folder / str(number))
+        asked += seconds is not None
+        if seconds is not None and (best is None or seconds < best[1]):
+            best = tried, seconds
+        if asked == ASKED:
+            break
+    if best is None:
+        raise UserError(f"plan: the compiler refused all {len(found)} settings that arithmetic let pass")
+    return best
+
+
+def candidates(cfg: recipe.Run, where: Slice, room: float = ROOM) -> Iterator[tuple[float, recipe.Run]]:
+    """Settings that fit by arithmetic, with the seconds of a step, the fewest parts of the batch of each
+    mesh and remat."""
+    limit = room * where.chip.usable / where.chip.devices
+    remats: tuple[Remat, ...] = ("none", "dots", "full")
+    for tensor, context, remat in itertools.product(SPLITS, SPLITS, remats):
+        over, rest = divmod(where.devices, tensor * context * where.slices)
+        if rest or not over or cfg.model.heads % tensor or cfg.data.sequence_length % (128 * context):
+            continue
+        mesh = recipe.Mesh(data=where.slices, fsdp=over, tensor=tensor, context=context)
+        memory = dataclasses.replace(cfg.memory, remat=remat)
+        for parts in parts_of(cfg, over * where.slices):
+            batch = dataclasses.replace(cfg.batch, accumulate=parts)
+            tried = dataclasses.replace(cfg, mesh=mesh, memory=memory, batch=batch)
+            guess = arithmetic.estimate(tried, where)
+            if guess.hbm_bytes <= limit:
+                yield guess.step_seconds, tried
+                break
+
+
+def parts_of(cfg: recipe.Run, over: int) -> Iterator[int]:
+    """Numbers of parts that the batch can be in, each with a whole number of rows a device."""
+    for parts in range(1, cfg.batch.sequences + 1):
+        if cfg.batch.sequences % (parts * over) == 0:
+            yield parts
+
+
+def overrides(before: recipe.Run, after: recipe.Run) -> list[str]:
+    """What to write on a command line to get from one recipe to the other."""
+    found = []
+    for section in ("mesh", "memory", "batch", "attention"):
+        was, now = (dataclasses.asdict(getattr(one, section)) for one in (before, after))
+        found += [f"{section}.{key}={value}" for key, value in now.items() if was.get(key) != value]
+    return found
