@@ -180,8 +180,8 @@ class Source:
     weight: float = 1.0  # how often its documents come in an epoch: 2 is twice, 0.5 a random half
 
     def __post_init__(self) -> None:
-        if self.weight <= 0:
-            raise ValueError("weight: expected a number above 0")
+        if not 0 < self.weight <= 1000:
+            raise ValueError("weight: expected a number above 0, and at most 1000")
 
 
 @dataclass(frozen=True)

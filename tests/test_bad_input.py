@@ -1,6 +1,7 @@
 """Bad input in files of every format: told with its place, or left out and counted."""
 
 import gzip
+import os
 import re
 import resource
 from pathlib import Path
@@ -230,6 +231,29 @@ def test_rows_of_another_width_are_told_with_their_line(tmp_path: Path) -> None:
     assert lines == {"4", "6", "7", "9"}
 
 
+@pytest.mark.parametrize("suffix", [".csv", ".tsv"])
+def test_a_quote_that_is_never_closed_is_told_with_its_line(tmp_path: Path, suffix: str) -> None:
+    file, mark = tmp_path / f"x{suffix}", "," if suffix == ".csv" else "\t"
+    file.write_text('n,text\n1,5" pipe\n2,b\n'.replace(",", mark))  # amid a value, it is nothing but itself
+    assert [d["text"] for d in documents(file)] == ['5" pipe', "b"]
+    file.write_text('n,text\n1,a\n2,"b\n3,c\n'.replace(",", mark))
+    with pytest.raises(UserError, match=f"x{suffix}:3: a quote that is never closed"):
+        documents(file)
+
+
+def test_columns_with_another_mark_between_them_are_told(tmp_path: Path) -> None:
+    (tmp_path / "x.csv").write_text("id;text\n1;a\n2;b\n")
+    with pytest.raises(UserError, match="have ';' between them, expected ','"):
+        documents(tmp_path / "x.csv")
+
+
+def test_an_unreadable_file_is_skipped_and_counted_and_a_pipe_is_no_file(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
+    (tmp_path / "b.parquet").symlink_to(tmp_path / "nowhere")
+    os.mkfifo(tmp_path / "c.jsonl")
+    assert skipped(tmp_path)[:2] == (["a"], {})
+
+
 def test_lines_are_counted_as_an_editor_counts_them(tmp_path: Path) -> None:
     page = "x" * 200_000
     (tmp_path / "x.tsv").write_text(f'n\ttext\n1\t5" wide\n\n2\t"{page}\n\n{page}"\n3\n')
@@ -316,12 +340,3 @@ def test_a_list_of_records_tells_what_is_wrong(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(jsonl, "LONGEST_LIST", 10)
     (tmp_path / "x.json").write_text('[{"text": "a"}]')
     assert skipped(tmp_path / "x.json")[:2] == ([], {"file too long": 1})
-
-
-@pytest.mark.parametrize("suffix", [".csv", ".tsv"])
-def test_a_quote_that_is_never_closed_is_told(tmp_path: Path, suffix: str) -> None:
-    file = tmp_path / f"x{suffix}"
-    file.write_text("text\n" + "".join(f'{n} "stray\n' if n == 5 else f"{n} fine\n" for n in range(20)))
-    file.write_text(file.read_text().replace('5 "stray', '"5 stray'))
-    with pytest.raises(UserError, match="found 1 quotes, expected an even number"):
-        documents(file)

@@ -100,6 +100,19 @@ def test_only_the_words_around_such_a_character_are_left_to_it(monkeypatch: pyte
     ]
 
 
+def test_a_token_that_was_added_is_found_beside_a_new_character() -> None:
+    for token in (AddedToken("<unused1>"), AddedToken("new york"), AddedToken("end", rstrip=True)):
+        inner = tokenizers.Tokenizer.from_str(trained().inner.to_str())
+        inner.add_tokens([token])
+        plain = encoders.without_special(inner)
+        texts = [
+            f"some words \u088f {token.content} b",
+            f"x \u088f{token.content} 1 \u088f and a {token.content}",
+        ]
+        wanted = [plain.encode(text, add_special_tokens=False).ids for text in texts]
+        assert texts_of(encoders.make("gigatoken", plain)(texts)) == wanted
+
+
 def test_texts_are_left_whole_where_words_are_not_cut() -> None:
     joined = tokenizers.Tokenizer(
         models.BPE(

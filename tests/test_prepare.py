@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -408,6 +409,56 @@ def test_skipping_after_a_stop_keeps_finished_parts_and_stopping_after_skips_red
     stages.write_text(json.dumps(values))
     with pytest.raises(UserError, match="b.parquet"):
         prepare(load("stop"), silent)
+
+
+def test_data_that_is_ready_outlives_a_replacement_that_cannot_be_made(load: Any, tmp_path: Path) -> None:
+    prepare(load(), silent)
+    before = contents(tmp_path / "data")
+    with pytest.raises(UserError, match="no column nope"):
+        prepare(load("sources.tables.column=nope"), silent, replace=True)
+    after = contents(tmp_path / "data")
+    assert after["index.json"] == before["index.json"] and after["tokenizer.json"] == before["tokenizer.json"]
+    verify(tmp_path / "data", silent)
+    prepare(load("sources.tables.weight=2"), silent, replace=True)
+    verify(tmp_path / "data", silent)
+
+
+def test_a_tokenizer_or_a_source_that_has_changed_is_noticed(load: Any, tmp_path: Path) -> None:
+    prepare(load(), silent)
+    (tmp_path / "own").mkdir()
+    for name in tokenise.FILES[:3]:
+        (tmp_path / "own" / name).write_bytes((tmp_path / "data" / name).read_bytes())
+    own = [f"path={tmp_path}/by", f"tokenizer={{use: file, path: {tmp_path}/own}}"]
+    said: list[str] = []
+    prepare(load(*own), silent)
+    prepare(load(*own), said.append)
+    assert "already made" in said[-1]
+    settings = tmp_path / "own" / "tokenizer_config.json"
+    settings.write_text(settings.read_text().replace('"<|eos|>"', '"<|bos|>"'))
+    prepare(load(*own), said.append)
+    assert "the files of its tokenizer have changed" in said[-1]
+    prepare(load(*own), silent, replace=True)
+    prepare(load(*own), said.append)
+    assert "already made" in said[-1]
+    first = tmp_path / "files" / "0.txt"
+    first.write_text(first.read_text()[:-1] + "?")  # as long as before
+    prepare(load(*own), said.append)
+    assert "the files of its sources have changed" in said[-1]
+
+
+def test_weights_that_leave_nothing_are_told(load: Any) -> None:
+    small = [f"sources.{name}.weight=0.0001" for name in ("lines", "tables", "files")]
+    with pytest.raises(UserError, match="weights leave no row"):
+        prepare(load(*small), silent)
+    with pytest.raises(UserError, match="at most 1000"):
+        load("sources.files.weight=1e9")
+
+
+def test_documents_that_are_gone_are_told(load: Any, tmp_path: Path) -> None:
+    prepare(load(), silent, until="tokenizer")
+    shutil.rmtree(tmp_path / "data" / "normalized")
+    with pytest.raises(UserError, match="normalized is gone"):
+        prepare(load(), silent)
 
 
 def start(tmp_path: Path, *overrides: str) -> subprocess.Popen[str]:

@@ -315,7 +315,7 @@ def test_the_text_is_found_by_itself(tmp_path: Path) -> None:
     for record, expected in [
         ({"content": "c", "text": "t"}, "t"),
         ({"content": "c", "title": "x"}, "c"),
-        ({"messages": CHAT, "text": "t"}, "t"),
+        ({"question": "q", "answer": "a", "text": "t"}, "t"),
     ]:
         (tmp_path / "x.jsonl").write_bytes(lines([record]))
         (tmp_path / "x.parquet").write_bytes(as_parquet(pa.Table.from_pylist([record])))
@@ -337,6 +337,8 @@ def test_conversations_become_messages_in_every_format(tmp_path: Path) -> None:
     both = [{"role": "user", "content": "Add\n\n1 2"}, {"role": "assistant", "content": "3"}]
     for record, expected in [
         ({"messages": CHAT}, CHAT),
+        ({"messages": CHAT, "text": "as one text"}, CHAT),
+        ({"instruction": "Add", "input": "1 2", "output": "3", "text": "as one text"}, both),
         ({"text": None, "messages": CHAT}, CHAT),
         ({"instruction": "Add", "input": "1 2", "output": "3"}, both),
         ({"prompt": "Add\n\n1 2", "completion": "3"}, both),

@@ -37,7 +37,9 @@ def make(name: str, inner: tokenizers.Tokenizer) -> Encode:
     if name == "tokenizers":
         return exact
     fast = with_gigatoken(inner) if name == "gigatoken" else with_fastokens(inner)
-    cut = cuts_words(exact)
+    # Tokens that were added to it are found in a text before it is cut into words, and may hold a cut.
+    added = any(not token.special for token in inner.get_added_tokens_decoder().values())
+    cut = not added and cuts_words(exact)
 
     def encode(texts: Texts) -> Ragged:
         array = texts if isinstance(texts, pa.Array) else pa.array(texts, pa.large_string())

@@ -23,12 +23,13 @@ def prepare(recipe: Any, say: Say, *, until: str = "shuffle", replace: bool = Fa
     if made is not None and same(made.recipe, to_dict(recipe)):
         work = Work(recipe, folder, Engine.of(recipe), say)
         work.tidy()
-        if work.sources_changed() and not replace:
+        changed = "sources" if work.sources_changed() else "tokenizer" if work.tokenizer_changed() else ""
+        if changed and not replace:
             return say(
-                f"{folder} was made by this recipe, but the files of its sources have changed since; "
+                f"{folder} was made by this recipe, but the files of its {changed} have changed since; "
                 "--replace makes it anew"
             )
-        if not work.sources_changed():
+        if not changed:
             return say(f"{folder} is already made by this recipe; `millrace data inspect {folder}` shows it")
     elif made is not None and not replace:
         raise UserError(
@@ -37,7 +38,6 @@ def prepare(recipe: Any, say: Say, *, until: str = "shuffle", replace: bool = Fa
         )
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder):
-        (folder / "index.json").unlink(missing_ok=True)
         for stale in folder.rglob(".*.partial"):
             stale.unlink()
         work = Work(recipe, folder, Engine.of(recipe), say)

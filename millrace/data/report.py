@@ -9,7 +9,7 @@ What `stats` may hold; a part of the page whose key is missing is left out:
     lengths     {"edges": [n + 1], "counts": [n]}, documents by tokens: edges[i] <= length < edges[i + 1]
     fill        {"edges": [n + 1], "counts": [n]}, rows by the share of them that is not padding, from 0 to 1
     vocabulary  how often each id occurs: a list, an array, or the path of an .npy file
-    shuffle     {"rank_correlation", "displacement", "mixing": float}"""
+    shuffle     {"rank_correlation", "displacement", "mixing": float or None}"""
 
 import html
 import math
@@ -283,13 +283,13 @@ def _left_out(dropped: dict[str, int] | None, problems: dict[str, Any] | None) -
     return _section("Left out", body + (f"<ul>{samples}</ul>" if samples else ""))
 
 
-def _shuffle(shuffle: dict[str, float] | None) -> str:
+def _shuffle(shuffle: dict[str, float | None] | None) -> str:
     if not shuffle:
         return ""
     rows = [
         [
             f"{_escape(name.replace('_', ' '))}<p>{MEANING.get(name, '')}</p>",
-            f"{value:.4f}",
+            "not measured" if value is None else f"{value:.4f}",
             UNIFORM.get(name, ""),
         ]
         for name, value in shuffle.items()

@@ -7,7 +7,7 @@ that the assistant may call come first, as {"role": "tools", "tools": [...]}, an
 `tools`."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 # Columns by what they hold, the usual name first.
@@ -27,7 +27,7 @@ ROLES = {
 }
 
 
-def detect(columns: Sequence[str]) -> str | None:
+def detect(columns: Iterable[str]) -> str | None:
     """The shape of records that have these columns; None if it is no chat or instruction."""
     names = set(columns)
     if names & set(CHATS):

@@ -76,7 +76,7 @@ class Split:
     rows: int  # of one epoch
     documents: int
     tokens: int  # without padding, of one epoch; about, where a source's weight is not a whole number
-    bytes: int  # of text
+    bytes: int  # of text, of one epoch
     epochs: tuple[tuple[Shard, ...], ...]  # the same rows in another order each
 
 

@@ -89,7 +89,7 @@ class Quality:
 
     rank_correlation: float  # between the places of rows before and after
     displacement: float  # how far rows moved, of what they move in a uniform permutation: a third of all rows
-    mixing: float  # of sources in batches: 0 where each batch has a single one
+    mixing: float | None  # of sources in batches: 0 where each has a single one; None where there is no batch
 
 
 def plan_shuffle(
@@ -222,15 +222,17 @@ def quality(measured: Iterable[dict[str, float]]) -> Quality:
     parts = list(measured)
     total, batch, groups = (parts[0][name] for name in ("total", "batch", "groups"))
     sums = {name: sum(part[name] for part in parts) for name in ("products", "moves", "batches", "distances")}
-    if total < 2 or groups < 2 or not sums["batches"]:
-        return Quality(0.0, 1.0, 1.0)  # nothing to mix
+    if total < 2:
+        return Quality(0.0, 1.0, None)  # nothing to mix
     uniform, worst = (groups - 1) * (total - batch) / (total - 1), batch * (groups - 1)
-    distance = sums["distances"] / sums["batches"]
-    mixing = 1 - (distance - uniform) / (worst - uniform) if worst > uniform else 1.0
+    mixing = None
+    if worst > uniform and sums["batches"]:
+        distance = sums["distances"] / sums["batches"]
+        mixing = min(1.0, max(0.0, 1 - (distance - uniform) / (worst - uniform)))
     return Quality(
         rank_correlation=sums["products"] / (total * (total**2 - 1) / 12),
         displacement=sums["moves"] / ((total**2 - 1) / 3),
-        mixing=min(1.0, max(0.0, mixing)),
+        mixing=mixing,
     )
 
 

@@ -6,7 +6,6 @@ import functools
 import hashlib
 import itertools
 import json
-import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +20,7 @@ from millrace.config import to_dict
 from millrace.data import chat, duplicates, learn, normalise, pack, report, shuffle, summary, tokenise
 from millrace.data.documents import SAMPLES, is_held_out
 from millrace.data.engine import Engine
+from millrace.data.formats import storage
 from millrace.data.progress import Bar
 from millrace.data.shards import smallest_dtype, write_json
 from millrace.data.sources import files
@@ -72,6 +72,8 @@ class Work:
             self.keep(self.stages | {name: {"fingerprint": wanted}})
         elif "seconds" in stage:
             return self.say(f"{name}: done before")
+        if name != "normalize":  # from here on, what was made before is no longer whole
+            (self.folder / "index.json").unlink(missing_ok=True)
         made = getattr(self, f"make_{name}")()
         seconds = round(time.perf_counter() - began, 2)
         self.keep(self.stages | {name: self.stages[name] | {"seconds": seconds} | made})
@@ -83,11 +85,13 @@ class Work:
         return spent and self.stages.get("shuffle", {}).get("fingerprint") != wanted
 
     def clear(self, name: str) -> None:
-        """Takes away what a stage and those after it have made. First they are no longer said to be done."""
+        """Takes away what a stage and those after it have made. First they are no longer said to be done.
+        Data that is ready stays until there are documents to make other of: sources may turn out bad."""
         names = list(READS)
         later = names[names.index(name) :]
         self.keep({key: value for key, value in self.stages.items() if key not in later})
-        for pattern in itertools.chain.from_iterable(MAKES[key] for key in later):
+        whole = name == "normalize" and (self.folder / "index.json").exists()
+        for pattern in itertools.chain.from_iterable(MAKES[key] for key in ([name] if whole else later)):
             for file in self.folder.glob(pattern):
                 shutil.rmtree(file) if file.is_dir() else file.unlink()
 
@@ -98,6 +102,8 @@ class Work:
     def units(self, label: str, unit: Callable[[Any], Any], jobs: dict[Path, Any]) -> list[dict[str, Any]]:
         """Runs a unit for each job whose file is not there yet, keeps what it says of its work in that file,
         and returns what all have said."""
+        if not jobs:
+            return []
         left = {job: file for file, job in jobs.items() if not self.is_done(file)}
         for folder in {file.parent for file in jobs}:
             folder.mkdir(parents=True, exist_ok=True)
@@ -184,22 +190,37 @@ class Work:
                 return False  # gone, and no longer needed
             raise
 
+    def tokenizer_changed(self) -> bool:
+        """Whether the files of the tokenizer are no longer those that the data was made with."""
+        made = self.stages.get("tokenizer", {}).get("fingerprint")
+        try:
+            return made not in (None, fingerprint(to_dict(self.recipe), "tokenizer") + self.brought())
+        except UserError:
+            return False  # gone, and no longer needed
+
     def brought(self) -> str:
         """The checksum of the files that the user brought for the tokenizer."""
         cfg = self.recipe.tokenizer
-        content = tokenise.tokenizer_file(cfg.path).read_bytes() if cfg.use == "file" else b""
+        content = b""
+        if cfg.use == "file":
+            file = tokenise.tokenizer_file(cfg.path)
+            beside = [file.with_name(name) for name in tokenise.FILES if name != file.name]
+            content = b"\0".join(one.read_bytes() for one in (file, *beside) if one.is_file())
         content += read_template(cfg.template).encode() if cfg.template is not None else b""
         return hashlib.sha256(content).hexdigest()[:16] if content else ""
 
     def make_tokenizer(self) -> dict[str, Any]:
         """Trains a tokenizer, on nothing that is held out, or takes the one named; then chooses what is
         to encode with it."""
+        self.summaries()
         cfg, began = self.recipe.tokenizer, time.perf_counter()
         if cfg.use == "file":
             tokenise.copy(cfg.path, self.folder)
         else:
             texts = self.sample(cfg.sample * 1_000_000)
-            tokenise.save(learn.train(texts, kind=cfg.use, vocab=cfg.vocab, report=self.say), self.folder)
+            with Bar("tokenizer", 1):
+                trained = learn.train(texts, kind=cfg.use, vocab=cfg.vocab, report=self.say)
+            tokenise.save(trained, self.folder)
         if cfg.template is not None:
             tokenise.write_template(self.folder, read_template(cfg.template))
         tokenizer = self.tokenizer
@@ -298,14 +319,17 @@ class Work:
                 made = self.units("shuffle", shuffle.gather, places)
                 if one.gather[0].round.last:
                     epochs[split].append(made)
+        if not epochs["train"]:
+            raise UserError("sources: their weights leave no row to train on; raise one")
         quality = shuffle.quality([shard["quality"] for shard in epochs["train"][0]])
         seconds = time.perf_counter() - began
         rows = sum(shard["shard"]["rows"] for shard in epochs["train"][0])
         tokens = rows * length * len(epochs["train"])
+        mixing = "not measured" if quality.mixing is None else f"{quality.mixing:.3f}"
         self.say(
             f"shuffle: {len(epochs['train'])} x {rows:,} rows in {seconds:.1f} s; rank correlation "
             f"{quality.rank_correlation:+.3f}, displacement {quality.displacement:.3f}, "
-            f"mixing {quality.mixing:.3f} (uniform: 0, 1, 1)"
+            f"mixing {mixing} (uniform: 0, 1, 1)"
         )
         shards = {
             name: [[shard["shard"] for shard in epoch] for epoch in sets] for name, sets in epochs.items()
@@ -356,6 +380,13 @@ class Work:
                 if size <= 0:
                     return
 
+    def summaries(self) -> list[dict[str, Any]]:
+        """Of all normalised parts."""
+        files = sorted((self.folder / "normalized").glob("*.json"))
+        if not files:
+            raise UserError(f"{self.folder}/normalized is gone; remove {self.folder} to make the data anew")
+        return [json.loads(file.read_bytes()) for file in files]
+
     def few_held_out(self) -> bool:
         """Whether documents are too few to hold any out, so that rows are."""
         return 0 < self.recipe.pack.evaluation * self.stages["normalize"]["documents"] < FEWEST_HELD_OUT
@@ -363,7 +394,7 @@ class Work:
     def groups(self) -> Iterator[tuple[str, tuple[str, ...]]]:
         """Files of one source, one after the other, that are packed together."""
         folder = self.folder / "normalized"
-        parts = [json.loads(file.read_bytes()) for file in sorted(folder.glob("*.json"))]
+        parts = self.summaries()
         largest = sum(part["bytes"] for part in parts) // GROUPS
         largest = min(LARGEST_GROUP, max(SMALLEST_GROUP, largest))
         for source, members in itertools.groupby(parts, key=lambda part: part["source"]):
@@ -418,10 +449,10 @@ def remove(job: Removal) -> dict[str, Any]:
 
 
 def listing(units: list[normalise.Unit]) -> str:
-    """The checksum of a list of files and, where they are near, of their sizes."""
+    """The checksum of a list of files, and of what changes when they do."""
     named = {file for unit in units for file in (unit.part.file, *unit.part.more)}
-    sizes = sorted((file, os.path.getsize(file)) for file in named if os.path.isfile(file))
-    known = repr([(unit.source, unit.part) for unit in units]) + repr(sizes)
+    stamps = [(file, storage.stamp(file)) for file in sorted(named)]
+    known = repr([(unit.source, unit.part) for unit in units]) + repr(stamps)
     return hashlib.sha256(known.encode()).hexdigest()[:16]
 
 

@@ -24,9 +24,10 @@ def index(
     splits = {}
     for name, sets in shards.items():
         epochs = tuple(tuple(Shard(**shard) for shard in epoch) for epoch in sets)
-        documents, size = (sum(one[name][key] for one in packed) for key in ("documents", "bytes"))
+        documents = sum(one[name]["documents"] for one in packed)
+        tokens, size = (weighted(recipe, name, packed, key) for key in ("tokens", "bytes"))
         rows = sum(shard.rows for shard in epochs[0]) if epochs else 0
-        splits[name] = Split(rows, documents, count_tokens(recipe, name, packed), size, epochs)
+        splits[name] = Split(rows, documents, tokens, size, epochs)
     return Index(
         sequence_length=recipe.pack.sequence_length,
         dtype=smallest_dtype(tokenizer.vocab),
@@ -40,10 +41,10 @@ def index(
     )
 
 
-def count_tokens(recipe: Any, split: str, packed: Packed) -> int:
-    """Of one epoch, in which training data comes as often as its source's weight says."""
+def weighted(recipe: Any, split: str, packed: Packed, key: str) -> int:
+    """A sum over one epoch, in which training data comes as often as its source's weight says."""
     weights = [source.weight if split == "train" else 1.0 for source in recipe.sources.values()]
-    return round(sum(one[split]["tokens"] * weights[one["source"]] for one in packed))
+    return round(sum(one[split][key] * weights[one["source"]] for one in packed))
 
 
 def stats(recipe: Any, stages: dict[str, Any], packed: Packed, counts: np.ndarray) -> dict[str, Any]:

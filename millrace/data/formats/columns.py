@@ -1,6 +1,6 @@
 """From records with any columns to documents: finds the text or messages, the id, and what is kept besides.
 
-With `column: auto` that is a column named text; or a conversation, recognised by its columns; or a column
+With `column: auto` that is a conversation, recognised by its columns; or a column named text; or a column
 named content; or, of a table, the only column of strings."""
 
 import difflib
@@ -20,6 +20,7 @@ from millrace.data.formats import TABLE, Bad
 
 DOCUMENT = pa.schema([field for field in SCHEMA if field.name != "source"])
 LISTED = 12  # columns named at most in a message
+CERTAIN = ("messages", "sharegpt", "alpaca")  # shapes that are conversations even beside a column named text
 
 
 @dataclass(frozen=True)
@@ -62,8 +63,8 @@ def scalar(text: str) -> pa.StringScalar:
 
 
 def strings(values: Sequence[Any]) -> pa.LargeStringArray:
-    """Python strings in Arrow's memory: in one go, which takes a quarter of what
-    pa.array takes for texts. Raises for what is no string, or has half a surrogate pair."""
+    """Python strings in Arrow's memory: in one go, which takes a quarter of what pa.array takes for texts.
+    Raises for what is no string, or has half a surrogate pair."""
     encoded = [value.encode() for value in values]
     offsets = np.zeros(len(encoded) + 1, np.int64)
     np.cumsum(np.fromiter(map(len, encoded), np.int64, len(encoded)), out=offsets[1:])
@@ -81,6 +82,8 @@ def from_records(records: Sequence[Any], places: Places, wanted: Wanted, problem
     """Documents of records as a JSON parser makes them. A record that is Bad was so already."""
     column = "text" if wanted.column == "auto" else wanted.column
     try:
+        if wanted.column == "auto" and shapes.detect(set().union(*records)) in CERTAIN:
+            raise LookupError
         texts = strings([record[column] for record in records])
         ids = places.ids
         if wanted.id:
@@ -121,7 +124,8 @@ def plan(schema: pa.Schema, wanted: Wanted) -> Plan:
     others = [name for name in strings if name not in besides]
     shape = shapes.detect([name for name in names if name != "text"])
     if shape:
-        return Plan(names, "text" if "text" in strings else None, mixed=True)
+        plain = "text" in strings and shape not in CERTAIN
+        return Plan(names, "text" if plain else None, mixed=True)
     text = next((name for name in ("text", "content") if name in strings), None)
     if text is None and len(others) == 1:
         text = others[0]
@@ -185,9 +189,9 @@ def _content(record: dict[str, Any], wanted: Wanted) -> tuple[str | None, str | 
 
 def _choose(record: dict[str, Any]) -> tuple[str, str | None]:
     """With `column: auto`, the column that is the text of a record, or the shape of its conversation."""
-    if isinstance(record.get("text"), str | bytes):
-        return "text", None
     filled = [name for name, value in record.items() if value is not None and name != "text"]
+    if isinstance(record.get("text"), str | bytes) and shapes.detect(filled) not in CERTAIN:
+        return "text", None
     shape = shapes.detect(filled) or shapes.detect([name for name in record if name != "text"])
     if shape:
         return "", shape

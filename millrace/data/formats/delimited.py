@@ -30,6 +30,9 @@ def read(part: Part, name: str, *, wanted: Wanted, problems: Problems) -> Iterat
     reader = Rows(part.file)
     try:
         names = header(part.file)
+        if len(names) == 1 and (other := next((mark for mark in ";|\t" if mark in names[0]), None)):
+            what = f"the names of the columns have {other!r} between them, expected {delimiter(part.file)!r}"
+            raise Bad("wrong columns", f"{what}; write it anew, or name it .tsv if these are tabs")
         columns = plan(pa.schema([(column, pa.string()) for column in names]), wanted)
         for numbers, table in reader.tables(names, columns.columns, problems):
             where = lambda row, numbers=numbers: reader.place(int(numbers[row]))
@@ -76,6 +79,23 @@ def row_lines(file: str) -> Iterator[int]:
             line = reader.line_num + 1
 
 
+def open_quote(file: str) -> int | None:
+    """The line of the row that ends with the file, since a quote in it is not closed."""
+    with Stream(file) as stream:
+        text = io.TextIOWrapper(io.BufferedReader(_Raw(stream)), "utf-8-sig", "surrogateescape", newline="")
+        reader = csv.reader(text, delimiter=delimiter(file), strict=True)
+        line = 1
+        while True:
+            try:
+                next(reader)
+            except StopIteration:
+                return None
+            except csv.Error as error:
+                if "unexpected end of data" in str(error):
+                    return line
+            line = reader.line_num + 1
+
+
 class Rows:
     """The rows of a file with their numbers; the first below the names of the columns is 1."""
 
@@ -113,9 +133,9 @@ class Rows:
         self._report(problems, before=None)
         if self.damage:
             raise self.damage
-        if self.quotes % 2:
-            what = f"found {self.quotes} quotes, expected an even number: one that is not closed joins rows"
-            problems.bad("open quote", self.file, what)
+        if self.quotes % 2 and (line := open_quote(self.file)):
+            what = "a quote that is never closed makes one value of all that follows"
+            problems.bad("open quote", f"{self.file}:{line}", what)
 
     def _read(self, names: list[str], columns: list[str]) -> Iterator[pa.Table]:
         with Stream(self.file) as stream:

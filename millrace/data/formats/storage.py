@@ -62,6 +62,21 @@ def filesystem(url: str) -> tuple[Any, str]:
         raise UserError(f"{url}: {error}") from None
 
 
+def stamp(file: str) -> tuple[str, ...]:
+    """What changes when a file does: its size, and when it was written or the name of the version. Of a
+    folder, which stands for all in it, nothing."""
+    try:
+        if not is_url(file):
+            found = os.stat(local_path(file))
+            is_file = os.path.isfile(local_path(file))
+            return (str(found.st_size), str(found.st_mtime_ns)) if is_file else ()
+        system, path = filesystem(file)
+        info = system.info(path)
+    except Exception as error:
+        raise unreadable(file, error) from error
+    return tuple(str(info[key]) for key in ("size", "etag", "ETag", "mtime", "updated") if key in info)
+
+
 def has_ranges(url: str) -> bool:
     """Whether a file can be read from its middle. Some web servers only send files from the beginning."""
     if not is_web(url):

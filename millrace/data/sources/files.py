@@ -60,7 +60,12 @@ def read(cfg: Any, part: Part, problems: Problems) -> Iterator[pa.Table]:
     def tables() -> Iterator[pa.Table]:
         for piece in (dataclasses.replace(part, more=()), *map(Part, part.more)):
             name = relative(cfg.path, piece.file)
-            yield from format_of(cfg.path, piece.file).read(piece, name, wanted=wanted, problems=problems)
+            try:
+                yield from format_of(cfg.path, piece.file).read(piece, name, wanted=wanted, problems=problems)
+            except UserError as error:
+                if problems.policy == "stop":
+                    raise
+                problems.bad("unreadable file", piece.file, str(error).removeprefix(f"{piece.file}: "))
 
     return gathered(tables())
 
@@ -163,7 +168,8 @@ def _walk(root: str) -> Iterator[str]:
         inner = {name: os.path.realpath(os.path.join(folder, name)) for name in folders if name[0] != "."}
         folders[:] = [name for name, place in inner.items() if place not in seen]
         seen.update(inner.values())
-        yield from (os.path.join(folder, name) for name in names if name[0] != ".")
+        places = (os.path.join(folder, name) for name in names if name[0] != ".")
+        yield from (place for place in places if os.path.isfile(place))  # no pipes, no links to nowhere
 
 
 def _find_url(path: str, every: bool = False) -> dict[str, int]:
