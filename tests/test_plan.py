@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from millrace import cli, recipe
-from millrace.plan import advise, arithmetic, chips, compiler, memory, slices
+from millrace.plan import advise, arithmetic, chips, compiler, memory, search, slices
 
 ONE_A_CHIP = ["batch.sequences=16", "batch.accumulate=1"]
 REPORT = """Memory Space: default (color=0)
@@ -130,15 +130,28 @@ def test_the_smallest_slice_holds_a_recipe_and_the_one_before_does_not() -> None
     cfg = recipe.load("recipes/gemma2-9b-32k.yaml")
     for chip in chips.TPUS:
         smallest = advise.smallest(cfg, chip)
-        names = [where.name for where in slices.sizes(chip)]
-        if smallest is None:
-            assert advise.fitted(cfg, slices.sizes(chip)[-1]) is None
-            continue
-        made = advise.fitted(cfg, smallest)
-        assert made is not None
-        assert arithmetic.estimate(made, smallest).hbm_bytes * chip.devices <= chip.usable
-        place = names.index(smallest.name)
-        assert place == 0 or advise.fitted(cfg, slices.sizes(chip)[place - 1]) is None
+        all_of_them = slices.sizes(chip)
+        place = all_of_them.index(smallest) if smallest else len(all_of_them)
+        if smallest is not None:
+            made = list(search.candidates(cfg, smallest, room=1.0))
+            assert made and all(
+                arithmetic.estimate(one, smallest).hbm_bytes * chip.devices <= chip.usable for _, one in made
+            )
+        assert place == 0 or not list(search.candidates(cfg, all_of_them[place - 1], room=1.0))
+
+
+def test_the_settings_that_are_found_are_the_best_of_all_that_fit(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    words = ["--slice", "v5p-32", "--search", "--fast", "--write", str(tmp_path / "best.yaml")]
+    code, said = plan(capsys, "recipes/llama3-8b.yaml", *words)
+    assert code == 0 and "the best settings: mesh.fsdp=" in said, said
+    where, best = slices.parse("v5p-32"), recipe.load(tmp_path / "best.yaml")
+    seconds = arithmetic.estimate(best, where).step_seconds
+    found = list(search.candidates(recipe.load("recipes/llama3-8b.yaml"), where, room=1.0))
+    assert len(found) > 10 and seconds == min(one[0] for one in found)
+    code, said = plan(capsys, "recipes/dense-600b.yaml", "--slice", "v4-32", "--search", "--fast")
+    assert code == 2 and "no mesh, remat and batch.accumulate make the recipe fit v4-32" in said
 
 
 def test_buffers_are_named_by_what_their_shapes_mean(tmp_path: Path) -> None:

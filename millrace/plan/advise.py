@@ -1,12 +1,11 @@
 """Wishes answered by arithmetic: the smallest slice that holds a model, what a slice can train in some days,
 and which slice to rent for so many tokens, days and dollars."""
 
-import dataclasses
 import math
 from dataclasses import dataclass
 
 from millrace import recipe
-from millrace.plan import arithmetic, outcome
+from millrace.plan import arithmetic, outcome, search
 from millrace.plan.chips import TPUS, Chip, Price, Range
 from millrace.plan.slices import Slice, sizes
 
@@ -45,36 +44,11 @@ def optimal(where: Slice, days: float) -> Optimal:
     return Optimal(min(best, room), compute / (6 * min(best, room)), best > room)
 
 
-def fitted(cfg: recipe.Run, where: Slice) -> recipe.Run | None:
-    """The recipe as it would be run on a slice: the batch in as many parts as need be, layers computed again
-    and, where rows are fewer than devices, heads and MLP split over `tensor`. None if nothing helps."""
-    limit = where.chip.usable / where.chip.devices
-    if arithmetic.state_needs(cfg, where) > limit:
-        return None
-    rows = cfg.batch.sequences
-    for tensor in (1, 2, 4, 8, 16, 32):
-        over = where.devices // tensor
-        if tensor > where.devices or rows % over or cfg.model.heads % tensor:
-            continue
-        for remat in ("none", "dots", "full"):
-            parts = 1
-            while rows % (parts * over) == 0:
-                tried = dataclasses.replace(
-                    cfg,
-                    batch=dataclasses.replace(cfg.batch, accumulate=parts),
-                    mesh=recipe.Mesh(data=1, fsdp=over, tensor=tensor, context=1),
-                    memory=dataclasses.replace(cfg.memory, remat=remat),
-                )
-                if arithmetic.estimate(tried, where).hbm_bytes <= limit:
-                    return tried
-                parts *= 2
-    return None
-
-
 def offer(cfg: recipe.Run, where: Slice, price: Price) -> Offer | None:
-    tried = fitted(cfg, where)
-    if tried is None:
+    found = min(search.candidates(cfg, where, room=1.0), key=lambda one: one[0], default=None)
+    if found is None:
         return None
+    tried = found[1]
     guess = arithmetic.estimate(tried, where)
     tokens, each = outcome.tokens_of(tried)
     days = tokens / each * guess.step_seconds / DAY
@@ -87,7 +61,7 @@ def offer(cfg: recipe.Run, where: Slice, price: Price) -> Offer | None:
 
 def smallest(cfg: recipe.Run, chip: Chip) -> Slice | None:
     """The smallest slice of a generation that holds a recipe, if any does."""
-    return next((where for where in sizes(chip) if fitted(cfg, where) is not None), None)
+    return next((where for where in sizes(chip) if any(search.candidates(cfg, where, room=1.0))), None)
 
 
 def offers(

@@ -49,6 +49,8 @@ def candidates(cfg: recipe.Run, where: Slice, room: float = ROOM) -> Iterator[tu
     """Settings that fit by arithmetic, with the seconds of a step, the fewest parts of the batch of each
     mesh and remat."""
     limit = room * where.chip.usable / where.chip.devices
+    if arithmetic.state_needs(cfg, where) > limit:
+        return
     remats: tuple[Remat, ...] = ("none", "dots", "full")
     for tensor, context, remat in itertools.product(SPLITS, SPLITS, remats):
         over, rest = divmod(where.devices, tensor * context * where.slices)
