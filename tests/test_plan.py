@@ -165,7 +165,7 @@ def test_buffers_are_named_by_what_their_shapes_mean(tmp_path: Path) -> None:
         (2, 2 * 2 * 8192 * 14336),
     ]
     assert [one.what.split()[0] for one in found] == ["kept", "gradient", "logits", "hidden"]
-    assert "memory.remat" in found[0].key and found[2].key == "loss.chunk"
+    assert "batch.accumulate" in found[0].key and found[2].key == "loss.chunk"
     assert memory.total(tmp_path) == 18365874976
 
 

@@ -38,7 +38,11 @@ class Estimate:
     matrix_seconds: float
     memory_seconds: float
     traffic_seconds: float  # between chips, hidden or not
-    step_seconds: float
+    exposed_seconds: float  # of these, those that nothing hides
+
+    @property
+    def step_seconds(self) -> float:
+        return self.matrix_seconds + self.memory_seconds + self.exposed_seconds
 
     @property
     def argument_bytes(self) -> int:
@@ -72,7 +76,7 @@ def estimate(cfg: recipe.Run, where: Slice) -> Estimate:
         matrix_seconds=matrix,
         memory_seconds=memory,
         traffic_seconds=traffic,
-        step_seconds=busy + max(traffic - HIDDEN * busy, (1 - HIDDEN) * traffic),
+        exposed_seconds=max(traffic - HIDDEN * busy, (1 - HIDDEN) * traffic),
     )
 
 

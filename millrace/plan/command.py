@@ -102,8 +102,9 @@ def by_arithmetic(cfg: recipe.Run, where: Slice, price: chips.Price, guess: arit
     parts = {
         "matrix units": guess.matrix_seconds,
         "memory": guess.memory_seconds,
-        "between chips, not hidden": guess.step_seconds - guess.matrix_seconds - guess.memory_seconds,
+        "between chips, not hidden": guess.exposed_seconds,
     }
+    parts = {what: seconds for what, seconds in parts.items() if seconds}
     return Outcome(
         where=where,
         fits=fits,

@@ -75,7 +75,8 @@ def meaning(dtype: str, shape: tuple[int, ...], cfg: recipe.Run, mesh: dict[str,
         kind = "gradient and copies of" if dtype == "f32" else "copies of"
         return f"{kind} the vocabulary's matrix", "mesh.tensor"
     if layered and length in sides:
-        return "kept of all layers for the backward pass", "batch.accumulate, memory.remat or mesh.context"
+        keys = "batch.accumulate or mesh.context" if cfg.memory.remat == "full" else "memory.remat"
+        return "kept of all layers for the backward pass", keys
     if layered:
         return "weights or gradients of all layers", "mesh.fsdp or mesh.tensor"
     if length in sides or of_tokens and not hidden:
