@@ -28,12 +28,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture
 def libtpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The compiler of TPUs, for processes that a test starts: `make test-all` puts it into a folder of its
-    own; on a TPU machine it is among the other packages."""
-    folder = Path(__file__).parent.parent / ".venv" / "libtpu"
-    if not folder.is_dir() and importlib.util.find_spec("libtpu") is None:
+    """The compiler of TPUs, for a test and the processes it starts: `make test-all` puts it into a folder of
+    its own; on a TPU machine it is among the other packages."""
+    library = Path(__file__).parent.parent / ".venv" / "libtpu" / "libtpu" / "libtpu.so"
+    if library.is_file():
+        monkeypatch.setenv("TPU_LIBRARY_PATH", str(library))
+    elif importlib.util.find_spec("libtpu") is None:
         pytest.skip("needs libtpu: make .venv/libtpu")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]))
 
 
 @pytest.fixture(scope="session")

@@ -305,14 +305,16 @@ def test_a_named_backend_that_cannot_do_it_says_why(
 @pytest.mark.slow
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("name", ["causal", "bidirectional window", "packed", "soft cap, packed window"])
-def test_splash_compiles_for_a_tpu(name: str, head_dim: int) -> None:
+def test_splash_compiles_for_a_tpu(libtpu: None, name: str, head_dim: int) -> None:
     slice_ = topologies.get_topology_desc(topology_name="v5e:2x2", platform="tpu")
     compile_for(slice_.devices[:1], None, CASES[name], head_dim)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (1, 2, 2, 1), (1, 1, 2, 2), (1, 1, 1, 4)])
-def test_auto_compiles_splash_for_a_tpu_slice_and_splits_the_sequence(sizes: tuple[int, ...]) -> None:
+def test_auto_compiles_splash_for_a_tpu_slice_and_splits_the_sequence(
+    libtpu: None, sizes: tuple[int, ...]
+) -> None:
     slice_ = topologies.get_topology_desc(topology_name="v5e:2x2", platform="tpu")
     devices = slice_.devices[: math.prod(sizes)]
     compile_for(devices, dict(zip(mesh.AXES, sizes, strict=True)), CASES["packed"], 128)

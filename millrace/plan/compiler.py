@@ -67,11 +67,6 @@ def compile(cfg: recipe.Run, where: Slice, folder: Path) -> Compiled:
 
 def main(folder: Path) -> int:
     """What the process does."""
-    try:
-        import libtpu  # noqa: F401
-    except ImportError:
-        print('millrace: planning for TPUs takes their compiler: `pip install ".[tpu]"`')
-        return 2
     where = parse((folder / "slice").read_text())
     try:
         found = compiled(recipe.load(folder / "recipe.yaml"), where)
@@ -92,9 +87,13 @@ def compiled(cfg: recipe.Run, where: Slice) -> Compiled:
 
     if not cfg.model.vocab:
         raise UserError("model.vocab: expected the size of the vocabulary, since no data is read to plan")
-    devices = train.make_mesh(
-        cfg, topologies.get_topology_desc(where.topology, "tpu", **where.options).devices
-    )
+    try:
+        topology = topologies.get_topology_desc(where.topology, "tpu", **where.options)
+    except RuntimeError as error:
+        if "TPU support not installed" not in str(error):
+            raise
+        raise UserError('planning for TPUs takes their compiler: `pip install ".[tpu]"`') from None
+    devices = train.make_mesh(cfg, topology.devices)
     task = make_task(cfg, Vocabulary(cfg.model.vocab, pad=0, bos=1, eos=2, mask=3))
     family = file("models", task.model)
     with jax.set_mesh(devices):
