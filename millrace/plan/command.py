@@ -86,17 +86,16 @@ def recommend(
 
 def plan(cfg: recipe.Run, where: Slice, price: chips.Price, *, fast: bool, save: Path | None) -> Outcome:
     """By the compiler if there is one for the chip and the state alone does not fill it."""
-    guess = arithmetic.estimate(cfg, where)
     hopeless = arithmetic.state_needs(cfg, where) * where.chip.devices > where.chip.usable
     if fast or hopeless or not where.chip.is_tpu:
-        return by_arithmetic(cfg, where, price, guess)
+        return by_arithmetic(cfg, where, price)
     with tempfile.TemporaryDirectory(prefix="millrace-plan-") as scratch:
         folder = save / where.name if save else Path(scratch)
-        return by_compiler(cfg, where, price, folder, guess)
+        return by_compiler(cfg, where, price, folder)
 
 
-def by_arithmetic(cfg: recipe.Run, where: Slice, price: chips.Price, guess: arithmetic.Estimate) -> Outcome:
-    each = where.chip.devices
+def by_arithmetic(cfg: recipe.Run, where: Slice, price: chips.Price) -> Outcome:
+    each, guess = where.chip.devices, arithmetic.estimate(cfg, where)
     tokens, tokens_per_step = outcome.tokens_of(cfg)
     fits = guess.hbm_bytes * each <= where.chip.usable
     parts = {
@@ -125,9 +124,7 @@ def by_arithmetic(cfg: recipe.Run, where: Slice, price: chips.Price, guess: arit
     )
 
 
-def by_compiler(
-    cfg: recipe.Run, where: Slice, price: chips.Price, folder: Path, guess: arithmetic.Estimate
-) -> Outcome:
+def by_compiler(cfg: recipe.Run, where: Slice, price: chips.Price, folder: Path) -> Outcome:
     each = where.chip.devices
     made = compiler.compile(cfg, where, folder)
     tokens, tokens_per_step = outcome.tokens_of(cfg)
@@ -144,9 +141,11 @@ def by_compiler(
         argument_bytes=made.argument_bytes * each,
         temp_bytes=made.temp_bytes * each,
         hbm_bytes=made.hbm_bytes * each,
-        step_seconds=guess.step_seconds if made.fits else None,
+        step_seconds=made.step_seconds,
         by="compiler",
-        parts={},
+        parts=made.parts,
+        hidden=made.hidden,
+        doubts=made.doubts,
         buffers=tuple(memory.largest(folder / "dump", cfg, made.mesh)),
         price=price,
         compile_seconds=made.seconds,

@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,11 @@ class Compiled:
     hbm_bytes: int  # all that is taken at the worst moment; where it does not fit, all that would be needed
     seconds: float  # of CPU time that compiling took
     complaint: str = ""  # where it does not fit
+    step_seconds: float | None = None
+    parts: dict[str, float] = field(default_factory=dict)  # of these, by what they are spent on
+    hidden: dict[str, float] = field(default_factory=dict)  # seconds of traffic that go on beside them
+    cycle_seconds: float | None = None  # by the compiler's own estimate, for comparison
+    doubts: tuple[str, ...] = ()  # what in the program could not be counted
 
 
 def compile(cfg: recipe.Run, where: Slice, folder: Path) -> Compiled:
@@ -69,7 +74,7 @@ def main(folder: Path) -> int:
     """What the process does."""
     where = parse((folder / "slice").read_text())
     try:
-        found = compiled(recipe.load(folder / "recipe.yaml"), where)
+        found = compiled(recipe.load(folder / "recipe.yaml"), where, folder / "dump")
     except UserError as error:
         print(f"millrace: {error}")
         return 2
@@ -77,13 +82,15 @@ def main(folder: Path) -> int:
     return 0
 
 
-def compiled(cfg: recipe.Run, where: Slice) -> Compiled:
+def compiled(cfg: recipe.Run, where: Slice, dump: Path) -> Compiled:
     import jax
     from jax.experimental import topologies
 
     from millrace import module, step, train
     from millrace.fit import held
     from millrace.objective import Vocabulary, file, make_task
+    from millrace.plan import program as programs
+    from millrace.plan import timing
 
     if not cfg.model.vocab:
         raise UserError("model.vocab: expected the size of the vocabulary, since no data is read to plan")
@@ -127,6 +134,8 @@ def compiled(cfg: recipe.Run, where: Slice) -> Compiled:
                 seconds=time.process_time() - began,
                 complaint=found[0],
             )
+    scheduled = programs.read(next(dump.glob("*jit_step*after_codegen.txt")))
+    time_ = timing.step(scheduled, timing.rates(where, list(devices.devices.flat)))
     memory: Any = program.memory_analysis()
     taken = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     return Compiled(
@@ -136,6 +145,17 @@ def compiled(cfg: recipe.Run, where: Slice) -> Compiled:
         temp_bytes=memory.temp_size_in_bytes,
         hbm_bytes=taken + memory.temp_size_in_bytes + memory.generated_code_size_in_bytes,
         seconds=time.process_time() - began,
+        step_seconds=time_.seconds,
+        parts={
+            "matrix units": time_.matrix,
+            "memory": time_.memory,
+            "attention kernels": time_.pallas,
+            "other": time_.other,
+        }
+        | {f"{kind}, in the open": traffic.exposed for kind, traffic in time_.collectives.items()},
+        hidden={kind: one.seconds - one.exposed for kind, one in time_.collectives.items()},
+        cycle_seconds=time_.cycles,
+        doubts=time_.doubts,
     )
 
 

@@ -30,6 +30,8 @@ class Outcome:
     step_seconds: float | None  # None where it cannot run
     by: str  # compiler or arithmetic
     parts: dict[str, float] = field(default_factory=dict)  # seconds of a step, by what they are spent on
+    hidden: dict[str, float] = field(default_factory=dict)  # seconds of traffic that go on beside them
+    doubts: tuple[str, ...] = ()  # about these seconds
     buffers: tuple[Buffer, ...] = ()
     price: Price = Price()
     compile_seconds: float | None = None
@@ -75,6 +77,7 @@ class Outcome:
             "hbm_limit_bytes": self.where.chip.usable,
             "step_seconds": self.step_seconds,
             "seconds_by_part": self.parts,
+            "hidden_seconds": self.hidden,
             "tokens_per_second_per_chip": self.tokens_per_second_per_chip,
             "mfu": self.mfu,
             "tokens": self.tokens,

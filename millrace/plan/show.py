@@ -75,7 +75,12 @@ def lines(one: Outcome, cfg: recipe.Run, days: float) -> Iterator[str]:
         f"{rate * where.chips:,.0f} tokens/s, {rate:,.0f} a chip, MFU {one.mfu:.1%}"
     )
     for what, seconds in one.parts.items():
-        yield f"    {seconds:>8.3f} s  {what}"
+        if seconds >= 0.0005 * one.step_seconds:
+            yield f"    {seconds:>8.3f} s  {what}"
+    if beside := [f"{kind} {seconds:.3f} s" for kind, seconds in one.hidden.items() if seconds > 0.0005]:
+        yield f"    hidden behind these: {', '.join(beside)}"
+    for doubt in one.doubts:
+        yield f"    not counted: {escape(doubt)}"
     costs = [f"{money(cost)} {name}" for name, cost in named(one.dollars) if cost is not None]
     told = " or ".join(costs) if costs else "prices of this chip are not known (--prices FILE)"
     yield f"  {count(one.tokens)} tokens: {time(one.days)}, {told} (prices of {PRICES_DATE})"
