@@ -316,7 +316,7 @@ def test_a_copy_in_the_background_shares_the_memory_with_what_runs_meanwhile(ide
 
 
 @pytest.mark.parametrize(
-    "kernel, mask, queries, tiles",
+    "kernel, tiled, queries, tiles",
     [
         ("fwd", "s8[1,8,8]", 4096, 36),  # causal: 1 + 2 + ... + 8
         ("dq", "s8[1,8,8]", 4096, 36),
@@ -325,19 +325,21 @@ def test_a_copy_in_the_background_shares_the_memory_with_what_runs_meanwhile(ide
         ("dkv", "s8[1,2,8]", 4096, 16),
         ("fwd", "s8[1,2,8]", 1024, 15),  # the last quarter of the sequence: 7 + 8
         ("dkv", "s8[1,2,8]", 1024, 15),
-        ("fwd", None, 4096, 64),  # all see all
+        ("fwd", None, 4096, 64),  # all see all, whatever their positions
     ],
 )
-def test_attention_is_counted_by_the_tiles_that_its_mask_leaves(ideal, kernel, mask, queries, tiles):
+def test_attention_is_counted_by_the_tiles_that_its_mask_leaves(ideal, kernel, tiled, queries, tiles):
     q, k = f"bf16[2,8,{queries},128]{{3,2,1,0:S(1)}}", "bf16[2,2,4096,128]{3,2,1,0:S(1)}"
-    first = f"  %m = {mask}{{2,1,0:S(1)}} parameter(2)\n" if mask else ""
+    positions = ", %p" if tiled else ""
     suffix = "" if kernel == "fwd" else f"_{kernel}"
     noted = f'"block_q{suffix}\\": 512, \\"block_kv{suffix}\\": 512'
-    made = program(
-        f"{first}  %q = {q} parameter(0)\n  %k = {k} parameter(1)\n"
-        f"  ROOT %splash_mha_{kernel}.1 = {q} custom-call({'%m, ' if mask else ''}%q, %k, %k), "
-        f'custom_call_target="tpu_custom_call", frontend_attributes={{{noted}}}'
-    )
+    made = program(f"""
+  %m = {tiled or "s8[1,8,8]"}{{2,1,0:S(1)}} parameter(0)
+  %q = {q} parameter(1)
+  %k = {k} parameter(2)
+  %p = s32[{queries},128]{{1,0:S(1)}} parameter(3)
+  ROOT %splash_mha_{kernel}.1 = {q} custom-call(%m, %q, %k, %k{positions}), \
+custom_call_target="tpu_custom_call", frontend_attributes={{{noted}}}""")
     products = {"fwd": 2, "dq": 3, "dkv": 4}[kernel]
     assert step(made, ideal).kernel_flops == products * 2 * (2 * 8) * tiles * 512 * 512 * 128
 

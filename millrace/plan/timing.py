@@ -447,9 +447,10 @@ def _kernel_seconds(rates: Rates, work: _Work) -> float:
 
 
 def _kernel(computation: Computation, i: Instruction) -> _Work:
-    """A Pallas kernel. Splash attention takes the mask of its tiles, if it has one, then q [b n s h] and k
-    [b k t h]. Tiles that the mask hides are skipped. It is taken to be causal; queries that are a part of the
-    sequence are taken to be the last, which have most to do and for which the others wait."""
+    """A Pallas kernel. Splash attention takes a map of its tiles, then q [b n s h] and k [b k t h], and, if
+    the mask is one of positions, those of the queries [s]. Tiles that the mask hides are skipped; it is taken
+    to be causal. Queries that are a part of the sequence are taken to be the last, which have most to do and
+    for which the others wait."""
     given = [computation.instructions[name].shape[0] for name in i.operands]
     moved = sum(array.bytes for array in (*given, *i.shape) if array.space == HBM)
     found = re.search(r"splash_m[hq]a_(fwd|dq|dkv)", i.name + i.op_name)
@@ -459,13 +460,14 @@ def _kernel(computation: Computation, i: Instruction) -> _Work:
     kind = found[1]
     queries, keys = [array.dims for array in given if array.dtype[0] in "bf" and len(array.dims) >= 3][:2]
     (*batch, heads, rows, width), columns = queries, keys[-2]
-    mask = given[0].dims if given[0].dtype[0] == "s" and len(given[0].dims) == 3 else None
+    by_position = any(array.dtype == "s32" and len(array.dims) == 2 for array in given)
     suffix = "" if kind == "fwd" else f"_{kind}"
     down, across = (_block(i, f"block_{side}{suffix}") for side in ("q", "kv"))
     tiles = seen = (rows // down) * (columns // across)
-    if mask:
-        # Its last axis is as long as the most tiles that a row has to see; of `dkv` the middle one, a column.
-        tiles = (columns // across) * mask[1] if kind == "dkv" else (rows // down) * mask[2]
+    if by_position:
+        # The map is as wide as the most tiles that a row of them has to see; of `dkv` as high, a column.
+        plan = given[0].dims
+        tiles = (columns // across) * plan[1] if kind == "dkv" else (rows // down) * plan[2]
         ends = range(columns - rows + down, columns + 1, down)
         seen = min(tiles, sum(-(-end // across) for end in ends))
     every = math.prod(batch) * heads
