@@ -5,6 +5,7 @@ import json
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from millrace import config, recipe
 from millrace.plan import advise, arithmetic, chips, compiler, memory, outcome, search, show
@@ -95,9 +96,8 @@ def plan(cfg: recipe.Run, where: Slice, price: chips.Price, *, fast: bool, save:
 
 
 def by_arithmetic(cfg: recipe.Run, where: Slice, price: chips.Price) -> Outcome:
-    each, guess = where.chip.devices, arithmetic.estimate(cfg, where)
-    tokens, tokens_per_step = outcome.tokens_of(cfg)
-    fits = guess.hbm_bytes * each <= where.chip.usable
+    guess = arithmetic.estimate(cfg, where)
+    fits = guess.hbm_bytes * where.chip.devices <= where.chip.usable
     parts = {
         "matrix units": guess.matrix_seconds,
         "memory": guess.memory_seconds,
@@ -107,16 +107,7 @@ def by_arithmetic(cfg: recipe.Run, where: Slice, price: chips.Price) -> Outcome:
     return Outcome(
         where=where,
         fits=fits,
-        mesh=guess.mesh,
-        parameters=guess.parameters,
-        tokens=tokens,
-        tokens_per_step=tokens_per_step,
-        flops_per_token=guess.flops_per_token,
-        weight_bytes=guess.weight_bytes * each,
-        optimizer_bytes=guess.optimizer_bytes * each,
-        argument_bytes=guess.argument_bytes * each,
-        temp_bytes=guess.temp_bytes * each,
-        hbm_bytes=guess.hbm_bytes * each,
+        **of_both(guess, cfg, where),
         step_seconds=guess.step_seconds if fits else None,
         by="arithmetic",
         parts=parts if fits else {},
@@ -125,22 +116,11 @@ def by_arithmetic(cfg: recipe.Run, where: Slice, price: chips.Price) -> Outcome:
 
 
 def by_compiler(cfg: recipe.Run, where: Slice, price: chips.Price, folder: Path) -> Outcome:
-    each = where.chip.devices
     made = compiler.compile(cfg, where, folder)
-    tokens, tokens_per_step = outcome.tokens_of(cfg)
     return Outcome(
         where=where,
         fits=made.fits,
-        mesh=made.mesh,
-        parameters=made.parameters,
-        tokens=tokens,
-        tokens_per_step=tokens_per_step,
-        flops_per_token=made.flops_per_token,
-        weight_bytes=made.weight_bytes * each,
-        optimizer_bytes=made.optimizer_bytes * each,
-        argument_bytes=made.argument_bytes * each,
-        temp_bytes=made.temp_bytes * each,
-        hbm_bytes=made.hbm_bytes * each,
+        **of_both(made, cfg, where),
         step_seconds=made.step_seconds,
         by="compiler",
         parts=made.parts,
@@ -150,3 +130,12 @@ def by_compiler(cfg: recipe.Run, where: Slice, price: chips.Price, folder: Path)
         price=price,
         compile_seconds=made.seconds,
     )
+
+
+def of_both(found: arithmetic.Estimate | compiler.Compiled, cfg: recipe.Run, where: Slice) -> dict[str, Any]:
+    """What arithmetic and the compiler both tell, of a chip rather than a device."""
+    tokens, tokens_per_step = outcome.tokens_of(cfg)
+    known = {name: getattr(found, name) for name in ("mesh", "parameters", "flops_per_token")}
+    kinds = ("weight_bytes", "optimizer_bytes", "argument_bytes", "temp_bytes", "hbm_bytes")
+    sizes = {name: getattr(found, name) * where.chip.devices for name in kinds}
+    return known | sizes | {"tokens": tokens, "tokens_per_step": tokens_per_step}
