@@ -13,7 +13,6 @@ TOKENS_PER_PARAMETER = 20  # compute-optimal, about (arXiv 2203.15556)
 STATE = 16  # bytes a parameter: float32 weights and gradients, and two moments of Adam
 FULL = 0.7  # share of the memory that state may take, for something must be left to compute with
 MFU = 0.45  # what large models reach on TPUs (MaxText's tables: 45 to 68 %)
-DAY = 24 * 3600.0
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ class Offer:
 
 def optimal(where: Slice, days: float) -> Optimal:
     """The compute-optimal model for a slice and a time."""
-    compute = where.chips * where.chip.flops * MFU * days * DAY
+    compute = where.chips * where.chip.flops * MFU * days * outcome.DAY
     best = math.sqrt(compute / (6 * TOKENS_PER_PARAMETER))
     room = FULL * where.chips * where.chip.usable / STATE
     return Optimal(min(best, room), compute / (6 * min(best, room)), best > room)
@@ -51,7 +50,7 @@ def offer(cfg: recipe.Run, where: Slice, price: Price) -> Offer | None:
     tried = found[1]
     guess = arithmetic.estimate(tried, where)
     tokens, each = outcome.tokens_of(tried)
-    days = tokens / each * guess.step_seconds / DAY
+    days = tokens / each * guess.step_seconds / outcome.DAY
     hours = days * 24 * where.chips
     cost = lambda ends: None if ends is None else (ends[0] * hours, ends[1] * hours)
     mfu = each * guess.flops_per_token / guess.step_seconds / where.chips / where.chip.flops
