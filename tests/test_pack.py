@@ -1,24 +1,17 @@
-"""Packing: every token has one place, rows are as full as a plain best-fit-decreasing makes them, and a group
-of normalised files comes out as rows that say where documents begin and what is to be learnt."""
+"""Packing: every token has one place, and rows are as full as a plain best-fit-decreasing makes them."""
 
 import bisect
-import json
-from collections import Counter
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
-from millrace.data import pack, tokenise
-from millrace.data.documents import SCHEMA, Ragged, is_held_out
-from millrace.data.shards import Rows, read_rows, unpack_bits
+from millrace.data import pack
+from millrace.data.documents import Ragged
+from millrace.data.shards import Rows, unpack_bits
 
 MODES = ("concat", "document", "best_fit")
 FILLER = 0
-BEGIN, END = 1, 2  # of documents made here, whose other tokens are larger
 
 
 def lengths_of(kind: str, count: int, seed: int = 0) -> np.ndarray:
@@ -183,174 +176,3 @@ def test_the_loss_moves_with_its_tokens_and_padding_has_none(
     assert rows.loss is not None
     loss = unpack_bits(rows.loss, 33)
     assert np.array_equal(loss, (rows.tokens % 3 == 0) & (rows.tokens != FILLER))
-
-
-@dataclass(frozen=True)
-class Section:
-    mode: str = "best_fit"
-    sequence_length: int = 48
-    evaluation: float = 0.1
-
-
-TEXTS = [f"Text {n}: " + " ".join(f"{n * i % 23} of {i}" for i in range(n % 37)) + "é" for n in range(400)]
-CHAT = """{% for message in messages %}{% if message.role == 'assistant' %}
-{% generation %}{{ message.content + '\n' }}{% endgeneration %}
-{% else %}{{ message.role + ': ' + message.content + '\n' }}{% endif %}{% endfor %}"""
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from millrace.data import learn
-
-    folder = tmp_path_factory.mktemp("tokenizer")
-    tokenise.save(learn.train(iter(TEXTS), kind="bpe", vocab=400), folder)
-    return folder
-
-
-def write_documents(file: Path, **columns: list) -> str:
-    count = len(columns["id"])
-    arrays = [pa.array(columns.get(field.name, [None] * count), field.type) for field in SCHEMA]
-    pq.write_table(pa.Table.from_arrays(arrays, schema=SCHEMA), file, row_group_size=64)
-    return str(file)
-
-
-@pytest.fixture
-def job(tmp_path: Path, tokenizer: Path) -> pack.Job:
-    files = tuple(
-        write_documents(
-            tmp_path / f"{start}.parquet",
-            id=[f"text:{n}" for n in range(start, start + 200)],
-            text=TEXTS[start : start + 200],
-            source=["here"] * 200,
-        )
-        for start in (0, 200)
-    )
-    return pack.Job(
-        number=3,
-        files=files,
-        source=1,
-        folder=str(tmp_path),
-        tokenizer=str(tokenizer),
-        encoder="tokenizers",
-        pack=Section(),
-        dtype="uint16",
-        seed=0,
-    )
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_group_comes_out_with_every_document_once_in_its_split(
-    job: pack.Job, mode: str, tmp_path: Path
-) -> None:
-    summary = pack.pack_group(replace(job, pack=Section(mode=mode, sequence_length=2048)))
-    loaded = tokenise.load(job.tokenizer, "tokenizers")
-    for split in ("train", "evaluation"):
-        texts = [
-            text for n, text in enumerate(TEXTS) if is_held_out(f"text:{n}", 0.1) == (split == "evaluation")
-        ]
-        rows = read_rows(tmp_path / "packed", f"00003-{split}")
-        special = loaded.special
-        whole = [special.bos, *loaded.encode("x"), special.eos]
-        assert len(whole) > 2
-        found = [piece for piece in pieces_in(rows, special.filler) if piece[0] == special.bos]
-        if mode != "concat":  # which may cut one at the end of a row
-            assert sorted(loaded.decode(piece) for piece in found) == sorted(texts)
-        made = summary[split]
-        assert made["documents"] == len(texts) and made["bytes"] == sum(len(text.encode()) for text in texts)
-        assert made["tokens"] == sum(len(loaded.encode(text)) + 2 for text in texts)
-        assert made["rows"] == len(rows) == made["shard"]["rows"]
-        assert made["fill"] == pytest.approx(made["tokens"] / rows.tokens.size)
-        assert sum(made["lengths"]) == len(texts)
-        assert set(rows.sources.tolist()) == {1}
-    assert json.loads(json.dumps(summary)) == summary
-
-
-def test_the_counts_are_those_of_the_training_tokens(job: pack.Job, tmp_path: Path) -> None:
-    pack.pack_group(job)
-    loaded = tokenise.load(job.tokenizer, "tokenizers")
-    seen: Counter[int | None] = Counter()
-    for n, text in enumerate(TEXTS):
-        if not is_held_out(f"text:{n}", 0.1):
-            seen.update([loaded.special.bos, *loaded.encode(text), loaded.special.eos])
-    counts = np.load(tmp_path / "packed" / "00003.counts.npy").tolist()
-    assert counts == [seen[token] for token in range(loaded.vocab)]
-
-
-@pytest.mark.parametrize("long", [0, 200])
-def test_documents_get_their_beginning_and_end_and_nothing_else(
-    job: pack.Job, long: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pack, "LONG", long)
-    given = Ragged(np.array([5, 6, 7], np.uint32), np.array([0, 2, 2, 3]))
-    for files in (job.files, ()):  # with room, and without
-        for bos, eos in ((1, 2), (None, 2), (1, None), (None, None)):
-            growing = pack.Growing(replace(job, files=files))
-            growing.add(given, bos, eos)
-            growing.add(given)
-            found = growing.ragged()
-            first, last = ([] if token is None else [token] for token in (bos, eos))
-            wanted = [[*first, *ids, *last] for ids in ([5, 6], [], [7])] + [[5, 6], [], [7]]
-            assert [ids.tolist() for ids in np.split(found.values, found.offsets[1:-1])] == wanted
-            assert found.values.dtype == np.uint16 and found.loss is None
-    growing.add(replace(given, loss=np.array([True, False, True])), 1, None)
-    with pytest.raises(AssertionError):
-        growing.add(replace(given, values=np.array([5, 6, 1 << 16], np.uint32)))
-
-
-def test_lengths_are_counted_by_powers_of_two() -> None:
-    lengths = np.array([1, 2, 3, 4, 7, 8, 1023, 1024])
-    made = pack.plan(lengths, 4096, "document", 0)
-    found = pack.summarise(made, lengths, lengths, length=4096, shard=None)["lengths"]
-    assert found == [1, 2, 2, 1, 0, 0, 0, 0, 0, 1, 1]
-
-
-def test_rows_can_be_held_out_instead_of_documents(job: pack.Job, tmp_path: Path) -> None:
-    summary = pack.pack_group(replace(job, held_out="rows"))
-    whole = pack.pack_group(replace(job, held_out="rows", number=4, pack=Section(evaluation=0.0)))
-    assert (
-        whole["evaluation"]["shard"] is None and not (tmp_path / "packed" / "00004-evaluation.npy").exists()
-    )
-    for key in ("documents", "tokens", "bytes"):
-        assert summary["train"][key] + summary["evaluation"][key] == whole["train"][key]
-    assert whole["train"]["documents"] == len(TEXTS)
-    rows = summary["train"]["rows"] + summary["evaluation"]["rows"]
-    assert abs(summary["evaluation"]["rows"] - 0.1 * rows) < 1
-
-
-def test_a_group_done_twice_has_the_same_bytes(job: pack.Job, tmp_path: Path) -> None:
-    def bytes_after(job: pack.Job) -> dict[str, bytes]:
-        pack.pack_group(job)
-        return {file.name: file.read_bytes() for file in sorted((tmp_path / "packed").iterdir())}
-
-    first = bytes_after(job)
-    assert first == bytes_after(job)
-    assert first != bytes_after(replace(job, seed=1))
-
-
-def test_conversations_are_packed_with_their_loss_beside_texts(
-    job: pack.Job, tmp_path: Path, tokenizer: Path
-) -> None:
-    folder = tmp_path / "chat"
-    folder.mkdir()
-    tokenise.copy(tokenizer, folder)
-    tokenise.write_template(folder, CHAT)
-    said = [
-        json.dumps([{"role": "user", "content": f"say {n}"}, {"role": "assistant", "content": f"{n}!"}])
-        for n in range(9)
-    ]
-    file = write_documents(
-        tmp_path / "mixed.parquet",
-        id=[f"chat:{n}" for n in range(10)],
-        text=[*[None] * 9, "plain"],
-        messages=[*said, None],
-        source=["here"] * 10,
-    )
-    cfg = Section(mode="document", evaluation=0.0)
-    pack.pack_group(replace(job, files=(file,), tokenizer=str(folder), pack=cfg))
-    rows = read_rows(tmp_path / "packed", "00003-train")
-    loaded = tokenise.load(folder, "tokenizers")
-    assert rows.loss is not None and len(rows) == 10
-    learnt = unpack_bits(rows.loss, 48)
-    texts = [loaded.decode(tokens[mask]) for tokens, mask in zip(rows.tokens, learnt, strict=True)]
-    assert sorted(texts) == sorted([*(f"{n}!\n" for n in range(9)), "plain"])
-    assert not (learnt & (rows.tokens == loaded.special.filler)).any()

@@ -114,7 +114,7 @@ def context() -> Any:
     """Workers are forked from a server that has imported what they need, and has no threads yet."""
     os.environ[MASTER] = str(os.getpid())
     chosen = multiprocessing.get_context("forkserver")
-    stages = [f"millrace.data.{name}" for name in ("normalise", "pack", "shuffle")]
+    stages = [f"millrace.data.{name}" for name in ("normalise", "groups", "shuffle")]
     # gigatoken and awkward take half a second
     chosen.set_forkserver_preload(["millrace.data.tied", *stages, "gigatoken", "awkward"])
     return chosen

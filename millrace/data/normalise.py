@@ -54,25 +54,54 @@ def units(recipe: Any) -> list[Unit]:
 def normalise_part(unit: Unit, cfg: Any, policy: Any, folder: Path | str) -> dict[str, Any]:
     """Writes NUMBER.parquet, what duplicates are found by if they are looked for, and, last, NUMBER.json, the
     summary that it returns. `cfg` is the recipe's normalize section, `policy` what to do with bad input."""
-    folder = Path(folder)
-    problems, counts = Problems(policy), Counter[str]()
-    fingerprints = Fingerprints(cfg, ids=unit.has_ids)
-    tables = cleaned(unit, cfg, problems=problems, counts=counts, fingerprints=fingerprints)
+    folder, problems = Path(folder), Problems(policy)
+    reading = Reading(unit, cfg, problems)
     with shards.atomic(place(folder, unit.number)) as file:
-        written = write_documents(file, tables)
-    fingerprints.write(folder, unit.number)
-    summary = {
-        "number": unit.number,
-        "source": unit.source,
-        "file": unit.part.file,
-        "documents_read": counts.pop("read"),
-        "documents": written.documents,
-        "bytes": written.bytes,
-        "dropped": dict(counts),
-        "problems": problems.summary(),
-    }
+        write_documents(file, reading.tables())
+    reading.fingerprints.write(folder, unit.number)
+    summary = reading.summary() | {"problems": problems.summary()}
     shards.write_json(summary_place(folder, unit.number), summary)
     return summary
+
+
+class Reading:
+    """The documents of a part that are kept, and what there is to tell when all were read."""
+
+    def __init__(self, unit: Unit, cfg: Any, problems: Problems) -> None:
+        self.unit, self.cfg, self.problems = unit, cfg, problems
+        self.fingerprints = Fingerprints(cfg, ids=unit.has_ids)
+        self.dropped = Counter[str]()
+        self.read = self.documents = self.bytes = 0
+
+    def tables(self) -> Iterator[pa.Table]:
+        for table in source_module(self.unit.cfg).read(self.unit.cfg, self.unit.part, self.problems):
+            if not len(table):
+                continue
+            numbers = np.arange(self.read, self.read + len(table))
+            self.read += len(table)
+            table = unicode(conform(table, self.unit.source), self.cfg.unicode)
+            texts = contents(table)
+            keep, dropped = filters.judge(texts, self.cfg)
+            self.dropped.update(dropped)
+            if dropped:
+                mask = pa.array(keep)
+                table, texts, numbers = table.filter(mask), texts.filter(mask), numbers[keep]
+            if len(table):
+                self.fingerprints.add(table, texts, numbers)
+                self.documents += len(table)
+                self.bytes += int(sizes(table).sum())
+                yield table
+
+    def summary(self) -> dict[str, Any]:
+        return {
+            "number": self.unit.number,
+            "source": self.unit.source,
+            "file": self.unit.part.file,
+            "documents_read": self.read,
+            "documents": self.documents,
+            "bytes": self.bytes,
+            "dropped": dict(self.dropped),
+        }
 
 
 def place(folder: Path, number: int) -> Path:
@@ -109,28 +138,6 @@ def sizes(table: pa.Table) -> np.ndarray:
     """Bytes of text or messages, of each document."""
     lengths = [pc.fill_null(pc.binary_length(table[name]), 0).to_numpy() for name in ("text", "messages")]
     return lengths[0] + lengths[1]
-
-
-def cleaned(
-    unit: Unit, cfg: Any, *, problems: Problems, counts: Counter[str], fingerprints: Fingerprints
-) -> Iterator[pa.Table]:
-    """The documents of a part that are kept. Counts those read, and those left out by each filter."""
-    counts["read"] = 0
-    for table in source_module(unit.cfg).read(unit.cfg, unit.part, problems):
-        if not len(table):
-            continue
-        numbers = np.arange(counts["read"], counts["read"] + len(table))
-        counts["read"] += len(table)
-        table = unicode(conform(table, unit.source), cfg.unicode)
-        texts = contents(table)
-        keep, dropped = filters.judge(texts, cfg)
-        counts.update(dropped)
-        if dropped:
-            mask = pa.array(keep)
-            table, texts, numbers = table.filter(mask), texts.filter(mask), numbers[keep]
-        if len(table):
-            fingerprints.add(table, texts, numbers)
-            yield table
 
 
 def conform(table: pa.Table, source: str) -> pa.Table:

@@ -40,7 +40,7 @@ def prepare(recipe: Any, say: Say, *, until: str = "shuffle", replace: bool = Fa
     with locked(folder):
         for stale in folder.rglob(".*.partial"):
             stale.unlink()
-        work = Work(recipe, folder, Engine.of(recipe), say)
+        work = Work(recipe, folder, Engine.of(recipe), say, until=until)
         names = list(READS)
         for name in names[: names.index(until) + 1]:
             work.run(name)

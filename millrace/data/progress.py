@@ -30,11 +30,10 @@ class Bar:
         return self
 
     def advance(self, made: dict[str, Any]) -> None:
-        """One unit more is done; `made` is what it says of itself, its parts maybe one level down."""
+        """One unit more is done; `made` is what it says of itself."""
         self.done += 1
-        for part in (made, *(value for value in made.values() if isinstance(value, dict))):
-            self.bytes += part.get("bytes", 0)
-            self.tokens += part.get("tokens", 0)
+        self.bytes += made.get("bytes", 0)
+        self.tokens += made.get("tokens", 0)
         now = time.perf_counter()
         if self.bar:
             self.bar.update(self.task, completed=self.done, rate=self.rate())

@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from millrace.config import to_dict
-from millrace.data import chat, duplicates, learn, normalise, pack, report, shuffle, summary, tokenise
-from millrace.data.documents import SAMPLES, is_held_out
+from millrace.data import chat, duplicates, groups, learn, normalise, report, shuffle, summary, tokenise
+from millrace.data.documents import SAMPLES, Part, Problems, is_held_out
 from millrace.data.engine import Engine
-from millrace.data.formats import storage
+from millrace.data.formats import PART, storage
 from millrace.data.progress import Bar
 from millrace.data.shards import smallest_dtype, write_json
 from millrace.data.sources import files
@@ -42,18 +43,18 @@ MAKES = {
     "pack": ("packed",),
     "shuffle": ("scatter", "evaluation-*", "train-*", "report.html", "index.json"),
 }
-LARGEST_GROUP = 256 << 20  # bytes of text packed together: more takes memory and fills rows no better
-SMALLEST_GROUP = 32 << 20
 GROUPS = 32  # wanted, for the workers to share
 FEWEST_HELD_OUT = 10  # documents; where the share comes to fewer, rows are held out instead
 SAMPLE = 400_000  # bytes of text on which a fast encoder is compared with the reference
 
 
 class Work:
-    """The stages of one recipe in its folder. stages.json says how far it has come."""
+    """The stages of one recipe in its folder, up to one. stages.json says how far it has come."""
 
-    def __init__(self, recipe: Any, folder: Path, engine: Engine, say: Say) -> None:
-        self.recipe, self.folder, self.engine, self.say = recipe, folder, engine, say
+    def __init__(
+        self, recipe: Any, folder: Path, engine: Engine, say: Say, *, until: str = "shuffle"
+    ) -> None:
+        self.recipe, self.folder, self.engine, self.say, self.until = recipe, folder, engine, say, until
         file = folder / "stages.json"
         try:
             self.stages: dict[str, Any] = json.loads(file.read_bytes()) if file.exists() else {}
@@ -67,7 +68,8 @@ class Work:
         if name == "normalize":
             self.check_sources()
         stage = self.stages.get(name, {})
-        if stage.get("fingerprint") != wanted or self.is_spent(name):
+        unwritten = name == "normalize" and not stage.get("written") and self.is_written_first()
+        if stage.get("fingerprint") != wanted or self.is_spent(name) or unwritten and "seconds" in stage:
             self.clear(name)
             self.keep(self.stages | {name: {"fingerprint": wanted}})
         elif "seconds" in stage:
@@ -120,9 +122,22 @@ class Work:
         made = json.loads(file.read_bytes()) or {}
         return self.recipe.errors == "skip" or not made.get("problems", {}).get("counts")
 
+    def is_written_first(self) -> bool:
+        """Whether documents are written before they are packed: on wish, where a tokenizer learns from them
+        or duplicates are sought among them, and where data that is ready must outlive bad sources."""
+        return (
+            self.until == "normalize"
+            or self.recipe.tokenizer.use != "file"
+            or duplicates.are_sought(self.parts, self.recipe.normalize)
+            or (self.folder / "index.json").exists()
+        )
+
     def make_normalize(self) -> dict[str, Any]:
         cfg, policy, began = self.recipe.normalize, self.recipe.errors, time.perf_counter()
         units = self.listed()
+        if not self.is_written_first():
+            self.say(f"normalize: {len(units):,} parts, which are read when they are packed")
+            return {"written": False}
         sought = duplicates.are_sought(units, cfg)
         first, last = self.folder / ("read" if sought else "normalized"), self.folder / "normalized"
         unit = functools.partial(normalise.normalise_part, cfg=cfg, policy=policy, folder=str(first))
@@ -136,27 +151,37 @@ class Work:
                 for n in (unit.number for unit in units)
             }
             parts = self.units("duplicates", remove, places)
+        made = self.totals(parts, problems)
+        rate = f"{made['bytes'] / 1e6:,.1f} MB in {time.perf_counter() - began:.1f} s"
+        self.say(f"normalize: {made['documents']:,} documents, {rate}{told('left out', made['dropped'])}")
+        self.tell_unread()
+        return made | {"written": True, "problems": self.tell_problems(problems)}
+
+    def totals(self, parts: list[dict[str, Any]], problems: list[dict[str, Any]]) -> dict[str, Any]:
+        """Of all parts that were read. There must be a document."""
         made = {
             "documents": sum(part["documents"] for part in parts),
             "bytes": sum(part["bytes"] for part in parts),
             "dropped": total(part["dropped"] for part in parts),
         }
-        skipped = total(problem["counts"] for problem in problems)
         if not made["documents"]:
-            read, first_place = sum(part["documents_read"] for part in parts), problems[0]["samples"][:1]
+            read, skipped = (
+                sum(part["documents_read"] for part in parts),
+                total(problem["counts"] for problem in problems),
+            )
+            first = [place for problem in problems for place in problem["samples"]][:1]
             raise UserError(
                 f"sources: no documents are left of {read:,} read{told('left out', made['dropped'])}"
-                f"{told('skipped', skipped)}" + "".join(f"; first {place}" for place in first_place)
+                f"{told('skipped', skipped)}" + "".join(f"; first {place}" for place in first)
             )
-        rate = f"{made['bytes'] / 1e6:,.1f} MB in {time.perf_counter() - began:.1f} s"
-        self.say(f"normalize: {made['documents']:,} documents, {rate}{told('left out', made['dropped'])}")
+        return made
+
+    def tell_unread(self) -> None:
         for name, source in self.recipe.sources.items():
             unread = files.left_out(source) if source.use == "files" else []
             if unread:
                 number = "1 file is" if len(unread) == 1 else f"{len(unread):,} files are"
                 self.say(f"sources.{name}: {number} not read, of no known format; first {unread[0]}")
-        made["problems"] = self.tell_problems(problems)
-        return made
 
     def tell_problems(self, problems: list[dict[str, Any]]) -> dict[str, Any]:
         """Says what was skipped, and the first places. Returns it for the page about the data."""
@@ -170,10 +195,13 @@ class Work:
 
     def listed(self) -> list[normalise.Unit]:
         """All there is to read, which is noted down: work on another list is of no use to this one."""
-        units = normalise.units(self.recipe)
-        stage = self.stages["normalize"] | {"units": listing(units)}
+        stage = self.stages["normalize"] | {"units": listing(self.parts)}
         self.keep(self.stages | {"normalize": stage})
-        return units
+        return self.parts
+
+    @functools.cached_property
+    def parts(self) -> list[normalise.Unit]:
+        return normalise.units(self.recipe)
 
     def check_sources(self) -> None:
         """Begins anew if the files of the sources have changed since their list was noted down."""
@@ -184,9 +212,9 @@ class Work:
     def sources_changed(self) -> bool:
         before = self.stages.get("normalize", {}).get("units")
         try:
-            return before is not None and before != listing(normalise.units(self.recipe))
+            return before is not None and before != listing(self.parts)
         except UserError:
-            if "seconds" in self.stages["normalize"]:
+            if self.stages["normalize"].get("written") or (self.folder / "index.json").exists():
                 return False  # gone, and no longer needed
             raise
 
@@ -212,7 +240,6 @@ class Work:
     def make_tokenizer(self) -> dict[str, Any]:
         """Trains a tokenizer, on nothing that is held out, or takes the one named; then chooses what is
         to encode with it."""
-        self.summaries()
         cfg, began = self.recipe.tokenizer, time.perf_counter()
         if cfg.use == "file":
             tokenise.copy(cfg.path, self.folder)
@@ -245,28 +272,22 @@ class Work:
 
     def make_pack(self) -> dict[str, Any]:
         recipe, began = self.recipe, time.perf_counter()
-        names, share = list(recipe.sources), recipe.pack.evaluation
-        few = self.few_held_out()
-        jobs = [
-            pack.Job(
-                number=number,
-                files=members,
-                source=names.index(source),
-                folder=str(self.folder),
-                tokenizer=str(self.folder),
-                encoder=self.stages["tokenizer"]["encoder"],
-                pack=recipe.pack,
-                dtype=smallest_dtype(self.stages["tokenizer"]["vocab"]),
-                seed=recipe.seed,
-                held_out="rows" if few else "documents",
-                errors=recipe.errors,
-            )
-            for number, (source, members) in enumerate(self.groups())
-        ]
-        places = {self.folder / "packed" / f"{job.number:05d}.json": job for job in jobs}
-        made = self.units("pack", pack.pack_group, places)
+        made = self.pack_groups()
+        if "documents" not in self.stages["normalize"]:  # they were read only now
+            parts = [part for one in made for part in one["parts"]]
+            read = self.totals(parts, [one["problems"] for one in made])
+            counts = {key: read[key] for key in ("documents", "dropped")}
+            known = self.stages | {"normalize": self.stages["normalize"] | counts}
+            if few := self.few_held_out(read["documents"]):
+                shutil.rmtree(self.folder / "packed")
+            self.keep(known)
+            if few:
+                made = self.pack_groups()
+            if read["dropped"]:
+                self.say(f"pack: {read['documents']:,} documents{told('left out', read['dropped'])}")
+            self.tell_unread()
         problems = self.tell_problems([one["problems"] for one in made])
-        splits = {name: [one[name] for one in made] for name in pack.SPLITS}
+        splits = {name: [group[name] for one in made for group in one["groups"]] for name in groups.SPLITS}
         documents, tokens, size, rows = (
             sum(split[key] for one in splits.values() for split in one)
             for key in ("documents", "tokens", "bytes", "rows")
@@ -277,15 +298,41 @@ class Work:
             f"pack: {rows:,} rows of {recipe.pack.sequence_length}, {tokens:,} tokens, "
             f"{size / max(tokens, 1):.2f} bytes a token, {fill:.2%} full in {seconds:.1f} s"
         )
-        held = sum(split["rows"] for split in splits["evaluation"])
+        share, held = recipe.pack.evaluation, sum(split["rows"] for split in splits["evaluation"])
         if not rows - held:
             raise UserError(f"pack.evaluation: {share} holds out all {documents} documents; lower it")
         if share and not held:
             raise UserError(f"pack.evaluation: {share} of {rows} rows holds out none; raise it, or set 0")
-        if few:
+        if self.few_held_out(self.stages["normalize"]["documents"]):
             self.say(f"pack: {share:.2%} of the rows are held out, since the documents are few")
         totals = {"documents": documents, "tokens": tokens, "bytes": size, "rows": rows, "fill": fill}
         return totals | {"problems": problems}
+
+    def pack_groups(self) -> list[dict[str, Any]]:
+        recipe, names = self.recipe, list(self.recipe.sources)
+        stage, tokenizer = self.stages["normalize"], self.stages["tokenizer"]
+        # How many documents there are is not known before they are read; that they are few, is seldom.
+        few = self.few_held_out(stage["documents"]) if "documents" in stage else False
+        jobs = [
+            groups.Job(
+                number=number,
+                units=units,
+                written=stage["written"],
+                source=names.index(units[0].source),
+                folder=str(self.folder),
+                tokenizer=str(self.folder),
+                encoder=tokenizer["encoder"],
+                normalize=recipe.normalize,
+                pack=recipe.pack,
+                dtype=smallest_dtype(tokenizer["vocab"]),
+                seed=recipe.seed,
+                held_out="rows" if few else "documents",
+                errors=recipe.errors,
+            )
+            for number, units in enumerate(self.groups())
+        ]
+        places = {self.folder / "packed" / f"{job.number:05d}.json": job for job in jobs}
+        return self.units("pack", groups.pack_group, places)
 
     def make_shuffle(self) -> dict[str, Any]:
         recipe, began = self.recipe, time.perf_counter()
@@ -293,7 +340,7 @@ class Work:
         filler = self.tokenizer.special.filler
         row_bytes = length * np.dtype(smallest_dtype(self.stages["tokenizer"]["vocab"])).itemsize
         epochs: dict[str, list[list[dict[str, Any]]]] = {}
-        for split in pack.SPLITS:
+        for split in groups.SPLITS:
             passes = shuffle.plan_shuffle(
                 self.inputs(split),
                 folder=str(self.folder),
@@ -363,15 +410,11 @@ class Work:
             shutil.rmtree(self.folder / name, ignore_errors=True)
 
     def sample(self, size: int) -> Iterator[str]:
-        """About so many bytes of text that is not held out, in row groups drawn evenly from all files."""
-        share = 0.0 if self.few_held_out() else self.recipe.pack.evaluation
-        groups: list[tuple[Path, int]] = []
-        for file in sorted((self.folder / "normalized").glob("*.parquet")):
-            groups += [(file, group) for group in range(pq.read_metadata(file).num_row_groups)]
-        random = np.random.Generator(np.random.PCG64(self.recipe.seed))
-        for number in random.permutation(len(groups)).tolist():
-            file, group = groups[number]
-            table = pq.ParquetFile(file).read_row_group(group, columns=["id", "text", "messages"])
+        """About so many bytes of text that is not held out, in tables drawn evenly from all parts."""
+        documents = self.stages["normalize"].get("documents")
+        few = documents is not None and self.few_held_out(documents)
+        share = 0.0 if few else self.recipe.pack.evaluation
+        for table in self.written_tables() if self.stages["normalize"]["written"] else self.first_tables():
             for id, text in zip(table["id"].to_pylist(), normalise.contents(table).to_pylist(), strict=True):
                 if share and is_held_out(id, share):
                     continue
@@ -380,43 +423,56 @@ class Work:
                 if size <= 0:
                     return
 
-    def summaries(self) -> list[dict[str, Any]]:
-        """Of all normalised parts."""
+    def written_tables(self) -> Iterator[pa.Table]:
+        """Row groups of the normalised documents, in random order."""
+        row_groups: list[tuple[Path, int]] = []
+        for unit in self.written():
+            file = normalise.place(self.folder / "normalized", unit.number)
+            row_groups += [(file, group) for group in range(pq.read_metadata(file).num_row_groups)]
+        for number in self.permutation(len(row_groups)):
+            file, group = row_groups[number]
+            yield pq.ParquetFile(file).read_row_group(group, columns=["id", "text", "messages"])
+
+    def first_tables(self) -> Iterator[pa.Table]:
+        """The beginnings of all parts of the sources, in random order."""
+        for number in self.permutation(len(self.parts)):
+            reading = normalise.Reading(
+                self.parts[number], self.recipe.normalize, Problems(self.recipe.errors)
+            )
+            yield from itertools.islice(reading.tables(), 1)
+
+    def permutation(self, size: int) -> list[int]:
+        return np.random.Generator(np.random.PCG64(self.recipe.seed)).permutation(size).tolist()
+
+    def written(self) -> list[normalise.Unit]:
+        """The parts in normalized/, which may have outlived their sources."""
         files = sorted((self.folder / "normalized").glob("*.json"))
-        if not files:
-            raise UserError(f"{self.folder}/normalized is gone; remove {self.folder} to make the data anew")
-        return [json.loads(file.read_bytes()) for file in files]
+        summaries = [json.loads(file.read_bytes()) for file in files]
+        units = [normalise.Unit(one["number"], one["source"], None, Part(one["file"])) for one in summaries]
+        places = [normalise.place(self.folder / "normalized", unit.number) for unit in units]
+        gone = [place for place in places if not place.exists()]
+        if gone or not units:
+            place = gone[0] if gone else self.folder / "normalized"
+            raise UserError(f"{place} is gone; remove {self.folder} to make the data anew")
+        return units
 
-    def few_held_out(self) -> bool:
+    def few_held_out(self, documents: int) -> bool:
         """Whether documents are too few to hold any out, so that rows are."""
-        return 0 < self.recipe.pack.evaluation * self.stages["normalize"]["documents"] < FEWEST_HELD_OUT
+        return 0 < self.recipe.pack.evaluation * documents < FEWEST_HELD_OUT
 
-    def groups(self) -> Iterator[tuple[str, tuple[str, ...]]]:
-        """Files of one source, one after the other, that are packed together."""
-        folder = self.folder / "normalized"
-        parts = self.summaries()
-        largest = sum(part["bytes"] for part in parts) // GROUPS
-        largest = min(LARGEST_GROUP, max(SMALLEST_GROUP, largest))
-        for source, members in itertools.groupby(parts, key=lambda part: part["source"]):
-            group: list[str] = []
-            size = 0
-            for part in members:
-                if not part["documents"]:
-                    continue
-                if group and size + part["bytes"] > largest:
-                    yield source, tuple(group)
-                    group, size = [], 0
-                file = normalise.place(folder, part["number"])
-                if not file.exists():
-                    raise UserError(f"{file} is missing; remove {self.folder} to make the data anew")
-                group.append(str(file))
-                size += part["bytes"]
-            if group:
-                yield source, tuple(group)
+    def groups(self) -> Iterator[tuple[normalise.Unit, ...]]:
+        """Parts of one source, one after the other, that are packed together. Their number counts and not
+        their documents, so that these need not be known."""
+        parts = self.written() if self.stages["normalize"]["written"] else self.parts
+        most = max(1, min(len(parts) // GROUPS, groups.LARGEST // PART))
+        for _, members in itertools.groupby(parts, key=lambda unit: unit.source):
+            units = tuple(members)
+            yield from (units[start : start + most] for start in range(0, len(units), most))
 
     def packed(self) -> list[dict[str, Any]]:
+        """What there is to tell of each group, in order."""
         files = sorted((self.folder / "packed").glob("?????.json"))
-        return [json.loads(file.read_bytes()) for file in files]
+        return [group for file in files for group in json.loads(file.read_bytes())["groups"]]
 
     def inputs(self, split: str) -> list[shuffle.Input]:
         weights = [source.weight for source in self.recipe.sources.values()]

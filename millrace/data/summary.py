@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from millrace.config import to_dict
-from millrace.data import pack, tokenise
+from millrace.data import groups, tokenise
 from millrace.data.shards import Index, Shard, Split, smallest_dtype
 
-Packed = list[dict[str, Any]]  # what pack.pack_group said of its work, of each group
+Packed = list[dict[str, Any]]  # what groups.pack_group said of its work, of each group
 
 
 def index(
@@ -49,12 +49,13 @@ def weighted(recipe: Any, split: str, packed: Packed, key: str) -> int:
 
 def stats(recipe: Any, stages: dict[str, Any], packed: Packed, counts: np.ndarray) -> dict[str, Any]:
     """What the page about the data shows beside the index."""
-    parts = [(one["source"], one[split]) for one in packed for split in pack.SPLITS]
+    parts = [(one["source"], one[split]) for one in packed for split in groups.SPLITS]
     lengths = [
         sum(sizes) for sizes in itertools.zip_longest(*(part["lengths"] for _, part in parts), fillvalue=0)
     ]
     fills = np.sum([part["fills"] for _, part in parts], axis=0)
     told = ("seconds", "bytes", "tokens")
+    met = [stage["problems"] for stage in stages.values() if "problems" in stage]
     return {
         "stages": {name: {key: stage[key] for key in told if key in stage} for name, stage in stages.items()},
         "sources": {
@@ -63,8 +64,8 @@ def stats(recipe: Any, stages: dict[str, Any], packed: Packed, counts: np.ndarra
         },
         "dropped": stages["normalize"]["dropped"],
         "problems": {
-            "counts": total(stages[name]["problems"]["counts"] for name in ("normalize", "pack")),
-            "samples": stages["normalize"]["problems"]["samples"] + stages["pack"]["problems"]["samples"],
+            "counts": total(problems["counts"] for problems in met),
+            "samples": [place for problems in met for place in problems["samples"]],
         },
         "lengths": {"edges": [2**power for power in range(len(lengths) + 1)], "counts": lengths},
         "fill": {"edges": np.linspace(0, 1, len(fills) + 1).tolist(), "counts": fills.tolist()},
