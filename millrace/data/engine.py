@@ -2,6 +2,7 @@
 files atomically and gives the same bytes whenever and wherever it runs, so one that died is run again."""
 
 import ctypes
+import gc
 import multiprocessing
 import os
 import sys
@@ -96,7 +97,9 @@ def start_worker() -> None:
 
     tied.tie(tied.server)
     keep_memory()
+    gc.freeze()  # what was imported stays, and need not be looked through for what can go
     os.environ.update(ONE_THREAD)
+    pa.set_memory_pool(pa.system_memory_pool())  # whose memory stays too
     pa.set_cpu_count(1)
     pa.set_io_thread_count(1)
 
