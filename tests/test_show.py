@@ -260,6 +260,9 @@ def test_inspect_shows_documents_that_are_not_packed_yet(
 def test_inspect_says_what_is_missing(tmp_path: Path, dataset: Path) -> None:
     with pytest.raises(UserError, match="holds neither packed data nor normalised documents"):
         inspect(tmp_path / "nothing")
+    for look in (inspect, lambda url: verify(url, print)):
+        with pytest.raises(UserError, match=r"gs://data/x: only data on this machine can be looked into"):
+            look("gs://data/x")
     with pytest.raises(UserError, match="found dev, expected one of train, evaluation"):
         inspect(dataset, split="dev")
     with pytest.raises(UserError, match="evaluation split has no rows"):

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from millrace.data import tokenise
 from millrace.data.documents import SCHEMA
+from millrace.data.formats import storage
 from millrace.data.shards import Index, Rows, Shard, read_rows, unpack_bits
 from millrace.errors import UserError
 
@@ -59,7 +60,7 @@ def inspect(
 ) -> None:
     """Prints `rows` of the split, drawn by the seed. Colours are for terminals, unless `colour` says
     otherwise; without them the same is told by marks."""
-    folder = Path(path)
+    folder = storage.here(path)
     if rows < 1:
         raise UserError(f"rows: found {rows}, expected 1 or more")
     console = Console(

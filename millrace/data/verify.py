@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from millrace.data import tokenise
+from millrace.data.formats import storage
 from millrace.data.progress import Bar
 from millrace.data.shards import Index, Rows, Shard, Split, checksum, filler_begins, last_starts, unpack_bits
 from millrace.errors import UserError
@@ -48,7 +49,7 @@ class Seen:
 
 def verify(path: str | Path, report: Callable[[str], None]) -> None:
     """Raises UserError with the first faults if there are any."""
-    folder = Path(path)
+    folder = storage.here(path)
     file = folder / "index.json"
     if not file.is_file():
         raise UserError(

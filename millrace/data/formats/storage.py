@@ -8,6 +8,7 @@ import logging
 import lzma
 import os
 import zlib
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -17,6 +18,13 @@ from millrace.errors import UserError
 
 COMPRESSIONS = (".gz", ".zst", ".bz2", ".xz")
 FETCHED = 8 << 20  # bytes a request: object stores are slow to answer and quick to send
+
+
+def here(path: str | Path) -> Path:
+    """A folder of this machine."""
+    if is_url(str(path)):
+        raise UserError(f"{path}: only data on this machine can be looked into; copy it here first")
+    return Path(path)
 
 
 def is_url(file: str) -> bool:
