@@ -73,7 +73,7 @@ def train(args: argparse.Namespace) -> int:
     cfg = recipe.load_train(args.recipe, args.overrides)
     from millrace import train
 
-    return train.run(cfg)
+    return train.run(cfg, args.program)
 
 
 def plan(args: argparse.Namespace) -> int:
@@ -239,9 +239,10 @@ def parser() -> argparse.ArgumentParser:
         one.add_argument("recipe", metavar="RECIPE", help="a .yaml file")
         with_overrides(one)
 
-    with_recipe(
-        add(commands, "train", train, "train a model; resumes by itself if the run folder has checkpoints")
-    )
+    one = add(commands, "train", train, "train a model; resumes by itself if the run folder has checkpoints")
+    with_recipe(one)
+    text = "start from the step that `plan --save DIR` compiled for these devices"
+    one.add_argument("--program", type=Path, metavar="DIR", help=text)
 
     one = add(commands, "plan", plan, "tell whether a recipe fits a slice, how fast it is and what it costs")
     with_recipe(one)
@@ -249,7 +250,7 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--fast", action="store_true", help="by arithmetic alone, in a second")
     one.add_argument("--json", type=Path, metavar="FILE", help="write what was found, a list of objects")
     one.add_argument("--prices", type=Path, metavar="FILE", help="prices of your own, in YAML")
-    one.add_argument("--save", type=Path, metavar="DIR", help="keep what the compiler writes down")
+    one.add_argument("--save", type=Path, metavar="DIR", help="keep the program, and what is said of it")
     one.add_argument("--search", action="store_true", help="try meshes, remat and parts of the batch")
     text = "with --search: a recipe with the best settings"
     one.add_argument("--write", type=Path, metavar="FILE", help=text)

@@ -58,10 +58,10 @@ def layers(
     return x
 
 
-def compile_fast(lowered: Any) -> Any:
+def compile_fast(lowered: Any, platform: str) -> Any:
     """Compiles with the options above, or without them where this compiler does not know one of them."""
     try:
-        return lowered.compile(compiler_options=COMPILER_OPTIONS.get(jax.default_backend()))
+        return lowered.compile(compiler_options=COMPILER_OPTIONS.get(platform))
     except jax.errors.JaxRuntimeError as error:
         if "No such compile option" not in str(error):
             raise

@@ -12,12 +12,12 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from millrace import config, fit, mesh, module, recipe, state, step, writers
+from millrace import config, fit, mesh, module, programs, recipe, state, step, writers
 from millrace.checkpoint import Checkpoints
 from millrace.data.stream import Dataset, read_ahead
 from millrace.errors import UserError
 from millrace.evaluate import evaluate, place, row_sharding, vocabulary
-from millrace.execution import INIT_OPTIONS, compile_fast
+from millrace.execution import INIT_OPTIONS
 from millrace.folder import keep_tokenizer, lock
 from millrace.metrics import Late, Meter, peak_flops
 from millrace.objective import Batch, Task, file, make_task
@@ -88,8 +88,9 @@ class Session:
         self.out.event(f"step {number}: checkpoint on its way to {self.cfg.run}/checkpoints")
 
 
-def run(cfg: recipe.Run) -> int:
-    """Trains until the schedule ends. Returns the exit code: 0 done, 75 asked to stop, 1 diverged."""
+def run(cfg: recipe.Run, program: Path | None = None) -> int:
+    """Trains until the schedule ends, with the step that lies compiled in a folder, if one does. Returns the
+    exit code: 0 done, 75 asked to stop, 1 diverged."""
     started = time.perf_counter()
     devices = make_mesh(cfg)
     dataset = Dataset.open(cfg.data.path, sequence_length=cfg.data.sequence_length)
@@ -102,6 +103,7 @@ def run(cfg: recipe.Run) -> int:
         if checkpoints.latest() is not None:
             check_same(checkpoints.meta(start), cfg, dataset)
         out = open_folder(cfg, start, steps)
+        programs.keep_compiled(cfg.run)
         try:
             with jax.set_mesh(devices), Stopper() as stopper:
                 update = make_update(cfg, task)
@@ -120,6 +122,8 @@ def run(cfg: recipe.Run) -> int:
                     started=started,
                 )
                 axes = module.axes(family.Model, task.model)
+                one = step.train_step(task, update, axes)
+                traced = lowered(cfg, one, abstract, devices, has_loss=dataset.has_loss)
                 session = Session(
                     cfg=cfg,
                     dataset=dataset,
@@ -127,9 +131,7 @@ def run(cfg: recipe.Run) -> int:
                     checkpoints=checkpoints,
                     out=out,
                     meter=meter,
-                    train_step=compiled(
-                        cfg, step.train_step(task, update, axes), abstract, devices, has_loss=dataset.has_loss
-                    ),
+                    train_step=programs.compiled(traced, devices, program, out.event),
                     eval_step=jax.jit(step.eval_step(task, axes)),
                     steps=steps,
                     stopper=stopper,
@@ -240,17 +242,17 @@ def make_state(
     return abstract, jax.jit(fresh, out_shardings=homes, compiler_options=options)
 
 
-def compiled(
+def lowered(
     cfg: recipe.Run, train_step: Callable[..., Any], abstract: State, devices: Mesh, *, has_loss: bool = False
-) -> Callable[..., Any]:
-    """One program, the state donated: new weights take the place of the old. `has_loss` says that batches
-    mark the tokens to be learnt."""
+) -> jax.stages.Lowered:
+    """One program to be compiled, the state donated: new weights take the place of the old. `has_loss` says
+    that batches mark the tokens to be learnt."""
     shape = (cfg.batch.sequences, cfg.data.sequence_length)
     rows: Any = jax.ShapeDtypeStruct(shape, "int32", sharding=row_sharding(devices, shape))
     loss: Any = jax.ShapeDtypeStruct(shape, "bool", sharding=rows.sharding) if has_loss else None
     homes = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     jitted = jax.jit(train_step, donate_argnums=0, out_shardings=(homes, None))
-    return compile_fast(jitted.lower(abstract, Batch(rows, rows, rows, loss)))
+    return jitted.lower(abstract, Batch(rows, rows, rows, loss))
 
 
 def restored(checkpoints: Checkpoints, abstract: State, fresh: Callable[[], State]) -> State:

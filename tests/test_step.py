@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from millrace import config, mesh, module, step, train
+from millrace import config, mesh, module, programs, step, train
 from millrace.data.stream import Dataset
 from millrace.evaluate import place, vocabulary
 from millrace.objective import Batch, file, make_task
@@ -33,7 +33,8 @@ class Bench:
             self.update = train.make_update(self.cfg, self.task)
             self.abstract, self.fresh = train.make_state(self.cfg, self.task, self.update, self.devices)
             one = step.train_step(self.task, self.update, self.axes)
-            self.step = train.compiled(self.cfg, one, self.abstract, self.devices)
+            traced = train.lowered(self.cfg, one, self.abstract, self.devices)
+            self.step = programs.compiled(traced, self.devices, None, print)
 
     def state(self) -> State:
         with jax.set_mesh(self.devices):

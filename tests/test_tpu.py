@@ -13,7 +13,7 @@ SCRIPT = """
 import sys
 import jax
 from jax.experimental import topologies
-from millrace import mesh, module, recipe, step, train
+from millrace import mesh, module, programs, recipe, step, train
 from millrace.objective import Vocabulary, file, make_task
 
 cfg = recipe.load(sys.argv[1], sys.argv[2:])
@@ -24,7 +24,8 @@ with jax.set_mesh(devices):
     update = train.make_update(cfg, task)
     abstract, _ = train.make_state(cfg, task, update, devices)
     axes = module.axes(file("models", task.model).Model, task.model)
-    compiled = train.compiled(cfg, step.train_step(task, update, axes), abstract, devices)
+    traced = train.lowered(cfg, step.train_step(task, update, axes), abstract, devices)
+    compiled = programs.compiled(traced, devices, None, print)
 used = compiled.memory_analysis()
 print("arguments", used.argument_size_in_bytes, "aliased", used.alias_size_in_bytes)
 """

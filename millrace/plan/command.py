@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from millrace import config, recipe
+from millrace.errors import UserError
 from millrace.plan import advise, arithmetic, chips, compiler, memory, outcome, search, show
 from millrace.plan.outcome import Outcome
 from millrace.plan.slices import Slice, parse
@@ -46,10 +47,16 @@ def tune(
     price = chips.prices(prices)[where.chip.name]
 
     def judge(tried: recipe.Run, folder: Path) -> float | None:
-        one = plan(tried, where, price, fast=fast, save=folder)
-        verdict = f"{one.step_seconds:.3g} s a step" if one.step_seconds else "does not fit"
-        show.say(f"  {' '.join(search.overrides(cfg, tried)) or 'as it is'}: {verdict}")
-        return one.step_seconds
+        settings = " ".join(search.overrides(cfg, tried)) or "as it is"
+        try:
+            seconds = plan(tried, where, price, fast=fast, save=folder).step_seconds
+            verdict = f"{seconds:.3g} s a step" if seconds else "does not fit"
+        except UserError as error:
+            if tried.attention == cfg.attention:
+                raise
+            seconds, verdict = None, str(error)
+        show.say(f"  {settings}: {verdict}")
+        return seconds
 
     with tempfile.TemporaryDirectory(prefix="millrace-plan-") as scratch:
         best, _ = search.search(cfg, where, judge, save or Path(scratch), exact=fast)

@@ -25,6 +25,8 @@ ENVIRONMENT = {
 }
 # What libtpu says of a program that is too big: "... required ... (16.05G) exceeds available HBM (15.75G)".
 TOO_BIG = re.compile(r"\(([\d.]+)([KMGT])\) exceeds available HBM \([\d.]+[KMGT]\)")
+# And of a kernel whose tiles do not fit the memory beside the matrix units.
+TOO_WIDE = re.compile(r"Scoped allocation with size ([\d.]+[KM]) and limit ([\d.]+[KM])")
 UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -74,7 +76,7 @@ def main(folder: Path) -> int:
     """What the process does."""
     where = parse((folder / "slice").read_text())
     try:
-        found = compiled(recipe.load(folder / "recipe.yaml"), where, folder / "dump")
+        found = compiled(recipe.load(folder / "recipe.yaml"), where, folder)
     except UserError as error:
         print(f"millrace: {error}")
         return 2
@@ -82,14 +84,14 @@ def main(folder: Path) -> int:
     return 0
 
 
-def compiled(cfg: recipe.Run, where: Slice, dump: Path) -> Compiled:
+def compiled(cfg: recipe.Run, where: Slice, folder: Path) -> Compiled:
     import jax
     from jax.experimental import topologies
 
-    from millrace import module, step, train
+    from millrace import module, programs, step, train
     from millrace.fit import held
     from millrace.objective import Vocabulary, file, make_task
-    from millrace.plan import program as programs
+    from millrace.plan import program as instructions
     from millrace.plan import timing
 
     if not cfg.model.vocab:
@@ -117,10 +119,16 @@ def compiled(cfg: recipe.Run, where: Slice, dump: Path) -> Compiled:
         )
         began = time.process_time()
         try:
-            program: Any = train.compiled(
-                cfg, step.train_step(task, update, module.axes(family.Model, task.model)), abstract, devices
-            )
+            one = step.train_step(task, update, module.axes(family.Model, task.model))
+            traced = train.lowered(cfg, one, abstract, devices)
+            program: Any = programs.compiled(traced, devices, None, print)
+            programs.save(traced, program, folder)
         except jax.errors.JaxRuntimeError as error:
+            if wide := TOO_WIDE.search(str(error)):
+                raise UserError(
+                    f"attention: its tiles take {wide[1]}iB, expected at most {wide[2]}iB; lower "
+                    "attention.block_q and attention.block_kv"
+                ) from None
             found = TOO_BIG.search(str(error))
             if not found:
                 raise
@@ -134,7 +142,7 @@ def compiled(cfg: recipe.Run, where: Slice, dump: Path) -> Compiled:
                 seconds=time.process_time() - began,
                 complaint=found[0],
             )
-    scheduled = programs.read(next(dump.glob("*jit_step*after_codegen.txt")))
+    scheduled = instructions.read(next((folder / "dump").glob("*jit_step*after_codegen.txt")))
     time_ = timing.step(scheduled, timing.rates(where, list(devices.devices.flat)))
     memory: Any = program.memory_analysis()
     taken = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes

@@ -1,5 +1,5 @@
-"""The best way to lay a recipe over a slice: meshes, what is computed again, parts of the batch. Arithmetic
-sorts out hundreds, and the compiler is asked about the few best."""
+"""The best way to lay a recipe over a slice: meshes, what is computed again, parts of the batch, tiles of
+attention. Arithmetic sorts out hundreds, and the compiler is asked about the few best."""
 
 import dataclasses
 import itertools
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal
 
-from millrace import recipe
+from millrace import config, recipe
 from millrace.errors import UserError
 from millrace.plan import arithmetic
 from millrace.plan.slices import Slice
@@ -15,6 +15,7 @@ from millrace.plan.slices import Slice
 ASKED = 3  # candidates that the compiler is asked about
 ROOM = 1.15  # times the memory that a candidate may take by arithmetic, which is not exact
 SPLITS = (1, 2, 4, 8, 16, 32, 64)
+TILES = (1024, 2048)  # sides of the tiles of attention that the compiler is asked about beside the usual 512
 
 Remat = Literal["none", "dots", "full"]
 Judge = Callable[[recipe.Run, Path], float | None]  # seconds of a step, or None if it does not fit
@@ -42,6 +43,10 @@ def search(
             break
     if best is None:
         raise UserError(f"plan: the compiler refused all {len(found)} settings that arithmetic let pass")
+    for number, tried in enumerate([] if exact else tiled(best[0])):
+        seconds = judge(tried, folder / f"tiles-{number}")
+        if seconds is not None and seconds < best[1]:
+            best = tried, seconds
     return best
 
 
@@ -67,6 +72,15 @@ def candidates(cfg: recipe.Run, where: Slice, room: float = ROOM) -> Iterator[tu
                 break
 
 
+def tiled(cfg: recipe.Run) -> Iterator[recipe.Run]:
+    """The recipe with larger tiles of attention, where the kernel for TPUs has to do it."""
+    splash = config.part_class("attention", "splash")
+    for side in TILES if cfg.attention.use in ("auto", "splash") else ():
+        attention = splash(block_q=side, block_kv=side)
+        if attention != cfg.attention and cfg.data.sequence_length % (side * int(cfg.mesh.context)) == 0:
+            yield dataclasses.replace(cfg, attention=attention)
+
+
 def parts_of(cfg: recipe.Run, over: int) -> Iterator[int]:
     """Numbers of parts that the batch can be in, each with a whole number of rows a device."""
     for parts in range(1, cfg.batch.sequences + 1):
@@ -78,6 +92,6 @@ def overrides(before: recipe.Run, after: recipe.Run) -> list[str]:
     """What to write on a command line to get from one recipe to the other."""
     found = []
     for section in ("mesh", "memory", "batch", "attention"):
-        was, now = (dataclasses.asdict(getattr(one, section)) for one in (before, after))
+        was, now = (config.to_dict(one)[section] for one in (before, after))
         found += [f"{section}.{key}={value}" for key, value in now.items() if was.get(key) != value]
     return found

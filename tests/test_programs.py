@@ -1,0 +1,54 @@
+"""Compiled steps in files: another process trains with them as with its own, and takes no other step's."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+from test_step import Bench
+
+from millrace import config, programs, step, train
+
+
+@pytest.fixture
+def kept(tiny: Any, tmp_path: Path) -> Path:
+    """A folder with the step of the recipe, over 8 devices."""
+    bench = Bench(tiny(), dict(data=8))
+    (tmp_path / "kept").mkdir()
+    with jax.set_mesh(bench.devices):
+        one = step.train_step(bench.task, bench.update, bench.axes)
+        traced = train.lowered(bench.cfg, one, bench.abstract, bench.devices)
+        programs.save(traced, bench.step, tmp_path / "kept")
+    (tmp_path / "train.yaml").write_text(config.to_yaml(bench.cfg))
+    return tmp_path / "kept"
+
+
+def start(kept: Path, run: str, *words: str) -> tuple[str, list[float]]:
+    """What `millrace train` says, and the losses."""
+    command = [sys.executable, "-m", "millrace", "train", str(kept.parent / "train.yaml")]
+    command += [f"run={kept.parent}/{run}", "schedule.steps=12", *words]
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(command, env=os.environ | flags, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = (kept.parent / run / "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    return done.stdout + done.stderr, [row["loss"] for row in rows if "loss" in row]
+
+
+def test_another_process_trains_with_a_kept_step_and_takes_no_other(kept: Path) -> None:
+    said, losses = start(kept, "with", "--program", str(kept))
+    assert "the step was compiled before" in said
+    assert len(losses) == 12 and losses == pytest.approx(start(kept, "without")[1], rel=1e-5)
+    said, _ = start(kept, "other", "optimizer.b1=0.8", "--program", str(kept))
+    assert "the step is compiled anew; none in" in said
+
+
+def test_a_file_that_is_damaged_is_told_and_the_step_compiled(kept: Path) -> None:
+    (file,) = kept.glob("*.program")
+    file.write_bytes(file.read_bytes()[:1000])
+    said, losses = start(kept, "with", "--program", str(kept))
+    assert f"{file} cannot be loaded" in said and len(losses) == 12
