@@ -108,7 +108,7 @@ def torch_steps(args: argparse.Namespace) -> dict:
 def millrace_steps(args: argparse.Namespace) -> dict:
     import jax
 
-    from millrace import metrics, module, recipe, step, train
+    from millrace import build, metrics, module, programs, recipe, step
     from millrace.evaluate import row_sharding
     from millrace.objective import Batch, Vocabulary, file, make_task
 
@@ -117,14 +117,15 @@ def millrace_steps(args: argparse.Namespace) -> dict:
     settings |= {"schedule.use": "constant", "schedule.warmup": 0}
     settings |= dict(item.split("=", 1) for item in args.overrides)
     cfg = recipe.load("recipes/llama3.2-1b.yaml", [f"{key}={value}" for key, value in settings.items()])
-    devices = train.make_mesh(cfg)
+    devices = build.make_mesh(cfg)
     task = make_task(cfg, Vocabulary(VOCAB, None, None, None, None))
     with jax.set_mesh(devices):
-        update = train.make_update(cfg, task)
-        abstract, fresh = train.make_state(cfg, task, update, devices)
+        update = build.make_update(cfg, task)
+        abstract, fresh = build.make_state(cfg, task, update, devices)
         axes = module.axes(file("models", task.model).Model, task.model)
         begun = time.perf_counter()
-        train_step = train.compiled(cfg, step.train_step(task, update, axes), abstract, devices)
+        traced = build.lowered(cfg, step.train_step(task, update, axes), abstract, devices)
+        train_step = programs.compiled(traced, devices, None, print)
         compiling = time.perf_counter() - begun
         shape = (args.batch, LENGTH)
         put = lambda rows: jax.device_put(rows, row_sharding(devices, shape))

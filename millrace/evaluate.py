@@ -6,13 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from millrace import module
 from millrace.data.stream import Dataset
 from millrace.errors import UserError
 from millrace.folder import Opened
-from millrace.mesh import spec
+from millrace.mesh import row_sharding
 from millrace.metrics import fetch
 from millrace.objective import Batch, Vocabulary, file, make_task
 from millrace.step import eval_step
@@ -89,10 +89,6 @@ def spoken(result: dict[str, float]) -> str:
 
 def vocabulary(dataset: Dataset) -> Vocabulary:
     return Vocabulary(dataset.vocab, dataset.pad, dataset.bos, dataset.eos, dataset.mask)
-
-
-def row_sharding(mesh: Mesh, shape: tuple[int, int]) -> NamedSharding:
-    return NamedSharding(mesh, spec(("batch", "sequence"), shape, mesh))
 
 
 def place(dataset: Dataset, mesh: Mesh, step: int, *, split: str, sequences: int, seed: int) -> Batch:

@@ -71,6 +71,11 @@ def spec(names: Sequence[str | None], shape: Sequence[int], mesh: Any) -> P:
     return P(*(axis(name, size) for name, size in zip(names, shape, strict=True)))
 
 
+def row_sharding(mesh: Mesh, shape: tuple[int, int]) -> NamedSharding:
+    """Of a batch of rows."""
+    return NamedSharding(mesh, spec(("batch", "sequence"), shape, mesh))
+
+
 def shardings(axes: Any, shapes: Any, mesh: Mesh) -> Any:
     """The sharding of every weight, from a tree of `Axes` and the tree of shapes beside it."""
     return jax.tree.map(

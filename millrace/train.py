@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,11 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from millrace import config, fit, mesh, module, programs, recipe, state, step, writers
+from millrace import build, config, fit, module, programs, recipe, step, writers
 from millrace.checkpoint import Checkpoints
 from millrace.data.stream import Dataset, read_ahead
 from millrace.errors import UserError
-from millrace.evaluate import evaluate, place, row_sharding, vocabulary
-from millrace.execution import INIT_OPTIONS
+from millrace.evaluate import evaluate, place, vocabulary
 from millrace.folder import keep_tokenizer, lock
 from millrace.metrics import Late, Meter, peak_flops
 from millrace.objective import Batch, Task, file, make_task
@@ -92,7 +91,7 @@ def run(cfg: recipe.Run, program: Path | None = None) -> int:
     """Trains until the schedule ends, with the step that lies compiled in a folder, if one does. Returns the
     exit code: 0 done, 75 asked to stop, 1 diverged."""
     started = time.perf_counter()
-    devices = make_mesh(cfg)
+    devices = build.make_mesh(cfg)
     dataset = Dataset.open(cfg.data.path, sequence_length=cfg.data.sequence_length)
     cfg = with_vocabulary(cfg, dataset)
     task = make_task(cfg, vocabulary(dataset))
@@ -106,8 +105,8 @@ def run(cfg: recipe.Run, program: Path | None = None) -> int:
         programs.keep_compiled(cfg.run)
         try:
             with jax.set_mesh(devices), Stopper() as stopper:
-                update = make_update(cfg, task)
-                abstract, fresh = make_state(cfg, task, update, devices)
+                update = build.make_update(cfg, task)
+                abstract, fresh = build.make_state(cfg, task, update, devices)
                 out.event(describe(cfg, task, abstract, devices, start, steps))
                 if start >= steps:
                     out.event(finished(start, steps))
@@ -123,7 +122,7 @@ def run(cfg: recipe.Run, program: Path | None = None) -> int:
                 )
                 axes = module.axes(family.Model, task.model)
                 one = step.train_step(task, update, axes)
-                traced = lowered(cfg, one, abstract, devices, has_loss=dataset.has_loss)
+                traced = build.lowered(cfg, one, abstract, devices, has_loss=dataset.has_loss)
                 session = Session(
                     cfg=cfg,
                     dataset=dataset,
@@ -179,80 +178,11 @@ ADVICE = (
 )
 
 
-def make_mesh(cfg: recipe.Run, devices: Sequence[Any] | None = None) -> Mesh:
-    """Lays out these devices, all there are by default."""
-    sizes = mesh_sizes(cfg, jax.device_count() if devices is None else len(devices))
-    try:
-        return mesh.make(sizes, devices)
-    except ValueError as error:
-        raise UserError(f"mesh: {error}") from None
-
-
-def mesh_sizes(cfg: recipe.Run, devices: int) -> dict[str, int]:
-    """The mesh over so many devices. What an axis splits must divide by it: a batch that does not would be
-    computed by every device again, in silence."""
-    try:
-        sizes = mesh.resolve(dataclasses.asdict(cfg.mesh), devices)
-    except ValueError as error:
-        raise UserError(f"mesh: {error}") from None
-    rows, over = cfg.batch.sequences // cfg.batch.accumulate, sizes["data"] * sizes["fsdp"]
-    if rows % over:
-        raise UserError(
-            f"batch.sequences: {rows} rows at a time cannot be shared by the {over} devices of mesh.data x "
-            "mesh.fsdp; change batch.sequences, batch.accumulate or the mesh"
-        )
-    if cfg.data.sequence_length % sizes["context"]:
-        raise UserError(f"mesh.context: {sizes['context']} does not divide data.sequence_length")
-    return sizes
-
-
 def with_vocabulary(cfg: recipe.Run, dataset: Dataset) -> recipe.Run:
     """The vocabulary comes from the data unless the recipe names one."""
     if cfg.model.vocab:
         return cfg
     return dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, vocab=dataset.vocab))
-
-
-def make_update(cfg: recipe.Run, task: Task) -> step.Update:
-    axes = module.axes(file("models", task.model).Model, task.model)
-    lengths = recipe.durations(cfg)
-    curves = file("schedules", cfg.schedule).make(dataclasses.replace(cfg.schedule, **lengths))
-    return step.Update(
-        cfg.optimizer, file("optim", cfg.optimizer).make(cfg.optimizer, axes), curves, cfg.batch.accumulate
-    )
-
-
-def make_state(
-    cfg: recipe.Run, task: Task, update: step.Update, devices: Mesh
-) -> tuple[State, Callable[[], State]]:
-    """The state as shapes with shardings, and the function that makes it afresh on the devices."""
-    family = file("models", task.model)
-    axes = module.axes(family.Model, task.model)
-
-    def fresh() -> State:
-        params = module.init(family.Model, task.model, jax.random.key(cfg.seed))
-        return state.fresh(params, update.tx, seed=cfg.seed, ema=cfg.optimizer.ema > 0)
-
-    abstract = jax.eval_shape(fresh)
-    homes = state.shardings(abstract, axes, devices)
-    abstract = jax.tree.map(
-        lambda leaf, home: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=home), abstract, homes
-    )
-    options = INIT_OPTIONS.get(jax.default_backend())
-    return abstract, jax.jit(fresh, out_shardings=homes, compiler_options=options)
-
-
-def lowered(
-    cfg: recipe.Run, train_step: Callable[..., Any], abstract: State, devices: Mesh, *, has_loss: bool = False
-) -> jax.stages.Lowered:
-    """One program to be compiled, the state donated: new weights take the place of the old. `has_loss` says
-    that batches mark the tokens to be learnt."""
-    shape = (cfg.batch.sequences, cfg.data.sequence_length)
-    rows: Any = jax.ShapeDtypeStruct(shape, "int32", sharding=row_sharding(devices, shape))
-    loss: Any = jax.ShapeDtypeStruct(shape, "bool", sharding=rows.sharding) if has_loss else None
-    homes = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-    jitted = jax.jit(train_step, donate_argnums=0, out_shardings=(homes, None))
-    return jitted.lower(abstract, Batch(rows, rows, rows, loss))
 
 
 def restored(checkpoints: Checkpoints, abstract: State, fresh: Callable[[], State]) -> State:

@@ -17,8 +17,8 @@ from test_step import ENCODER, Bench, assert_close
 from millrace import config, mesh, recipe
 from millrace.corruption import choosable, choose, choose_spans, diffuse, replace
 from millrace.errors import UserError
-from millrace.evaluate import row_sharding
 from millrace.execution import Execution
+from millrace.mesh import row_sharding
 from millrace.module import init
 from millrace.objective import Batch, Examples, Task, Vocabulary, file
 from millrace.state import State

@@ -399,7 +399,7 @@ SCRIPT = """
 import sys
 import jax
 from jax.experimental import topologies
-from millrace import mesh, module, recipe, step, train
+from millrace import build, mesh, module, recipe, step
 from millrace.objective import Vocabulary, file, make_task
 from millrace.plan.slices import parse
 
@@ -409,10 +409,10 @@ there = topologies.get_topology_desc(where.topology, "tpu", **where.options).dev
 devices = mesh.make(dict(data=1, fsdp=4, tensor=1, context=1), there)
 task = make_task(cfg, Vocabulary(cfg.model.vocab, 0, 1, 2, 3))
 with jax.set_mesh(devices):
-    update = train.make_update(cfg, task)
-    abstract, _ = train.make_state(cfg, task, update, devices)
+    update = build.make_update(cfg, task)
+    abstract, _ = build.make_state(cfg, task, update, devices)
     axes = module.axes(file("models", task.model).Model, task.model)
-    train.compiled(cfg, step.train_step(task, update, axes), abstract, devices)
+    build.lowered(cfg, step.train_step(task, update, axes), abstract, devices).compile()
 """
 RECIPE = """
 run: nowhere

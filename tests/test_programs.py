@@ -11,7 +11,7 @@ import jax
 import pytest
 from test_step import Bench
 
-from millrace import config, programs, step, train
+from millrace import build, config, programs, step
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def kept(tiny: Any, tmp_path: Path) -> Path:
     (tmp_path / "kept").mkdir()
     with jax.set_mesh(bench.devices):
         one = step.train_step(bench.task, bench.update, bench.axes)
-        traced = train.lowered(bench.cfg, one, bench.abstract, bench.devices)
+        traced = build.lowered(bench.cfg, one, bench.abstract, bench.devices)
         programs.save(traced, bench.step, tmp_path / "kept")
     (tmp_path / "train.yaml").write_text(config.to_yaml(bench.cfg))
     return tmp_path / "kept"

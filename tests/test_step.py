@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from millrace import config, mesh, module, programs, step, train
+from millrace import build, config, mesh, module, programs, step, train
 from millrace.data.stream import Dataset
 from millrace.evaluate import place, vocabulary
 from millrace.objective import Batch, file, make_task
@@ -30,10 +30,10 @@ class Bench:
         self.task = make_task(self.cfg, vocabulary(self.dataset))
         self.axes = module.axes(file("models", self.task.model).Model, self.task.model)
         with jax.set_mesh(self.devices):
-            self.update = train.make_update(self.cfg, self.task)
-            self.abstract, self.fresh = train.make_state(self.cfg, self.task, self.update, self.devices)
+            self.update = build.make_update(self.cfg, self.task)
+            self.abstract, self.fresh = build.make_state(self.cfg, self.task, self.update, self.devices)
             one = step.train_step(self.task, self.update, self.axes)
-            traced = train.lowered(self.cfg, one, self.abstract, self.devices)
+            traced = build.lowered(self.cfg, one, self.abstract, self.devices)
             self.step = programs.compiled(traced, self.devices, None, print)
 
     def state(self) -> State:

@@ -13,7 +13,7 @@ SCRIPT = """
 import sys
 import jax
 from jax.experimental import topologies
-from millrace import mesh, module, programs, recipe, step, train
+from millrace import build, mesh, module, programs, recipe, step
 from millrace.objective import Vocabulary, file, make_task
 
 cfg = recipe.load(sys.argv[1], sys.argv[2:])
@@ -21,10 +21,10 @@ slice_ = topologies.get_topology_desc(topology_name="v5e:2x4", platform="tpu")
 devices = mesh.make(dict(data=1, fsdp=2, tensor=2, context=2), slice_.devices)
 task = make_task(cfg, Vocabulary(cfg.model.vocab, 0, 1, 2, 3))
 with jax.set_mesh(devices):
-    update = train.make_update(cfg, task)
-    abstract, _ = train.make_state(cfg, task, update, devices)
+    update = build.make_update(cfg, task)
+    abstract, _ = build.make_state(cfg, task, update, devices)
     axes = module.axes(file("models", task.model).Model, task.model)
-    traced = train.lowered(cfg, step.train_step(task, update, axes), abstract, devices)
+    traced = build.lowered(cfg, step.train_step(task, update, axes), abstract, devices)
     compiled = programs.compiled(traced, devices, None, print)
 used = compiled.memory_analysis()
 print("arguments", used.argument_size_in_bytes, "aliased", used.alias_size_in_bytes)

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType
 
-from millrace import fit, mesh, module, recipe, state, train
+from millrace import build, fit, mesh, module, recipe, state
 from millrace.errors import UserError
 from millrace.objective import file
 from millrace.plan.slices import Slice
@@ -56,7 +56,7 @@ class Estimate:
 def estimate(cfg: recipe.Run, where: Slice) -> Estimate:
     if not cfg.model.vocab:
         raise UserError("model.vocab: expected the size of the vocabulary, since no data is read to plan")
-    sizes = train.mesh_sizes(cfg, where.devices)
+    sizes = build.mesh_sizes(cfg, where.devices)
     there = held(cfg, sizes)
     flops = file("models", cfg.model).flops(cfg.model, cfg.data.sequence_length)
     local = Local.of(cfg, sizes)

@@ -88,7 +88,7 @@ def compiled(cfg: recipe.Run, where: Slice, folder: Path) -> Compiled:
     import jax
     from jax.experimental import topologies
 
-    from millrace import module, programs, step, train
+    from millrace import build, module, programs, step
     from millrace.fit import held
     from millrace.objective import Vocabulary, file, make_task
     from millrace.plan import program as instructions
@@ -102,12 +102,12 @@ def compiled(cfg: recipe.Run, where: Slice, folder: Path) -> Compiled:
         if "TPU support not installed" not in str(error):
             raise
         raise UserError('planning for TPUs takes their compiler: `pip install ".[tpu]"`') from None
-    devices = train.make_mesh(cfg, topology.devices)
+    devices = build.make_mesh(cfg, topology.devices)
     task = make_task(cfg, Vocabulary(cfg.model.vocab, pad=0, bos=1, eos=2, mask=3))
     family = file("models", task.model)
     with jax.set_mesh(devices):
-        update = train.make_update(cfg, task)
-        abstract, _ = train.make_state(cfg, task, update, devices)
+        update = build.make_update(cfg, task)
+        abstract, _ = build.make_state(cfg, task, update, devices)
         weights, rest = held(abstract.params), held((abstract.optimizer, abstract.ema))
         known: dict[str, Any] = dict(
             slice=where.name,
@@ -120,7 +120,7 @@ def compiled(cfg: recipe.Run, where: Slice, folder: Path) -> Compiled:
         began = time.process_time()
         try:
             one = step.train_step(task, update, module.axes(family.Model, task.model))
-            traced = train.lowered(cfg, one, abstract, devices)
+            traced = build.lowered(cfg, one, abstract, devices)
             program: Any = programs.compiled(traced, devices, None, print)
             programs.save(traced, program, folder)
         except jax.errors.JaxRuntimeError as error:

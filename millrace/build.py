@@ -1,0 +1,84 @@
+"""From a recipe to what a step is made of: mesh, optimizer, state, the program to be compiled. What `train`
+runs and `plan` compiles for slices that are not there."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from millrace import mesh, module, recipe, state, step
+from millrace.errors import UserError
+from millrace.execution import INIT_OPTIONS
+from millrace.objective import Batch, Task, file
+from millrace.state import State
+
+
+def make_mesh(cfg: recipe.Run, devices: Sequence[Any] | None = None) -> Mesh:
+    """Lays out these devices, all there are by default."""
+    sizes = mesh_sizes(cfg, jax.device_count() if devices is None else len(devices))
+    try:
+        return mesh.make(sizes, devices)
+    except ValueError as error:
+        raise UserError(f"mesh: {error}") from None
+
+
+def mesh_sizes(cfg: recipe.Run, devices: int) -> dict[str, int]:
+    """The mesh over so many devices. What an axis splits must divide by it: a batch that does not would be
+    computed by every device again, in silence."""
+    try:
+        sizes = mesh.resolve(dataclasses.asdict(cfg.mesh), devices)
+    except ValueError as error:
+        raise UserError(f"mesh: {error}") from None
+    rows, over = cfg.batch.sequences // cfg.batch.accumulate, sizes["data"] * sizes["fsdp"]
+    if rows % over:
+        raise UserError(
+            f"batch.sequences: {rows} rows at a time cannot be shared by the {over} devices of mesh.data x "
+            "mesh.fsdp; change batch.sequences, batch.accumulate or the mesh"
+        )
+    if cfg.data.sequence_length % sizes["context"]:
+        raise UserError(f"mesh.context: {sizes['context']} does not divide data.sequence_length")
+    return sizes
+
+
+def make_update(cfg: recipe.Run, task: Task) -> step.Update:
+    axes = module.axes(file("models", task.model).Model, task.model)
+    lengths = recipe.durations(cfg)
+    curves = file("schedules", cfg.schedule).make(dataclasses.replace(cfg.schedule, **lengths))
+    return step.Update(
+        cfg.optimizer, file("optim", cfg.optimizer).make(cfg.optimizer, axes), curves, cfg.batch.accumulate
+    )
+
+
+def make_state(
+    cfg: recipe.Run, task: Task, update: step.Update, devices: Mesh
+) -> tuple[State, Callable[[], State]]:
+    """The state as shapes with shardings, and the function that makes it afresh on the devices."""
+    family = file("models", task.model)
+    axes = module.axes(family.Model, task.model)
+
+    def fresh() -> State:
+        params = module.init(family.Model, task.model, jax.random.key(cfg.seed))
+        return state.fresh(params, update.tx, seed=cfg.seed, ema=cfg.optimizer.ema > 0)
+
+    abstract = jax.eval_shape(fresh)
+    homes = state.shardings(abstract, axes, devices)
+    abstract = jax.tree.map(
+        lambda leaf, home: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=home), abstract, homes
+    )
+    options = INIT_OPTIONS.get(jax.default_backend())
+    return abstract, jax.jit(fresh, out_shardings=homes, compiler_options=options)
+
+
+def lowered(
+    cfg: recipe.Run, train_step: Callable[..., Any], abstract: State, devices: Mesh, *, has_loss: bool = False
+) -> jax.stages.Lowered:
+    """One program to be compiled, the state donated: new weights take the place of the old. `has_loss` says
+    that batches mark the tokens to be learnt."""
+    shape = (cfg.batch.sequences, cfg.data.sequence_length)
+    rows: Any = jax.ShapeDtypeStruct(shape, "int32", sharding=mesh.row_sharding(devices, shape))
+    loss: Any = jax.ShapeDtypeStruct(shape, "bool", sharding=rows.sharding) if has_loss else None
+    homes = jax.tree.map(lambda leaf: leaf.sharding, abstract)
+    jitted = jax.jit(train_step, donate_argnums=0, out_shardings=(homes, None))
+    return jitted.lower(abstract, Batch(rows, rows, rows, loss))
