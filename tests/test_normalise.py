@@ -16,6 +16,7 @@ import pytest
 
 from millrace.data import duplicates, filters, fingerprints, normalise, words
 from millrace.data.documents import SCHEMA, Part
+from millrace.data.shards import write_json
 from millrace.errors import UserError
 from millrace.recipe import Normalize
 
@@ -93,7 +94,14 @@ def write(path: Path, records: list[dict]) -> Path:
 def run(folder: Path, cfg: Normalize, policy: str = "stop", **sources: SimpleNamespace) -> list[dict]:
     folder.mkdir(exist_ok=True)
     units = normalise.units(SimpleNamespace(sources=sources))
-    return [normalise.normalise_part(unit, cfg, policy, folder) for unit in units]
+    return [part(unit, cfg, policy, folder) for unit in units]
+
+
+def part(unit: normalise.Unit, cfg: Normalize, policy: str, folder: Path) -> dict:
+    """As the stage does it, with the summary beside the documents."""
+    summary = normalise.normalise_part(unit, cfg, policy, folder)
+    write_json(normalise.summary_place(folder, unit.number), summary)
+    return summary
 
 
 def without_duplicates(
@@ -104,7 +112,8 @@ def without_duplicates(
     found = duplicates.find(folder, normalise.units(SimpleNamespace(sources=sources)), cfg, policy)
     (folder / "out").mkdir()
     for number, rows in found.rows.items():
-        duplicates.remove(number, rows, found.counts[number], folder, folder / "out")
+        made = duplicates.remove(number, rows, found.counts[number], folder, folder / "out")
+        write_json(normalise.summary_place(folder / "out", number), made)
     return found
 
 
@@ -353,7 +362,7 @@ def test_what_stays_does_not_hang_on_how_files_are_divided(
         folder.mkdir()
         (folder / "out").mkdir()
         for unit in units:
-            normalise.normalise_part(unit, cfg, "stop", folder)
+            part(unit, cfg, "stop", folder)
         found = duplicates.find(folder, units, cfg, "stop")
         for unit in units:
             duplicates.remove(

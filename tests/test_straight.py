@@ -3,6 +3,7 @@ sought: the same data as by way of normalised files, and nothing lost on the way
 
 import html
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 from test_prepare import contents, corpus, documents, kill_and_restart, load, sentences, silent  # noqa: F401
 
-from millrace.data import learn, stages, tokenise
+from millrace.data import groups, learn, normalise, tokenise, work
 from millrace.data.prepare import prepare
 from millrace.data.verify import verify
 from millrace.errors import UserError
@@ -37,7 +38,7 @@ def test_both_ways_make_the_same_data(straight: Any, tmp_path: Path) -> None:
     said: list[str] = []
     prepare(straight("sources.lines.weight=2"), said.append)
     assert not (tmp_path / "data" / "normalized").exists()
-    assert any("read when they are packed" in line for line in said)
+    assert "normalize: 3 parts are to be read when packed" in said
     other = straight("sources.lines.weight=2", f"path={tmp_path}/other")
     prepare(other, silent, until="normalize")
     prepare(other, said.append)
@@ -71,7 +72,7 @@ def test_where_documents_are_few_rows_are_held_out(straight: Any, tmp_path: Path
 def test_bad_input_stops_the_work_or_is_counted_and_what_is_packed_stays(
     straight: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stages, "SAMPLE", 100)  # which comes from a good part
+    monkeypatch.setattr(work, "SAMPLE", 100)  # which comes from a good part
     bad = tmp_path / "lines" / "9.jsonl"
     bad.write_text(json.dumps({"text": "good"}) + "\n{bad\n")
     (tmp_path / "tables.parquet").write_bytes(b"not parquet")
@@ -89,6 +90,85 @@ def test_bad_input_stops_the_work_or_is_counted_and_what_is_packed_stays(
     prepare(straight("errors=skip"), silent)
     told = next(line.strip() for line in said if "tables.parquet" in line)
     assert told in html.unescape((tmp_path / "data" / "report.html").read_text())
+    verify(tmp_path / "data", silent)
+
+
+def test_what_is_left_out_and_not_read_is_told(straight: Any, tmp_path: Path) -> None:
+    (tmp_path / "files" / "picture.png").write_bytes(b"png")
+    said: list[str] = []
+    prepare(straight("normalize.shortest=60"), said.append)
+    (line,) = [line for line in said if "left out" in line]
+    assert line.startswith("pack: ") and "too short" in line
+    assert any("1 file is not read, of no known format" in line for line in said)
+    number = re.search(r"too short ([0-9]+)", line)
+    report = html.unescape((tmp_path / "data" / "report.html").read_text())
+    assert number and re.search(rf"too short\W.*?\b{number[1]}\b", report, re.S)
+
+
+def test_a_wrong_path_can_be_corrected(straight: Any, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no such file or folder"):
+        prepare(straight(f"sources.lines.path={tmp_path}/linse"), silent)
+    prepare(straight(), silent)
+    verify(tmp_path / "data", silent)
+
+
+def test_packed_data_is_finished_without_its_sources(straight: Any, tmp_path: Path) -> None:
+    prepare(straight(), silent, until="pack")
+    shutil.move(tmp_path / "lines", tmp_path / "away")
+    prepare(straight(), silent)
+    verify(tmp_path / "data", silent)
+
+
+def test_ready_data_is_not_taken_for_a_replacement_that_failed(straight: Any, tmp_path: Path) -> None:
+    prepare(straight(), silent)
+    good, said = (tmp_path / "files" / "0.txt").read_text(), list[str]()
+    bad = tmp_path / "files" / "0.txt"
+    bad.write_bytes(b"\xff not UTF-8")
+    for settings in ([], [f"sources.files.path={tmp_path}/files/0.txt"]):
+        with pytest.raises(UserError, match="not UTF-8"):
+            prepare(straight(*settings), silent, replace=True)
+        prepare(straight(), said.append)
+        assert "the files of its sources have changed" in said[-1]
+    bad.write_text(good + " and more")
+    prepare(straight(), silent, replace=True)
+    prepare(straight(), said.append)
+    assert "already made" in said[-1]
+    assert any(good in text for text in documents(tmp_path / "data", "train"))
+
+
+def test_documents_of_ready_data_are_written_on_wish(straight: Any, tmp_path: Path) -> None:
+    prepare(straight(), silent)
+    before = contents(tmp_path / "data")
+    prepare(straight(), silent, until="normalize")
+    assert (tmp_path / "data" / "normalized" / "00002.parquet").exists()
+    after = contents(tmp_path / "data")
+    assert {name: after[name] for name in before} == before
+    said: list[str] = []
+    prepare(straight(), said.append)
+    assert "already made" in said[-1]
+
+
+def test_texts_and_conversations_in_any_tables_come_in_the_order_of_the_source(
+    straight: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(normalise, "ROW_GROUP", 5_000)
+    monkeypatch.setattr(groups, "LARGEST", 17_000)
+    said = [
+        {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "yes"}]}
+        if number % 3
+        else {"text": text}
+        for number, text in enumerate(sentences(300, 4))
+    ]
+    (tmp_path / "mixed.jsonl").write_text("".join(json.dumps(one) + "\n" for one in said))
+    settings = [
+        f"sources={{mixed: {{path: {tmp_path}/mixed.jsonl}}}}",
+        "tokenizer.template=plain",
+    ]
+    prepare(straight(*settings), silent)
+    other = straight(*settings, f"path={tmp_path}/other")
+    prepare(other, silent, until="normalize")
+    prepare(other, silent)
+    assert rows(tmp_path / "data") == rows(tmp_path / "other")
     verify(tmp_path / "data", silent)
 
 

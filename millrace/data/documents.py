@@ -69,6 +69,12 @@ class Ragged:
     def lengths(self) -> np.ndarray:
         return np.diff(self.offsets)
 
+    def take(self, first: int, last: int) -> "Ragged":
+        """Documents from one up to another."""
+        begin, end = self.offsets[[first, last]]
+        loss = None if self.loss is None else self.loss[begin:end]
+        return Ragged(self.values[begin:end], self.offsets[first : last + 1] - begin, loss)
+
     def __len__(self) -> int:
         return len(self.offsets) - 1
 

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 
 from millrace.data import fingerprints, normalise, shards
 from millrace.data.documents import SAMPLES, Problems
-from millrace.data.normalise import Unit
+from millrace.data.normalise import Unit, has_ids
 
 PARTITION = 1 << 22  # documents sorted at a time, by the first bits of their keys: 20 M take 525 MB in all
 NEIGHBOURS = 16  # documents before it in its bucket, and the first, that a document is compared with
@@ -31,8 +31,9 @@ class Found:
     problems: dict[str, Any]
 
 
-def are_sought(units: Sequence[Unit], cfg: Any) -> bool:
-    return cfg.exact or cfg.near is not None or any(unit.has_ids for unit in units)
+def are_sought(recipe: Any) -> bool:
+    cfg = recipe.normalize
+    return cfg.exact or cfg.near is not None or any(map(has_ids, recipe.sources.values()))
 
 
 def find(folder: Path | str, units: Sequence[Unit], cfg: Any, policy: Any) -> Found:
@@ -57,16 +58,14 @@ def find(folder: Path | str, units: Sequence[Unit], cfg: Any, policy: Any) -> Fo
 def remove(
     number: int, rows: np.ndarray, counts: dict[str, int], folder_in: Path | str, folder_out: Path | str
 ) -> dict[str, Any]:
-    """Writes a part anew without these rows, and its summary, which it returns: the same bytes as if they had
-    never been there."""
+    """Writes a part anew without these rows, the same bytes as if they had never been there. Returns its
+    summary."""
     folder_in, folder_out = Path(folder_in), Path(folder_out)
     summary = read_summary(folder_in, number)
     with shards.atomic(normalise.place(folder_out, number)) as file:
         written = normalise.write_documents(file, without(normalise.place(folder_in, number), rows))
     dropped = summary["dropped"] | counts
-    summary |= {"documents": written.documents, "bytes": written.bytes, "dropped": dropped}
-    shards.write_json(normalise.summary_place(folder_out, number), summary)
-    return summary
+    return summary | {"documents": written.documents, "bytes": written.bytes, "dropped": dropped}
 
 
 def without(path: Path, rows: np.ndarray) -> Iterator[pa.Table]:
@@ -97,7 +96,7 @@ class Search:
     def find_ids(self, problems: Problems) -> np.ndarray:
         """Each source by itself, since many number their documents from 0."""
         found = [np.empty(0, np.int64)]
-        for source in dict.fromkeys(unit.source for unit in self.units if unit.has_ids):
+        for source in dict.fromkeys(unit.source for unit in self.units if has_ids(unit.cfg)):
             later, first = self.find_equal(
                 "ids", [at for at in self.parts if self.units[at].source == source]
             )

@@ -64,8 +64,8 @@ def pack_group(job: Job) -> dict[str, Any]:
     problems, parts = Problems(job.errors), list[dict[str, Any]]()
     counts = np.zeros(tokenizer.vocab, np.int64)
     groups = [
-        write_group(job, number, documents, tokenizer, counts)
-        for number, documents in enumerate(encode(job, tokenizer, problems, parts))
+        write_group(job, number, documents=documents, tokenizer=tokenizer, counts=counts)
+        for number, documents in enumerate(encode(job, tokenizer, problems=problems, parts=parts))
     ]
     with shards.atomic(folder / f"{job.number:05d}.counts.npy") as file:
         np.save(file, counts)
@@ -76,11 +76,12 @@ def pack_group(job: Job) -> dict[str, Any]:
 
 
 def write_group(
-    job: Job, number: int, documents: Documents, tokenizer: tokenise.Tokenizer, counts: np.ndarray
+    job: Job, number: int, *, documents: Documents, tokenizer: tokenise.Tokenizer, counts: np.ndarray
 ) -> dict[str, Any]:
+    """Adds to `counts` how often each id stands in the training rows."""
     length, filler = job.pack.sequence_length, tokenizer.special.filler
     lengths, summary = documents.ragged.lengths, dict[str, Any](source=job.source)
-    for name, part in plan_splits(job, number, lengths, documents.held_out).items():
+    for name, part in plan_splits(job, number, lengths=lengths, held_out=documents.held_out).items():
         shard = None
         if part.rows:
             blocks = fill(part, documents.ragged, length=length, filler=filler, source=job.source)
@@ -95,34 +96,62 @@ def write_group(
 
 
 def encode(
-    job: Job, tokenizer: tokenise.Tokenizer, problems: Problems, parts: list[dict[str, Any]]
+    job: Job, tokenizer: tokenise.Tokenizer, *, problems: Problems, parts: list[dict[str, Any]]
 ) -> Iterator[Documents]:
-    """Documents of about LARGEST bytes at a time. Adds to `parts` what there is to tell of those that were
-    read from the source."""
+    """Documents of LARGEST bytes at a time, in the order of the source. Adds to `parts` what there is to tell
+    of those that were read from it."""
     share = job.pack.evaluation if job.held_out == "documents" else 0.0
     growing = Growing(job.dtype, len(job.units) * PART)
     sizes, held_out = [np.zeros(0, np.int64)], [np.zeros(0, bool)]
-    total = 0
-    for table in tables(job, problems, parts):
-        for column in ("text", "messages"):
-            rows = table.filter(pc.is_valid(table[column])) if table[column].null_count else table
-            if not len(rows):
-                continue
-            texts, ids = rows[column].combine_chunks(), rows["id"].to_pylist()
-            if column == "text":
-                for some in batches(texts):
-                    growing.add(tokenizer.encode_batch(some), tokenizer.special.bos, tokenizer.special.eos)
-            else:
-                growing.add(chat.encode_chats(tokenizer, texts.to_pylist(), problems=problems, ids=ids))
-            sizes.append(pc.binary_length(texts).to_numpy(zero_copy_only=False))
-            held_out.append(np.array([share > 0 and is_held_out(id, share) for id in ids], bool))
-            total += int(sizes[-1].sum())
-        if total >= LARGEST:
+    for table, last in portions(tables(job, problems, parts)):
+        for ragged, bos, eos in encoded(table, tokenizer, problems):
+            growing.add(ragged, bos, eos)
+        sizes.append(normalise.sizes(table))
+        ids = table["id"].to_pylist() if share > 0 else [""] * len(table)
+        held_out.append(np.array([share > 0 and is_held_out(id, share) for id in ids], bool))
+        if last:
             yield Documents(growing.ragged(), np.concatenate(sizes), np.concatenate(held_out))
             growing.clear()
-            sizes, held_out, total = sizes[:1], held_out[:1], 0
+            sizes, held_out = sizes[:1], held_out[:1]
     if len(sizes) > 1:
         yield Documents(growing.ragged(), np.concatenate(sizes), np.concatenate(held_out))
+
+
+def encoded(
+    table: pa.Table, tokenizer: tokenise.Tokenizer, problems: Problems
+) -> Iterator[tuple[Ragged, int | None, int | None]]:
+    """The documents of a table, some at a time, with what each begins and ends with."""
+    ends = tokenizer.special.bos, tokenizer.special.eos
+    is_text = pc.is_valid(table["text"]).to_numpy()
+    if is_text.all():
+        for some in batches(normalise.in_one(table["text"])):
+            yield tokenizer.encode_batch(some), *ends
+        return
+    chats = table.filter(pa.array(~is_text))
+    said, ids = chats["messages"].to_pylist(), chats["id"].to_pylist()
+    spoken = chat.encode_chats(tokenizer, said, problems=problems, ids=ids)
+    texts = tokenizer.encode_batch(normalise.in_one(table["text"].filter(pa.array(is_text))))
+    starts = np.flatnonzero(np.diff(is_text, prepend=~is_text[0]))  # where text follows talk, or talk text
+    before = np.concatenate([[0], np.cumsum(is_text)])  # texts before each document
+    for start, stop in zip(starts, [*starts[1:], len(table)], strict=True):
+        if is_text[start]:
+            yield texts.take(before[start], before[stop]), *ends
+        else:
+            yield spoken.take(start - before[start], stop - before[stop]), None, None
+
+
+def portions(tables: Iterator[pa.Table]) -> Iterator[tuple[pa.Table, bool]]:
+    """The same documents, cut where LARGEST bytes are full, wherever tables end; and whether they are."""
+    total = 0
+    for table in tables:
+        ends = total + np.cumsum(normalise.sizes(table))
+        while len(ends) and ends[-1] >= LARGEST:
+            full = int(np.searchsorted(ends, LARGEST)) + 1
+            yield table.slice(0, full), True
+            table, ends = table.slice(full), ends[full:] - ends[full - 1]
+        if len(table):
+            yield table, False
+        total = int(ends[-1]) if len(ends) else 0
 
 
 def tables(job: Job, problems: Problems, parts: list[dict[str, Any]]) -> Iterator[pa.Table]:
@@ -190,7 +219,7 @@ class Growing:
         return Ragged(self.values[: self.used], np.cumsum(np.concatenate(self.lengths)), loss)
 
 
-def plan_splits(job: Job, number: int, lengths: np.ndarray, held_out: np.ndarray) -> dict[str, Plan]:
+def plan_splits(job: Job, number: int, *, lengths: np.ndarray, held_out: np.ndarray) -> dict[str, Plan]:
     """A plan for each split: of the documents that are in it or, with held_out="rows", of rows drawn from
     all, for data of few and long documents."""
     length, mode = job.pack.sequence_length, job.pack.mode

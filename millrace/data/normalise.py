@@ -31,14 +31,9 @@ class Unit:
     cfg: Any  # the source's section of the recipe
     part: Part
 
-    @property
-    def has_ids(self) -> bool:
-        """Whether ids are the user's, and may thus come twice."""
-        return getattr(self.cfg, "id", None) is not None
-
 
 @dataclass(frozen=True)
-class Written:
+class Tally:
     documents: int
     bytes: int  # of text
 
@@ -52,16 +47,14 @@ def units(recipe: Any) -> list[Unit]:
 
 
 def normalise_part(unit: Unit, cfg: Any, policy: Any, folder: Path | str) -> dict[str, Any]:
-    """Writes NUMBER.parquet, what duplicates are found by if they are looked for, and, last, NUMBER.json, the
-    summary that it returns. `cfg` is the recipe's normalize section, `policy` what to do with bad input."""
+    """Writes NUMBER.parquet and what duplicates are found by, if they are looked for. Returns a summary, for
+    NUMBER.json. `cfg` is the recipe's normalize section, `policy` what to do with bad input."""
     folder, problems = Path(folder), Problems(policy)
     reading = Reading(unit, cfg, problems)
     with shards.atomic(place(folder, unit.number)) as file:
         write_documents(file, reading.tables())
     reading.fingerprints.write(folder, unit.number)
-    summary = reading.summary() | {"problems": problems.summary()}
-    shards.write_json(summary_place(folder, unit.number), summary)
-    return summary
+    return reading.summary() | {"problems": problems.summary()}
 
 
 class Reading:
@@ -69,7 +62,7 @@ class Reading:
 
     def __init__(self, unit: Unit, cfg: Any, problems: Problems) -> None:
         self.unit, self.cfg, self.problems = unit, cfg, problems
-        self.fingerprints = Fingerprints(cfg, ids=unit.has_ids)
+        self.fingerprints = Fingerprints(cfg, ids=has_ids(unit.cfg))
         self.dropped = Counter[str]()
         self.read = self.documents = self.bytes = 0
 
@@ -112,7 +105,7 @@ def summary_place(folder: Path, number: int) -> Path:
     return folder / f"{number:05}.json"
 
 
-def write_documents(file: Any, tables: Iterable[pa.Table]) -> Written:
+def write_documents(file: Any, tables: Iterable[pa.Table]) -> Tally:
     """Row groups of about ROW_GROUP bytes. How the documents were divided into tables leaves no trace."""
     documents, total, waiting = 0, 0, SCHEMA.empty_table()
     # Statistics and dictionaries of long texts cost time and save nothing. LZ4 is read three times as fast as
@@ -131,7 +124,7 @@ def write_documents(file: Any, tables: Iterable[pa.Table]) -> Written:
             waiting = waiting.slice(start)
         if len(waiting):
             writer.write_table(waiting.combine_chunks())
-    return Written(documents + len(waiting), total + int(sizes(waiting).sum()))
+    return Tally(documents + len(waiting), total + int(sizes(waiting).sum()))
 
 
 def sizes(table: pa.Table) -> np.ndarray:
@@ -194,6 +187,11 @@ def spoken(messages: str) -> str:
     return "\n".join(
         value if isinstance(value, str) else orjson.dumps(value).decode() for value in said if value
     )
+
+
+def has_ids(source: Any) -> bool:
+    """Whether ids are the user's, and may thus come twice."""
+    return getattr(source, "id", None) is not None
 
 
 def source_module(cfg: Any) -> Any:

@@ -12,7 +12,8 @@ from typing import Any
 from millrace.config import to_dict
 from millrace.data.engine import Engine
 from millrace.data.shards import Index
-from millrace.data.stages import READS, Say, Work, flat
+from millrace.data.stages import READS, Say, brought, flat, listing
+from millrace.data.work import Work
 from millrace.errors import UserError
 
 
@@ -21,15 +22,15 @@ def prepare(recipe: Any, say: Say, *, until: str = "shuffle", replace: bool = Fa
     folder = Path(recipe.path)
     made = finished(folder)
     if made is not None and same(made.recipe, to_dict(recipe)):
-        work = Work(recipe, folder, Engine.of(recipe), say)
-        work.tidy()
-        changed = "sources" if work.sources_changed() else "tokenizer" if work.tokenizer_changed() else ""
+        changed = changed_since(made, recipe)
         if changed and not replace:
             return say(
                 f"{folder} was made by this recipe, but the files of its {changed} have changed since; "
                 "--replace makes it anew"
             )
-        if not changed:
+        work = Work(recipe, folder, Engine.of(recipe), say)
+        if not changed and (until != "normalize" or work.stages.get("normalize", {}).get("written")):
+            work.tidy()
             return say(f"{folder} is already made by this recipe; `millrace data inspect {folder}` shows it")
     elif made is not None and not replace:
         raise UserError(
@@ -48,6 +49,17 @@ def prepare(recipe: Any, say: Say, *, until: str = "shuffle", replace: bool = Fa
             work.complete()
 
 
+def changed_since(made: Index, recipe: Any) -> str | None:
+    """Which of its inputs are no longer those that data was made of. What is gone is no longer needed."""
+    for name, checksum in (("sources", listing), ("tokenizer", brought)):
+        try:
+            if name in made.inputs and made.inputs[name] != checksum(recipe):
+                return name
+        except UserError:
+            pass
+    return None
+
+
 def finished(folder: Path) -> Index | None:
     """The index of data made before. A folder that holds anything else is not ours to fill."""
     file = folder / "index.json"
@@ -58,7 +70,9 @@ def finished(folder: Path) -> Index | None:
             raise UserError(f"path: {error}; choose another path=, or remove {folder}") from None
     if folder.exists() and not folder.is_dir():
         raise UserError(f"path: {folder} is a file; choose another")
-    if folder.exists() and any(folder.iterdir()) and not (folder / "stages.json").is_file():
+    ours = (".lock", ".partial")  # what is left where the work was stopped before it began
+    others = folder.exists() and any(not file.name.endswith(ours) for file in folder.iterdir())
+    if others and not (folder / "stages.json").is_file():
         raise UserError(f"path: {folder} exists and holds no data of ours; choose another, or remove it")
     return None
 

@@ -93,6 +93,7 @@ class Index:
     sources: tuple[str, ...]  # names, by their number in Rows.sources
     splits: dict[str, Split]  # train, and evaluation, which may have no rows
     recipe: dict[str, Any]
+    inputs: dict[str, str] = dataclasses.field(default_factory=dict)  # checksums: sources, tokenizer
     version: int = VERSION
 
     def write(self, folder: Path) -> None:

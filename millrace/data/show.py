@@ -79,7 +79,8 @@ def inspect(
         _inspect_normalised(files, rows, seed, console)
     else:
         raise UserError(
-            f"{folder} holds neither packed data nor normalised documents; `millrace data prepare` makes them"
+            f"{folder} holds neither packed data nor normalised documents; `millrace data prepare RECIPE` "
+            "makes the one, `millrace data normalize RECIPE` the other"
         )
 
 

@@ -20,6 +20,8 @@ def index(
     shards: dict[str, Any],
     packed: Packed,
     counts: np.ndarray,
+    *,
+    inputs: dict[str, str],
 ) -> Index:
     splits = {}
     for name, sets in shards.items():
@@ -38,6 +40,7 @@ def index(
         sources=tuple(recipe.sources),
         splits=splits,
         recipe=to_dict(recipe),
+        inputs=inputs,
     )
 
 
