@@ -111,7 +111,7 @@ def choose(
 ) -> str:
     """The backend for one device's q and k (arrays or shapes) when the sequence is split over `context`
     devices. Raises UserError when the one that `attention.use` names cannot do it."""
-    platform = platform or _platform()
+    platform = platform or device().platform
     short = ("xla",) if k.shape[1] <= 1024 else ("blockwise",)
     names = ORDER.get(platform, short) if cfg.use == "auto" else (cfg.use,)
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k)]
@@ -150,11 +150,10 @@ def complaint(platform: str, function: Callable[..., Array], *arguments: Any) ->
         return pool.submit(trial).result()
 
 
-def _platform() -> str:
-    """What is compiled for: the mesh's devices, which need not be attached here, or else our own."""
+def device() -> Any:
+    """One that is compiled for: the mesh's, which need not be attached here, or else our own."""
     mesh = jax.sharding.get_abstract_mesh()
-    device = None if mesh.empty else mesh.abstract_device
-    return device.platform if device else jax.default_backend()
+    return (None if mesh.empty else mesh.abstract_device) or jax.devices()[0]
 
 
 def _local(cfg: Any, name: str, how: dict[str, Any], rows: Any) -> Callable[..., Array]:
