@@ -68,7 +68,10 @@ def compile(cfg: recipe.Run, where: Slice, folder: Path) -> Compiled:
         why = next((line for line in reversed(said) if line.startswith("millrace: ")), None)
         if why is not None:
             raise UserError(why.removeprefix("millrace: "))
-        raise UserError(f"the compiler ended with exit code {code}: {said[-1] if said else 'no word'}")
+        # What goes wrong in the compiler has more lines after the one that names it.
+        errors = [line for line in said if re.match(r"[\w.]+(Error|Exception): ", line)]
+        last = (errors or said or ["no word"])[-1]
+        raise UserError(f"the compiler ended with exit code {code}: {last}")
     return Compiled(**json.loads((folder / "result.json").read_bytes()))
 
 
