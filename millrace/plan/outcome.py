@@ -78,6 +78,7 @@ class Outcome:
             "step_seconds": self.step_seconds,
             "seconds_by_part": self.parts,
             "hidden_seconds": self.hidden,
+            "doubts": self.doubts,
             "tokens_per_second_per_chip": self.tokens_per_second_per_chip,
             "mfu": self.mfu,
             "tokens": self.tokens,
