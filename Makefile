@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help demo test test-all lint bench bench-data clean
+.PHONY: help demo test test-all lint bench bench-data bench-plan clean
 
 help:
 	@echo "make demo      corpus, tokenizer, training, evaluation, sample and export, in a few minutes on a CPU"
@@ -12,6 +12,7 @@ help:
 	@echo "make lint      ruff and mypy"
 	@echo "make bench     ratios against peers, on a machine with one GPU"
 	@echo "make bench-data  the data pipeline beside its peers, on any machine"
+	@echo "make bench-plan  plans for TPU slices by their compiler, MaxText's beside them, on any machine"
 
 .venv/core: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("Millrace needs Python 3.11 or newer; try make PYTHON=python3.11" if sys.version_info < (3, 11) else 0)'
@@ -85,6 +86,18 @@ bench: .venv/gpu
 
 bench-data: .venv/test .venv/peers/ready .venv/streaming/ready
 	$(BIN)/python -m benchmarks.data
+
+# MaxText recommends Python 3.12, which uv finds or brings; the lowest versions it allows are the same every day.
+.venv/maxtext/ready: .venv/core
+	@echo "installing MaxText into .venv/maxtext"
+	@$(PYTHON) -m venv .venv/uv
+	@.venv/uv/bin/python -m pip --disable-pip-version-check install --quiet uv
+	@.venv/uv/bin/uv venv --quiet --clear --python 3.12 .venv/maxtext
+	@.venv/uv/bin/uv pip install --quiet --python .venv/maxtext/bin/python --resolution=lowest 'maxtext[tpu]==0.2.5'
+	@touch $@
+
+bench-plan: .venv/libtpu .venv/maxtext/ready
+	$(BIN)/python -m benchmarks.plan
 
 clean:
 	rm -rf .venv build dist *.egg-info

@@ -1,0 +1,273 @@
+"""What `millrace plan` says of slices that nobody has rented, each row by the real command in a process of
+its own: Llama 3 8B beside MaxText, the hardware table of Lunaris, the smallest slices for Gemma 2 9B at 32k,
+and 600B parameters. From the repository's root: python -m benchmarks.plan [--only NAME]
+
+It takes libtpu and no TPU. MaxText runs in an interpreter of its own, MAXTEXT_PYTHON, which `make bench-plan`
+sets up; since it brings an older libtpu, it is compiled by that and by the one of Millrace. GB are 1e9 bytes,
+GiB 2**30, of one chip; CPU seconds are of the command and all that it starts. Where the plan has doubts about
+its time, such as loops whose trips it cannot count, the step takes longer than is told, by "over"."""
+
+import argparse
+import dataclasses
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from benchmarks.data_measure import measured
+
+ROOT = Path(__file__).parent.parent
+GIB = 2**30
+DOES_NOT_FIT = 3  # exit code of `millrace plan`
+MAXTEXT = "MaxText 0.2.5"
+HEAD = """\
+| what | slice | settings | verdict | arguments GB | temps GB | HBM GiB | step s | MFU | CPU s | target |
+|---|---|---|---|---|---|---|---|---|---|---|"""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One plan, and the answer that is wanted."""
+
+    what: str
+    recipe: str
+    slice: str
+    settings: str  # overrides of the recipe
+    fits: bool = True
+    by: str = "compiler"  # or arithmetic
+    most: float | None = None  # bytes of temporaries
+    model: str = ""  # overrides of its model, which the table does not show
+
+
+# Sizes of the Llama family, over the vocabulary, sequence length, batch and optimizer of Lunaris.
+SHAPES = {
+    "1B": "layers=16 embed=2048 heads=32 kv_heads=8 head_dim=64 mlp=8192",  # Llama 3.2 1B
+    "3B": "layers=28 embed=3072 heads=24 kv_heads=8 head_dim=128 mlp=8192",  # Llama 3.2 3B
+    "7B": "layers=32 embed=4096 heads=32 kv_heads=32 head_dim=128 mlp=11008",  # Llama 2 7B
+    "13B": "layers=40 embed=5120 heads=40 kv_heads=40 head_dim=128 mlp=13824",  # Llama 2 13B
+    "30B": "layers=60 embed=6656 heads=52 kv_heads=52 head_dim=128 mlp=17920",  # Llama 33B
+}
+
+# Mosaic has no product in bf16 for v2 and v3: splash attention, which auto takes, does not compile for them.
+OLD = "attention.use=blockwise"
+
+
+def lunaris(size: str, where: str, settings: str) -> Row:
+    shape = " ".join(f"model.{item}" for item in SHAPES[size].split())
+    return Row(size, "lunaris-270m", where, settings, model=shape)
+
+
+def gemma(where: str, mesh: str, more: str = "", *, fits: bool = True, by: str = "compiler") -> Row:
+    """One row of 32,768 tokens for each part of the batch, all at once."""
+    sizes = dict(zip(("fsdp", "tensor", "context"), mesh.split("x"), strict=True))
+    split = " ".join(f"mesh.{axis}={size}" for axis, size in sizes.items())
+    batch = f"batch.sequences={sizes['fsdp']} batch.accumulate=1"
+    return Row("Gemma 2 9B, 32k", "gemma2-9b-32k", where, f"{split} {batch} {more}".strip(), fits, by)
+
+
+TABLES = {
+    "maxtext": [
+        Row(
+            "Llama 3 8B",
+            "llama3-8b",
+            "v5p-32",
+            "batch.sequences=32 batch.accumulate=1 memory.remat=full",
+            most=12e9,
+        )
+    ],
+    "lunaris": [
+        lunaris("1B", "v3-8", f"batch.accumulate=8 {OLD}"),
+        lunaris("3B", "v3-8", f"batch.accumulate=8 {OLD}"),
+        lunaris("1B", "v4-8", "batch.accumulate=8"),
+        lunaris("3B", "v4-8", "batch.accumulate=8"),
+        lunaris("7B", "v4-32", "batch.accumulate=4"),
+        lunaris("13B", "v4-64", "batch.accumulate=2"),
+        lunaris("30B", "v4-128", "batch.accumulate=2"),
+    ],
+    # The smallest slice of each generation, and the next smaller one with what comes nearest to fitting.
+    "gemma": [
+        gemma("v2-128", "4x8x4", f"{OLD} loss.chunk=512"),
+        gemma("v2-32", "2x8x2", f"{OLD} loss.chunk=512", fits=False),
+        gemma("v3-32", "2x8x2", OLD),
+        gemma("v3-8", "1x8x1", OLD, fits=False, by="arithmetic"),
+        gemma("v4-16", "2x4x1"),
+        gemma("v4-8", "1x4x1", fits=False, by="arithmetic"),
+        gemma("v5e-32", "2x8x2"),
+        gemma("v5e-16", "2x8x1", "loss.chunk=512", fits=False),
+        gemma("v5p-8", "1x4x1"),
+        gemma("v6e-8", "1x8x1"),
+        gemma("v6e-4", "1x4x1", fits=False, by="arithmetic"),
+        gemma("tpu7x-2", "1x2x1"),
+    ],
+    "large": [
+        Row("600B dense", "dense-600b", "v5p-512", "mesh.fsdp=64 mesh.tensor=4 batch.accumulate=32"),
+        Row("600B dense", "dense-600b", "v4-32", "", fits=False, by="arithmetic"),
+        Row("Llama 3 8B", "llama3-8b", "2xv5e-256", "mesh.data=2 batch.accumulate=1"),
+    ],
+}
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a plan, or MaxText, said. Bytes are of a chip."""
+
+    fits: bool
+    by: str
+    arguments: int
+    temporaries: int
+    hbm: int
+    limit: int | None = None
+    step: float | None = None
+    mfu: float | None = None
+    doubts: tuple[str, ...] = ()  # what the time leaves out
+
+
+@dataclass(frozen=True)
+class Line:
+    """A row as measured. `missed` says in what, and is None where nothing was wanted of it."""
+
+    what: str
+    slice: str
+    settings: str
+    found: Found | None
+    cpu: float
+    missed: str | None = None
+    note: str = ""
+
+
+def main() -> int:
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    options.add_argument("--only", choices=list(TABLES), help="one of the tables")
+    options.add_argument("--json", type=Path, help="a file for the results")
+    args = options.parse_args()
+    lines: list[Line] = []
+    for name, rows in TABLES.items():
+        if args.only in (None, name):
+            print(f"\n{name}\n{HEAD}", flush=True)
+            for line in measure(name, rows):
+                print(shown(line), flush=True)
+                lines.append(line)
+    if args.json:
+        args.json.write_text(json.dumps([dataclasses.asdict(line) for line in lines], indent=2) + "\n")
+    missed = [line for line in lines if line.missed]
+    print(f"\n{sum(line.missed == '' for line in lines)} targets met, {len(missed)} missed")
+    return 1 if missed else 0
+
+
+def measure(name: str, rows: list[Row]) -> Iterator[Line]:
+    yield from map(plan, rows)
+    if name == "maxtext":
+        for compiler, library in (("its own libtpu", None), ("the libtpu of Millrace", libtpu())):
+            for tiling in ("", "num_vocab_tiling=8"):
+                yield maxtext(compiler, library, tiling)
+
+
+def plan(row: Row) -> Line:
+    with tempfile.TemporaryDirectory(prefix="millrace-bench-") as folder:
+        out = Path(folder) / "plan.json"
+        command = [sys.executable, "-m", "millrace", "plan", f"recipes/{row.recipe}.yaml"]
+        command += ["--slice", row.slice, "--json", str(out), *row.model.split(), *row.settings.split()]
+        done, cost = measured(lambda: run(command, library=libtpu()))
+        told = json.loads(out.read_text())[0] if out.exists() else None
+    if told is None:
+        return Line(row.what, row.slice, row.settings, None, cost.cpu, last(done))
+    found = Found(
+        fits=told["fits"],
+        by=told["by"],
+        arguments=told["argument_bytes"],
+        temporaries=told["temp_bytes"],
+        hbm=told["hbm_bytes"],
+        limit=told["hbm_limit_bytes"],
+        step=told["step_seconds"],
+        mfu=told["mfu"],
+        doubts=tuple(told["doubts"]),
+    )
+    return Line(row.what, row.slice, row.settings, found, cost.cpu, faults(row, found, done.returncode))
+
+
+def faults(row: Row, found: Found, code: int) -> str:
+    """In what an answer is not the one wanted; nothing where it is."""
+    wrong = []
+    if (found.fits, code) != ((True, 0) if row.fits else (False, DOES_NOT_FIT)):
+        wrong.append(f"wanted that it {'fits' if row.fits else 'does not fit'}, exit code {code}")
+    if found.by != row.by:
+        wrong.append(f"wanted the answer of {row.by}")
+    if row.most is not None and found.temporaries > row.most:
+        wrong.append(f"wanted at most {row.most / 1e9:g} GB of temporaries")
+    return "; ".join(wrong)
+
+
+def maxtext(compiler: str, library: str | None, tiling: str) -> Line:
+    """The same model, slice, batch, dtypes and remat, which but for these are MaxText's defaults."""
+    python = os.environ.get("MAXTEXT_PYTHON", str(ROOT / ".venv/maxtext/bin/python"))
+    settings = f"per_device_batch_size=2 max_target_length=8192 {tiling}".strip()
+    line = partial(Line, f"{MAXTEXT}, {compiler}", "v5p-32", settings)
+    if not Path(python).exists():
+        return line(None, 0.0, note=f"not there: {python}; make .venv/maxtext/ready, or set MAXTEXT_PYTHON")
+    command = [python, "-m", "maxtext.trainers.pre_train.train_compile", "model_name=llama3-8b"]
+    command += ["compile_topology=v5p-32", "compile_topology_num_slices=1", *settings.split()]
+    with tempfile.TemporaryDirectory(prefix="millrace-bench-") as folder:
+        done, cost = measured(lambda: run(command, library=library, folder=folder))
+    size = dict(re.findall(r"\b(\w+)_size_in_bytes=(\d+)", done.stdout.rpartition("Memory analysis:")[2]))
+    if not size:
+        return line(None, cost.cpu, note=last(done))
+    code, given, back, shared, temp = (
+        int(size[part]) for part in ("generated_code", "argument", "output", "alias", "temp")
+    )
+    return line(Found(True, "compiler", given, temp, given + back - shared + temp + code), cost.cpu)
+
+
+def run(
+    command: list[str], *, library: str | None, folder: str | Path = ROOT
+) -> subprocess.CompletedProcess[str]:
+    """With `library` for TPUs, else the one that the interpreter has."""
+    environment = {key: value for key, value in os.environ.items() if key != "TPU_LIBRARY_PATH"}
+    # As millrace.plan.compiler sets them for itself.
+    environment |= {"JAX_PLATFORMS": "cpu", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_SKIP_MDS_QUERY": "1"}
+    if library is not None:
+        environment["TPU_LIBRARY_PATH"] = library
+    return subprocess.run(
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def libtpu() -> str | None:
+    """The compiler that Millrace's plans use: one that was named, the one of `make .venv/libtpu`, or the one
+    among the packages."""
+    alone = ROOT / ".venv/libtpu/libtpu/libtpu.so"
+    if named := os.environ.get("TPU_LIBRARY_PATH") or (alone.is_file() and str(alone)):
+        return named
+    package = importlib.util.find_spec("libtpu")
+    return package and str(Path(package.submodule_search_locations[0]) / "libtpu.so")
+
+
+def last(done: subprocess.CompletedProcess[str]) -> str:
+    return f"exit code {done.returncode}: {(done.stdout.strip().splitlines() or ['no word'])[-1][:200]}"
+
+
+def shown(line: Line) -> str:
+    """A row in Markdown."""
+    cells = [line.what, line.slice, line.settings, *["-"] * 6]
+    if found := line.found:
+        verdict = "fits" if found.fits else "does not fit"
+        cells[3] = verdict + (", by arithmetic" if found.by == "arithmetic" else "")
+        cells[4:6] = [f"{size / 1e9:.2f}" for size in (found.arguments, found.temporaries)]
+        cells[6] = f"{found.hbm / GIB:.2f}" + (f" of {found.limit / GIB:.2f}" if found.limit else "")
+        if found.step is not None and found.mfu is not None:
+            over, below = ("over ", "below ") if found.doubts else ("", "")
+            cells[7:9] = [f"{over}{found.step:.3g}", f"{below}{found.mfu:.1%}"]
+    end = {None: "", "": "met"}.get(line.missed, f"MISSED: {line.missed}")
+    return "| " + " | ".join([*cells, f"{line.cpu:.0f}", line.note or end]) + " |"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
