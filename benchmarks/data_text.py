@@ -55,7 +55,9 @@ class Bench:
 
     @cached_property
     def files(self) -> list[Path]:
-        return data_corpus.write(self.folder / "corpus", self.megabytes)
+        made = data_corpus.write(self.folder / "corpus", self.megabytes)
+        os.sync()  # else the system writes it to the disk beside what is measured first
+        return made
 
     def first(self, megabytes: float) -> list[str]:
         """Files of about so much text."""

@@ -53,8 +53,8 @@ def lines(one: Outcome, cfg: recipe.Run, days: float) -> Iterator[str]:
     rows = cfg.batch.sequences // cfg.batch.accumulate
     yield f"[bold]{where.name}[/bold]: {chips}, {split}; {rows} rows of {cfg.data.sequence_length} at a time"
     verdict = "[green]fits[/green]" if one.fits else "[red]does not fit[/red]"
-    least = "" if one.fits or one.by == "compiler" else "at least "
-    yield f"  {verdict}: {least}{gib(one.hbm_bytes)} of {gib(chip.usable)} a chip, by {by(one)}"
+    about = "" if one.by == "compiler" else "about "
+    yield f"  {verdict}: {about}{gib(one.hbm_bytes)} of {gib(chip.usable)} a chip, by {by(one)}"
     yield f"    {gib(one.weight_bytes):>10}  weights, {one.parameters / 1e9:,.2f}B parameters in float32"
     yield f"    {gib(one.optimizer_bytes):>10}  optimizer ({cfg.optimizer.use})"
     yield f"    {gib(one.temp_bytes):>10}  gradients, activations and all else a step needs"

@@ -162,6 +162,7 @@ class _Walk:
         self.pending: dict[str, list[tuple[float, str, str]]] = {}  # until when it is held up, by what
         self.amounts: dict[tuple[str, str, str], float] = defaultdict(float)
         self.doubts: list[str] = []
+        self.around = 1  # trips of the loop that is walked
 
     def run(self, computation: Computation, scope: Scope) -> None:
         for i in computation.instructions.values():
@@ -178,11 +179,12 @@ class _Walk:
     def loop(self, caller: Computation, i: Instruction, scope: Scope) -> None:
         """Two trips are walked, the first and one like all that follow it."""
         count = trips(self.program, caller, i, scope)
-        if count is None:
-            self.doubts.append(f"{i.name} is taken to run once: its number of trips depends on data")
-            count = 1
+        if count is None:  # as in tiled attention, where a row of tiles ends at the diagonal
+            count = (self.around + 1) // 2
+            self.doubts.append(f"{i.name} is taken to run {count} times, half as often as the loop around it")
         body = self.program.computations[i.computations("body")[0]]
         outer, within = self.amounts, inside(self.program, caller, i, scope)
+        around, self.around = self.around, count
         for weight in (1, count - 1)[: min(count, 2)]:
             began, self.amounts = self.now, defaultdict(float)
             self.run(body, within)
@@ -191,7 +193,7 @@ class _Walk:
             later = (weight - 1) * (self.now - began)
             self.clocks |= {key: clock + later for key, clock in self.clocks.items() if clock > began}
             self.now += later
-        self.amounts = outer
+        self.amounts, self.around = outer, around
 
     def branch(self, i: Instruction) -> None:
         """The longest of the branches counts."""
@@ -202,6 +204,7 @@ class _Walk:
         tried = []
         for name in names:
             walk = _Walk(self.program, self.rates)
+            walk.around = self.around
             walk.run(self.program.computations[name], Scope())
             tried.append(walk)
         longest = max(tried, key=lambda walk: walk.now)
