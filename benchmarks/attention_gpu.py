@@ -17,7 +17,7 @@ import numpy as np
 from millrace.layers.attention import Mask, attend, choose
 
 AUTO, XLA, CUDNN = (SimpleNamespace(use=name) for name in ("auto", "xla", "cudnn"))
-BLOCKWISE = SimpleNamespace(use="blockwise", block=512)
+BLOCKWISE = SimpleNamespace(use="blockwise", block_q=512, block_kv=512)
 
 
 @dataclass(frozen=True)

@@ -171,6 +171,7 @@ class Run:
     checkpoint: Checkpoint = section(Checkpoint)
     eval: Eval = section(Eval)
     log: Log = section(Log)
+    profile: str | None = None  # steps of which a trace is written to RUN/profile, 10:15
 
 
 @dataclass(frozen=True)
@@ -295,6 +296,10 @@ def load_any(path: str | Path, overrides: typing.Sequence[str] = ()) -> Run | Da
 
 def check_run(run: Run, reader: Reader) -> None:
     """What no section can check alone. Everything here is arithmetic; devices are counted later."""
+    if run.profile is not None:
+        first, _, last = run.profile.partition(":")
+        if not (first.isdecimal() and last.isdecimal() and 0 < int(first) <= int(last)):
+            reader.fail("profile", "expected the first and the last step, as in 10:15")
     _check_seed(run, reader)
     _check_schedule(run, reader)
     _check_mesh(run, reader)

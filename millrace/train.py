@@ -21,6 +21,7 @@ from millrace.folder import keep_tokenizer, lock
 from millrace.metrics import Late, Meter, peak_flops
 from millrace.objective import Batch, Task, file, make_task
 from millrace.state import State
+from millrace.tracing import Trace
 from millrace.writers import Writers
 
 PREEMPTED = 75
@@ -44,6 +45,7 @@ class Session:
     eval_step: Callable[..., step.Metrics]
     steps: int
     stopper: "Stopper"
+    trace: Trace
 
     def batch(self, number: int) -> Batch:
         cfg = self.cfg
@@ -80,6 +82,11 @@ class Session:
             )
         if result is not None:
             self.out.write(number, {f"evaluate/{name}": value for name, value in result.items()})
+
+    def profile(self, number: int, current: State) -> None:
+        with self.meter.pause("profile", current.params):
+            for line in self.trace.end(number, current):
+                self.out.event(line)
 
     def save(self, number: int, current: State) -> None:
         with self.meter.pause("checkpoint", current.params):
@@ -134,6 +141,7 @@ def run(cfg: recipe.Run, program: Path | None = None) -> int:
                     eval_step=jax.jit(step.eval_step(task, axes)),
                     steps=steps,
                     stopper=stopper,
+                    trace=Trace(cfg.profile, cfg.run),
                 )
                 current = restored(checkpoints, abstract, fresh)
                 keep_recipe(cfg)
@@ -149,11 +157,14 @@ def loop(session: Session, current: State, start: int) -> int:
     number = start
     try:
         for number, batch in enumerate(read_ahead(session.batch, start, session.steps), start + 1):
+            session.trace.before(number, current)
             current, metrics = session.train_step(current, batch)
             session.log(late.push(number, metrics))
             last, stopping = number == session.steps, session.stopper.asked is not None
             evaluating = last or (not stopping and cfg.eval.every and number % cfg.eval.every == 0)
             saving = last or stopping or number % cfg.checkpoint.every == 0
+            if session.trace.ends(number, stopping=last or stopping):
+                session.profile(number, current)
             if evaluating or saving:
                 session.log(late.flush())
             if saving:  # first: whatever evaluation meets, the work is kept

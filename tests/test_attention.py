@@ -23,7 +23,7 @@ from millrace.layers.attention import Mask, attend, choose
 AUTO = SimpleNamespace(use="auto")
 XLA = SimpleNamespace(use="xla")
 CUDNN = SimpleNamespace(use="cudnn")
-BLOCKWISE = SimpleNamespace(use="blockwise", block=32)
+BLOCKWISE = SimpleNamespace(use="blockwise", block_q=32, block_kv=32)
 SPLASH = SimpleNamespace(use="splash", block_q=128, block_kv=128)
 BACKENDS = [pytest.param(cfg, id=cfg.use) for cfg in (XLA, BLOCKWISE, SPLASH)]
 
@@ -148,8 +148,8 @@ def test_output_and_gradients_are_those_of_the_definition(cfg: Any, case: Case) 
 @pytest.mark.parametrize(
     ("cfg", "length"),
     [
-        (SimpleNamespace(use="blockwise", block=64), 200),
-        (SimpleNamespace(use="blockwise", block=64), 37),
+        (SimpleNamespace(use="blockwise", block_q=64, block_kv=32), 200),
+        (SimpleNamespace(use="blockwise", block_q=32, block_kv=64), 37),
         (SPLASH, 200),
     ],
     ids=["blockwise 200", "blockwise 37", "splash 200"],
@@ -220,7 +220,7 @@ def test_blockwise_memory_grows_with_the_length_and_not_its_square() -> None:
         compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(*shapes).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
-    blockwise = SimpleNamespace(use="blockwise", block=128)
+    blockwise = SimpleNamespace(use="blockwise", block_q=128, block_kv=128)
     assert temporaries(blockwise, 8192) < 4.5 * temporaries(blockwise, 2048)
     assert temporaries(XLA, 2048) > 8 * temporaries(XLA, 512)  # the measure can tell the two apart
 

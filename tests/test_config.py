@@ -316,27 +316,36 @@ def test_an_override_can_choose_another_part() -> None:
 def test_a_section_from_another_file_is_seen_from_the_recipe() -> None:
     Path("attention").mkdir()
     Path("recipes").mkdir()
-    Path("attention/tiles.yaml").write_text("use: blockwise\nblock: 64\n")
+    Path("attention/tiles.yaml").write_text("use: blockwise\nblock_q: 64\n")
     Path("recipes/one.yaml").write_text(TRAINING + "attention: ../attention/tiles.yaml\n")
-    assert recipe.load("recipes/one.yaml").attention.block == 64
-    assert recipe.load("recipes/one.yaml", ["attention.block=32"]).attention.block == 32
+    assert recipe.load("recipes/one.yaml").attention.block_q == 64
+    assert recipe.load("recipes/one.yaml", ["attention.block_q=32"]).attention.block_q == 32
 
 
 def test_a_section_from_another_file_on_the_command_line_is_seen_from_here() -> None:
-    Path("tiles.yaml").write_text("use: blockwise\nblock: 64\n")
+    Path("tiles.yaml").write_text("use: blockwise\nblock_q: 64\n")
     Path("recipes").mkdir()
     Path("recipes/one.yaml").write_text(TRAINING)
-    run = recipe.load("recipes/one.yaml", ["attention=tiles.yaml", "attention.block=16"])
-    assert run.attention.block == 16
+    run = recipe.load("recipes/one.yaml", ["attention=tiles.yaml", "attention.block_q=16"])
+    assert run.attention.block_q == 16
 
 
 @pytest.mark.parametrize(
     "section, says",
     [
         ("# tiles\nuse: blockwise\nblok: 64\n", "parts/tiles.yaml:3: attention.blok: found an unknown key"),
-        ("# tiles\nuse: blockwise\nblock: no\n", "parts/tiles.yaml:3: attention.block: found no, expected"),
-        ("use: blockwise\nblock: 0\n", "parts/tiles.yaml:2: attention.block: found 0, expected 1 or more"),
-        ("use: blockwise\nblock: 1\nblock: 2\n", "parts/tiles.yaml:3: attention.block: found a second time"),
+        (
+            "# tiles\nuse: blockwise\nblock_q: no\n",
+            "parts/tiles.yaml:3: attention.block_q: found no, expected",
+        ),
+        (
+            "use: blockwise\nblock_q: 0\n",
+            "parts/tiles.yaml:2: attention.block_q: found 0, expected 1 or more",
+        ),
+        (
+            "use: blockwise\nblock_q: 1\nblock_q: 2\n",
+            "parts/tiles.yaml:3: attention.block_q: found a second time",
+        ),
         ("use: {\n", "parts/tiles.yaml:2: not YAML"),
         ("- a\n", "parts/tiles.yaml:1: found a list or plain text"),
     ],

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from millrace import config, mesh, recipe, train
+from millrace import config, mesh, recipe, tracing, train
 from millrace.checkpoint import Checkpoints
 from millrace.data.stream import Dataset
 from millrace.errors import UserError
@@ -386,3 +387,22 @@ def test_only_the_newest_checkpoints_are_kept(tiny):
         int(path.name) for path in (Path(cfg.run) / "checkpoints").iterdir() if path.name.isdigit()
     )
     assert steps == [6, 7]
+
+
+@pytest.mark.parametrize("steps", ["2:3", "2:99"])
+def test_a_trace_of_some_steps_is_written_and_its_longest_operations_told(tiny, capfd, steps):
+    cfg = tiny(f"profile={steps}", "schedule.steps=4", "schedule.warmup=0", "mesh.data=1", "mesh.fsdp=8")
+    assert train.run(cfg) == 0
+    (file,) = (Path(cfg.run) / "profile").rglob("*.xplane.pb")
+    said = capfd.readouterr().out
+    assert f"steps 2 to {3 if steps == '2:3' else 4} are traced" in said
+    told = re.findall(r"^ +([\d,.]+) ms +([\d.]+)%  \S", said, re.M)
+    assert len(told) == tracing.LISTED
+    spent = tracing.operations(file.parent)
+    assert {"while", "call"}.isdisjoint(spent) and sum(float(share) for _, share in told) <= 100.1
+
+
+@pytest.mark.parametrize("steps", ["10", "3:2", "0:4", "a:b"])
+def test_a_trace_needs_a_first_and_a_last_step(tiny, steps):
+    with pytest.raises(UserError, match=r"profile: found .*expected the first and the last step"):
+        tiny(f"profile={steps}")

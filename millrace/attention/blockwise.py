@@ -17,11 +17,13 @@ Array = jax.Array
 
 @dataclass(frozen=True)
 class Config:
-    block: int = 512  # positions a side of a tile
+    block_q: int = 512  # positions of queries in a tile
+    block_kv: int = 512  # and of keys
 
     def __post_init__(self) -> None:
-        if self.block < 1:
-            raise ValueError("block: expected 1 or more")
+        for name in ("block_q", "block_kv"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: expected 1 or more")
 
 
 def attend(
@@ -39,7 +41,7 @@ def attend(
 ) -> Array:
     b, s, n, h = q.shape
     t, kv = k.shape[1], k.shape[2]
-    rows, columns = min(cfg.block, s), min(cfg.block, t)
+    rows, columns = min(cfg.block_q, s), min(cfg.block_kv, t)
     queries = q.reshape(b, s, kv, n // kv, h).transpose(0, 2, 3, 1, 4)
     blocks = Blocks(
         q=_split(queries, rows, axis=3),
