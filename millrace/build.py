@@ -24,13 +24,18 @@ def make_mesh(cfg: recipe.Run, devices: Sequence[Any] | None = None) -> Mesh:
         raise UserError(f"mesh: {error}") from None
 
 
-def mesh_sizes(cfg: recipe.Run, devices: int) -> dict[str, int]:
-    """The mesh over so many devices. What an axis splits must divide by it: a batch that does not would be
-    computed by every device again, in silence."""
+def mesh_sizes(cfg: recipe.Run, devices: int, slices: int = 1) -> dict[str, int]:
+    """The mesh over so many devices, in so many slices, which `data` tells apart. What an axis splits must
+    divide by it: a batch that does not would be computed by every device again, in silence."""
     try:
         sizes = mesh.resolve(dataclasses.asdict(cfg.mesh), devices)
     except ValueError as error:
         raise UserError(f"mesh: {error}") from None
+    if sizes["data"] % slices:
+        raise UserError(
+            f"mesh.data: {sizes['data']} is not a multiple of the {slices} slices that it tells apart; set "
+            f"mesh.data={slices}"
+        )
     rows, over = cfg.batch.sequences // cfg.batch.accumulate, sizes["data"] * sizes["fsdp"]
     if rows % over:
         raise UserError(

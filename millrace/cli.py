@@ -71,6 +71,8 @@ def train(args: argparse.Namespace) -> int:
     from millrace import recipe
 
     cfg = recipe.load_train(args.recipe, args.overrides)
+    if args.program is not None and not args.program.is_dir():
+        raise UserError(f"--program: no such folder: {args.program}")
     from millrace import train
 
     return train.run(cfg, args.program)
@@ -83,19 +85,42 @@ def plan(args: argparse.Namespace) -> int:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # what is planned for is elsewhere
     from millrace.plan import command
 
+    check_plan(args)
     if args.recommend:
         wish = dict(tokens=args.tokens, days=args.days, budget=args.budget)
         return command.recommend(cfg, args.slice, **wish, prices=args.prices)
-    if not args.slice:
-        raise UserError("plan: expected --slice NAME, as in --slice v5p-32, or --recommend")
+    options = dict(fast=args.fast, out=args.json, prices=args.prices, save=args.save)
     if args.search:
-        if len(args.slice) > 1:
-            raise UserError("plan: --search takes one --slice")
-        options = dict(fast=args.fast, write=args.write, prices=args.prices, save=args.save)
-        return command.tune(cfg, args.slice[0], **options)
-    days = command.MONTH if args.days is None else args.days
-    options = dict(fast=args.fast, out=args.json, prices=args.prices, save=args.save, days=days)
-    return command.run(cfg, args.slice, **options)
+        return command.tune(cfg, args.slice[0], **options, write=args.write)
+    return command.run(cfg, args.slice, **options, days=args.days or command.MONTH)
+
+
+def check_plan(args: argparse.Namespace) -> None:
+    """Options that say nothing together, and numbers that mean nothing."""
+    if not args.slice and not args.recommend:
+        raise UserError("plan: expected --slice NAME, as in --slice v5p-32, or --recommend")
+    if args.search and len(args.slice) != 1:
+        raise UserError("plan: --search takes one --slice")
+    if args.search and args.recommend:
+        raise UserError("plan: --search is for a slice, --recommend for want of one; give one of them")
+    idle = {
+        "--write": args.write is not None and not args.search,
+        "--tokens": args.tokens is not None and (not args.recommend or bool(args.slice)),
+        "--budget": args.budget is not None and (not args.recommend or bool(args.slice)),
+        "--json": args.json is not None and args.recommend,
+        "--save": args.save is not None and (args.fast or args.recommend),
+        "--fast": args.fast and args.recommend,
+    }
+    for option in (option for option, is_idle in idle.items() if is_idle):
+        raise UserError(f"plan: {option} has no effect with the other options; leave it out")
+    for option, value in (("--days", args.days), ("--budget", args.budget)):
+        if value is not None and not value > 0:
+            raise UserError(f"plan: {option}: found {value:g}, expected a number above 0")
+    for option, file in (("--json", args.json), ("--write", args.write)):
+        if file is not None and not file.absolute().parent.is_dir():
+            raise UserError(f"plan: {option}: no such folder: {file.parent}")
+    if args.tokens is not None and not re.fullmatch(r"[0-9.]+[KMBT]?", args.tokens):
+        raise UserError(f"plan: --tokens: found {args.tokens}, expected a number, as in 20B")
 
 
 def data_prepare(args: argparse.Namespace) -> None:

@@ -52,3 +52,17 @@ def test_a_file_that_is_damaged_is_told_and_the_step_compiled(kept: Path) -> Non
     file.write_bytes(file.read_bytes()[:1000])
     said, losses = start(kept, "with", "--program", str(kept))
     assert f"{file} cannot be loaded" in said and len(losses) == 12
+
+
+def test_a_folder_that_is_not_there_is_told(kept: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "millrace",
+        "train",
+        str(kept.parent / "train.yaml"),
+        "--program",
+        "nowhere",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2 and "--program: no such folder: nowhere" in done.stderr

@@ -33,6 +33,7 @@ class Offer:
     mfu: float
     days: float
     dollars: dict[str, Range | None]
+    settings: str  # that it takes, as overrides
 
 
 def optimal(where: Slice, days: float) -> Optimal:
@@ -55,7 +56,8 @@ def offer(cfg: recipe.Run, where: Slice, price: Price) -> Offer | None:
     cost = lambda ends: None if ends is None else (ends[0] * hours, ends[1] * hours)
     mfu = each * guess.flops_per_token / guess.step_seconds / where.chips / where.chip.flops
     dollars = {"on_demand": cost(price.on_demand), "spot": cost(price.spot)}
-    return Offer(where, guess.step_seconds, mfu, days, dollars)
+    settings = " ".join(search.overrides(cfg, tried))
+    return Offer(where, guess.step_seconds, mfu, days, dollars, settings)
 
 
 def smallest(cfg: recipe.Run, chip: Chip) -> Slice | None:

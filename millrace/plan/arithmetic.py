@@ -37,8 +37,7 @@ class Estimate:
     temp_bytes: int
     matrix_seconds: float
     memory_seconds: float
-    traffic_seconds: float  # between chips, hidden or not
-    exposed_seconds: float  # of these, those that nothing hides
+    exposed_seconds: float  # of traffic between chips that nothing hides
 
     @property
     def step_seconds(self) -> float:
@@ -56,7 +55,7 @@ class Estimate:
 def estimate(cfg: recipe.Run, where: Slice) -> Estimate:
     if not cfg.model.vocab:
         raise UserError("model.vocab: expected the size of the vocabulary, since no data is read to plan")
-    sizes = build.mesh_sizes(cfg, where.devices)
+    sizes = build.mesh_sizes(cfg, where.devices, where.slices if where.chip.is_tpu else 1)
     there = held(cfg, sizes)
     flops = file("models", cfg.model).flops(cfg.model, cfg.data.sequence_length)
     local = Local.of(cfg, sizes)
@@ -75,7 +74,6 @@ def estimate(cfg: recipe.Run, where: Slice) -> Estimate:
         temp_bytes=local.temporaries(cfg, there.weights),
         matrix_seconds=matrix,
         memory_seconds=memory,
-        traffic_seconds=traffic,
         exposed_seconds=max(traffic - HIDDEN * busy, (1 - HIDDEN) * traffic),
     )
 

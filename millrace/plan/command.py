@@ -33,23 +33,32 @@ def run(
     for where in slices:
         one = plan(cfg, where, table[where.chip.name], fast=fast, save=save)
         found.append(one)
-        show.outcome(one, cfg, days)
+        show.outcome(one, cfg, days, own_prices=prices is not None)
     if out is not None:
         out.write_text(json.dumps([one.as_json() for one in found], indent=2) + "\n")
     return 0 if all(one.fits for one in found) else DOES_NOT_FIT
 
 
 def tune(
-    cfg: recipe.Run, name: str, *, fast: bool, write: Path | None, prices: Path | None, save: Path | None
+    cfg: recipe.Run,
+    name: str,
+    *,
+    fast: bool,
+    write: Path | None,
+    out: Path | None,
+    prices: Path | None,
+    save: Path | None,
 ) -> int:
     """Looks for the settings that make a step shortest on a slice, and writes the recipe with them."""
     where = parse(name)
     price = chips.prices(prices)[where.chip.name]
+    outcomes: dict[recipe.Run, Outcome] = {}
 
     def judge(tried: recipe.Run, folder: Path) -> float | None:
         settings = " ".join(search.overrides(cfg, tried)) or "as it is"
         try:
-            seconds = plan(tried, where, price, fast=fast, save=folder).step_seconds
+            outcomes[tried] = plan(tried, where, price, fast=fast, save=folder)
+            seconds = outcomes[tried].step_seconds
             verdict = f"{seconds:.3g} s a step" if seconds else "does not fit"
         except UserError as error:
             if tried.attention == cfg.attention:
@@ -59,8 +68,14 @@ def tune(
         return seconds
 
     with tempfile.TemporaryDirectory(prefix="millrace-plan-") as scratch:
-        best, _ = search.search(cfg, where, judge, save or Path(scratch), exact=fast)
-        show.outcome(plan(best, where, price, fast=True, save=None), best, MONTH)
+        try:
+            best, _ = search.search(cfg, where, judge, save or Path(scratch), exact=fast)
+        except search.NoneFits as error:
+            show.say(str(error))
+            return DOES_NOT_FIT
+    show.outcome(outcomes[best], best, MONTH, own_prices=prices is not None)
+    if out is not None:
+        out.write_text(json.dumps([outcomes[best].as_json()], indent=2) + "\n")
     show.say("the best settings: " + (" ".join(search.overrides(cfg, best)) or "those of the recipe"))
     if write is not None:
         write.write_text(config.to_yaml(best))
@@ -85,7 +100,8 @@ def recommend(
             cfg = dataclasses.replace(
                 cfg, schedule=dataclasses.replace(cfg.schedule, steps=f"{tokens} tokens")
             )
-        limits = [f"in {days:g} days"] * (days is not None) + [f"for ${budget:,.0f}"] * (budget is not None)
+        limits = [] if days is None else [f"in {days:g} days"]
+        limits += [] if budget is None else [f"for ${budget:,.0f}"]
         found = advise.offers(cfg, chips.prices(prices), days=days, budget=budget)
         show.offers(found, cfg, "".join(f" {limit}" for limit in limits))
         return 0 if found else DOES_NOT_FIT
@@ -133,6 +149,7 @@ def by_compiler(cfg: recipe.Run, where: Slice, price: chips.Price, folder: Path)
         parts=made.parts,
         hidden=made.hidden,
         doubts=made.doubts,
+        cycle_seconds=made.cycle_seconds,
         buffers=tuple(memory.largest(folder / "dump", cfg, made.mesh)),
         price=price,
         compile_seconds=made.seconds,

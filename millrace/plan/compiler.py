@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -55,7 +56,10 @@ class Compiled:
 
 def compile(cfg: recipe.Run, where: Slice, folder: Path) -> Compiled:
     """Compiles the step for a slice. What the compiler writes down lies in `folder` afterwards."""
-    folder.mkdir(parents=True, exist_ok=True)
+    if " " in str(folder):
+        raise UserError(f"--save: {folder}: expected a path without spaces, which the compiler cuts it at")
+    shutil.rmtree(folder, ignore_errors=True)  # what an earlier plan left says nothing of this one
+    folder.mkdir(parents=True)
     (folder / "recipe.yaml").write_text(config.to_yaml(cfg))
     (folder / "slice").write_text(where.name)
     flags = f"--xla_dump_to={folder / 'dump'} --xla_dump_hlo_as_text"
@@ -63,7 +67,7 @@ def compile(cfg: recipe.Run, where: Slice, folder: Path) -> Compiled:
     command = [sys.executable, "-m", "millrace.plan.compiler", str(folder)]
     with (folder / "log").open("wb") as log:
         code = subprocess.run(command, env=environment, stdout=log, stderr=log, check=False).returncode
-    if not (folder / "result.json").is_file():
+    if code or not (folder / "result.json").is_file():
         said = (folder / "log").read_text(errors="replace").strip().splitlines()
         why = next((line for line in reversed(said) if line.startswith("millrace: ")), None)
         if why is not None:
@@ -92,6 +96,8 @@ def compiled(cfg: recipe.Run, where: Slice, folder: Path) -> Compiled:
     from jax.experimental import topologies
 
     from millrace import build, module, programs, step
+    from millrace.data.stream import Dataset
+    from millrace.evaluate import vocabulary
     from millrace.fit import held
     from millrace.objective import Vocabulary, file, make_task
     from millrace.plan import program as instructions
@@ -106,7 +112,11 @@ def compiled(cfg: recipe.Run, where: Slice, folder: Path) -> Compiled:
             raise
         raise UserError('planning for TPUs takes their compiler: `pip install ".[tpu]"`') from None
     devices = build.make_mesh(cfg, topology.devices)
-    task = make_task(cfg, Vocabulary(cfg.model.vocab, pad=0, bos=1, eos=2, mask=3))
+    special, has_loss = Vocabulary(cfg.model.vocab, pad=0, bos=1, eos=2, mask=3), False
+    if (Path(cfg.data.path) / "index.json").is_file():  # then it is the program that `train` will want
+        dataset = Dataset.open(cfg.data.path, sequence_length=cfg.data.sequence_length)
+        special, has_loss = vocabulary(dataset), dataset.has_loss
+    task = make_task(cfg, special)
     family = file("models", task.model)
     with jax.set_mesh(devices):
         update = build.make_update(cfg, task)
@@ -123,7 +133,7 @@ def compiled(cfg: recipe.Run, where: Slice, folder: Path) -> Compiled:
         began = time.process_time()
         try:
             one = step.train_step(task, update, module.axes(family.Model, task.model))
-            traced = build.lowered(cfg, one, abstract, devices)
+            traced = build.lowered(cfg, one, abstract, devices, has_loss=has_loss)
             program: Any = programs.compiled(traced, devices, None, print)
             programs.save(traced, program, folder)
         except jax.errors.JaxRuntimeError as error:
@@ -164,7 +174,7 @@ def compiled(cfg: recipe.Run, where: Slice, folder: Path) -> Compiled:
             "other": time_.other,
         }
         | {f"{kind}, in the open": traffic.exposed for kind, traffic in time_.collectives.items()},
-        hidden={kind: one.seconds - one.exposed for kind, one in time_.collectives.items()},
+        hidden={kind: max(one.seconds - one.exposed, 0.0) for kind, one in time_.collectives.items()},
         cycle_seconds=time_.cycles,
         doubts=time_.doubts,
     )

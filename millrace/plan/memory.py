@@ -28,7 +28,9 @@ class Buffer:
 
 def largest(dump: Path, cfg: recipe.Run, mesh: dict[str, int], count: int = 6) -> list[Buffer]:
     """The largest buffers of a compiled step."""
-    lines = [line for file in reports(dump) for line in file.read_text().splitlines()]
+    # The first paragraph is the heap in HBM; arguments, and what lies beside the matrix units, come after it.
+    heaps = [file.read_text().partition("\n\n")[0] for file in reports(dump)]
+    lines = [line for heap in heaps for line in heap.splitlines()]
     found = [describe(match[1], cfg, mesh) for line in lines if (match := LINE.match(line))]
     groups = Counter((one.bytes, one.what) for one in found)
     first = {(one.bytes, one.what): one for one in reversed(found)}
@@ -36,12 +38,6 @@ def largest(dump: Path, cfg: recipe.Run, mesh: dict[str, int], count: int = 6) -
         replace(first[group], count=groups[group])
         for group in sorted(groups, key=lambda one: -one[0])[:count]
     ]
-
-
-def total(dump: Path) -> int | None:
-    """Bytes of all that the program takes, arguments included; known even where it does not fit."""
-    found = [re.findall(r"Total bytes: (\d+)", file.read_text()) for file in reports(dump)]
-    return max((int(size) for sizes in found for size in sizes), default=None)
 
 
 def reports(dump: Path) -> list[Path]:

@@ -32,6 +32,7 @@ class Outcome:
     parts: dict[str, float] = field(default_factory=dict)  # seconds of a step, by what they are spent on
     hidden: dict[str, float] = field(default_factory=dict)  # seconds of traffic that go on beside them
     doubts: tuple[str, ...] = ()  # about these seconds
+    cycle_seconds: float | None = None  # by the compiler's own estimate, which leaves out kernels and traffic
     buffers: tuple[Buffer, ...] = ()
     price: Price = Price()
     compile_seconds: float | None = None
@@ -79,6 +80,7 @@ class Outcome:
             "seconds_by_part": self.parts,
             "hidden_seconds": self.hidden,
             "doubts": self.doubts,
+            "cycle_seconds": self.cycle_seconds,
             "tokens_per_second_per_chip": self.tokens_per_second_per_chip,
             "mfu": self.mfu,
             "tokens": self.tokens,

@@ -17,6 +17,11 @@ ROOM = 1.15  # times the memory that a candidate may take by arithmetic, which i
 SPLITS = (1, 2, 4, 8, 16, 32, 64)
 TILES = (1024, 2048)  # sides of the tiles of attention that the compiler is asked about beside the usual 512
 
+
+class NoneFits(UserError):
+    """No settings make a recipe fit a slice."""
+
+
 Remat = Literal["none", "dots", "full"]
 Judge = Callable[[recipe.Run, Path], float | None]  # seconds of a step, or None if it does not fit
 
@@ -28,26 +33,40 @@ def search(
     what the compiler writes down in a folder; with `exact` arithmetic has the last word, not a compiler."""
     found = sorted(candidates(cfg, where, 1.0 if exact else ROOM), key=lambda one: one[0])
     if not found:
-        raise UserError(
+        raise NoneFits(
             f"plan: no mesh, remat and batch.accumulate make the recipe fit {where.name}; "
             "take a larger slice, or --slice alone to see what fills it"
         )
     best: tuple[recipe.Run, float] | None = None
-    asked = 0
-    for number, (_, tried) in enumerate(found):
-        seconds = judge(tried, folder / str(number))
-        asked += seconds is not None
-        if seconds is not None and (best is None or seconds < best[1]):
+    asked = tried_all = 0
+    while found and asked < ASKED:
+        _, tried = found.pop(0)
+        seconds = judge(tried, folder / str(tried_all))
+        tried_all += 1
+        if seconds is None:  # perhaps in more parts
+            found += finer(tried, where)
+            found.sort(key=lambda one: one[0])
+            continue
+        asked += 1
+        if best is None or seconds < best[1]:
             best = tried, seconds
-        if asked == ASKED:
-            break
     if best is None:
-        raise UserError(f"plan: the compiler refused all {len(found)} settings that arithmetic let pass")
-    for number, tried in enumerate([] if exact else tiled(best[0])):
+        raise NoneFits(f"plan: the compiler refused all {tried_all} settings that arithmetic let pass")
+    for number, tried in enumerate([] if exact or not where.chip.is_tpu else tiled(best[0])):
         seconds = judge(tried, folder / f"tiles-{number}")
         if seconds is not None and seconds < best[1]:
             best = tried, seconds
     return best
+
+
+def finer(cfg: recipe.Run, where: Slice) -> list[tuple[float, recipe.Run]]:
+    """The same settings with the batch in the next larger number of parts, if there is one."""
+    over = int(cfg.mesh.data) * int(cfg.mesh.fsdp)
+    parts = next((parts for parts in parts_of(cfg, over) if parts > cfg.batch.accumulate), None)
+    if parts is None:
+        return []
+    tried = dataclasses.replace(cfg, batch=dataclasses.replace(cfg.batch, accumulate=parts))
+    return [(arithmetic.estimate(tried, where).step_seconds, tried)]
 
 
 def candidates(cfg: recipe.Run, where: Slice, room: float = ROOM) -> Iterator[tuple[float, recipe.Run]]:
@@ -59,7 +78,9 @@ def candidates(cfg: recipe.Run, where: Slice, room: float = ROOM) -> Iterator[tu
     remats: tuple[Remat, ...] = ("none", "dots", "full")
     for tensor, context, remat in itertools.product(SPLITS, SPLITS, remats):
         over, rest = divmod(where.devices, tensor * context * where.slices)
-        if rest or not over or cfg.model.heads % tensor or cfg.data.sequence_length % (128 * context):
+        if rest or not over or cfg.model.heads % tensor:
+            continue
+        if context > 1 and cfg.data.sequence_length % (128 * context):
             continue
         mesh = recipe.Mesh(data=where.slices, fsdp=over, tensor=tensor, context=context)
         memory = dataclasses.replace(cfg.memory, remat=remat)

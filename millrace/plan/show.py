@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from rich.console import Console
 
 from millrace import recipe
-from millrace.plan import advise, arithmetic
+from millrace.plan import advise, arithmetic, search
 from millrace.plan import outcome as outcomes
 from millrace.plan.chips import PRICES_DATE, TPUS, Range
 from millrace.plan.outcome import Outcome, tokens_of
@@ -16,10 +16,10 @@ GIB = 2**30
 SHOWN = 12  # offers
 
 
-def outcome(one: Outcome, cfg: recipe.Run, days: float) -> None:
+def outcome(one: Outcome, cfg: recipe.Run, days: float, *, own_prices: bool = False) -> None:
     """`days` are what a wish that cannot be fulfilled is measured by."""
     console = Console(highlight=False, soft_wrap=True)
-    for line in lines(one, cfg, days):
+    for line in lines(one, cfg, days, own_prices=own_prices):
         console.print(line)
 
 
@@ -37,6 +37,7 @@ def offers(found: list[advise.Offer], cfg: recipe.Run, wish: str) -> None:
         costs = [f"{money(cost)} {name}" for name, cost in named(one.dollars) if cost is not None]
         told = " or ".join(costs) or "price not known"
         console.print(f"  {one.where.name:<12} {time(one.days):>12}   MFU {one.mfu:.0%}   {told}")
+        console.print(f"  {'':<12} with {one.settings or 'the settings of the recipe'}", style="dim")
     if len(found) > SHOWN:
         console.print(f"  and {len(found) - SHOWN} more")
 
@@ -46,7 +47,7 @@ def optimal(where: Slice, days: float) -> None:
     console.print(best(where, days))
 
 
-def lines(one: Outcome, cfg: recipe.Run, days: float) -> Iterator[str]:
+def lines(one: Outcome, cfg: recipe.Run, days: float, *, own_prices: bool = False) -> Iterator[str]:
     where, chip = one.where, one.where.chip
     split = " x ".join(f"{axis} {size}" for axis, size in one.mesh.items() if size > 1) or "one device"
     chips = f"{where.chips} chip{'s' * (where.chips > 1)} of {chip.name}"
@@ -57,7 +58,8 @@ def lines(one: Outcome, cfg: recipe.Run, days: float) -> Iterator[str]:
     yield f"  {verdict}: {about}{gib(one.hbm_bytes)} of {gib(chip.usable)} a chip, by {by(one)}"
     yield f"    {gib(one.weight_bytes):>10}  weights, {one.parameters / 1e9:,.2f}B parameters in float32"
     yield f"    {gib(one.optimizer_bytes):>10}  optimizer ({cfg.optimizer.use})"
-    yield f"    {gib(one.temp_bytes):>10}  gradients, activations and all else a step needs"
+    rest = one.hbm_bytes - one.argument_bytes
+    yield f"    {gib(rest):>10}  gradients, activations and all else a step needs"
     if one.buffers:
         yield "    the largest of these, which take turns in the same memory:"
         for buffer in one.buffers:
@@ -75,15 +77,19 @@ def lines(one: Outcome, cfg: recipe.Run, days: float) -> Iterator[str]:
         f"{rate * where.chips:,.0f} tokens/s, {rate:,.0f} a chip, MFU {one.mfu:.1%}"
     )
     for what, seconds in one.parts.items():
-        if seconds >= 0.0005 * one.step_seconds:
+        if seconds >= max(0.0005 * one.step_seconds, 0.0005):
             yield f"    {seconds:>8.3f} s  {what}"
     if beside := [f"{kind} {seconds:.3f} s" for kind, seconds in one.hidden.items() if seconds > 0.0005]:
         yield f"    hidden behind these: {', '.join(beside)}"
+    if one.cycle_seconds:
+        cycles = f"{one.cycle_seconds:.3g} s by the compiler's own cycles"
+        yield f"    for comparison: {cycles}, without attention kernels and traffic"
     for doubt in one.doubts:
-        yield f"    not counted: {escape(doubt)}"
+        yield f"    not certain: {escape(doubt)}"
     costs = [f"{money(cost)} {name}" for name, cost in named(one.dollars) if cost is not None]
-    told = " or ".join(costs) if costs else "prices of this chip are not known (--prices FILE)"
-    yield f"  {count(one.tokens)} tokens: {time(one.days)}, {told} (prices of {PRICES_DATE})"
+    when = "your prices" if own_prices else f"prices of {PRICES_DATE}"
+    told = f"{' or '.join(costs)} ({when})" if costs else "prices of this chip are not known (--prices FILE)"
+    yield f"  {count(one.tokens)} tokens: {time(one.days)}, {told}"
     yield ""
 
 
@@ -118,10 +124,10 @@ def refusal(one: Outcome, cfg: recipe.Run, days: float) -> Iterator[str]:
 
 def best(where: Slice, days: float) -> str:
     found = advise.optimal(where, days)
-    bound = ", bounded by its memory" if found.by_memory else ""
+    why = "the largest model its memory holds" if found.by_memory else "the best for that much compute"
     return (
         f"in {days:g} days {where.name} can train {count(found.parameters)} parameters on "
-        f"{count(found.tokens)} tokens, which is best for that much compute{bound}"
+        f"{count(found.tokens)} tokens, {why}"
     )
 
 
@@ -137,10 +143,11 @@ def advice(one: Outcome, cfg: recipe.Run) -> str:
     keys = []
     if cfg.memory.remat != "full":
         keys.append("memory.remat=full")
-    if cfg.batch.sequences // cfg.batch.accumulate > one.mesh["data"] * one.mesh["fsdp"]:
-        keys.append(f"batch.accumulate={2 * cfg.batch.accumulate}")
-    keys.append("mesh.tensor=2" if one.mesh["tensor"] == 1 else "mesh.context=2")
-    return f"it is {factor:.2f} times what there is: try {', then '.join(keys)}, or a larger slice"
+    parts = search.parts_of(cfg, one.mesh["data"] * one.mesh["fsdp"])
+    if (more := next((count for count in parts if count > cfg.batch.accumulate), None)) is not None:
+        keys.append(f"batch.accumulate={more}")
+    keys.append("--search, which tries meshes")
+    return f"it is {factor:.2f} times what there is: try {', then '.join(keys)}, or take a larger slice"
 
 
 def by(one: Outcome) -> str:
