@@ -59,7 +59,12 @@ def lines(one: Outcome, cfg: recipe.Run, days: float, *, own_prices: bool = Fals
     yield f"    {gib(one.weight_bytes):>10}  weights, {one.parameters / 1e9:,.2f}B parameters in float32"
     yield f"    {gib(one.optimizer_bytes):>10}  optimizer ({cfg.optimizer.use})"
     rest = one.hbm_bytes - one.argument_bytes
-    yield f"    {gib(rest):>10}  gradients, activations and all else a step needs"
+    summed = cfg.batch.accumulate > 1
+    gradients = min(rest, one.weight_bytes * (2 if summed else 1))
+    yield f"    {gib(gradients):>10}  gradients in float32" + (
+        ", and their sums over parts" if summed else ""
+    )
+    yield f"    {gib(rest - gradients):>10}  activations and all else a step needs"
     if one.buffers:
         yield "    the largest of these, which take turns in the same memory:"
         for buffer in one.buffers:
