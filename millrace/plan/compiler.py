@@ -58,8 +58,11 @@ def compile(cfg: recipe.Run, where: Slice, folder: Path) -> Compiled:
     """Compiles the step for a slice. What the compiler writes down lies in `folder` afterwards."""
     if " " in str(folder):
         raise UserError(f"--save: {folder}: expected a path without spaces, which the compiler cuts it at")
-    shutil.rmtree(folder, ignore_errors=True)  # what an earlier plan left says nothing of this one
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    # What an earlier plan left says nothing of this one.
+    shutil.rmtree(folder / "dump", ignore_errors=True)
+    for old in (folder / "result.json", *folder.glob("*.program")):
+        old.unlink(missing_ok=True)
     (folder / "recipe.yaml").write_text(config.to_yaml(cfg))
     (folder / "slice").write_text(where.name)
     flags = f"--xla_dump_to={folder / 'dump'} --xla_dump_hlo_as_text"
