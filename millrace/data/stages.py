@@ -79,7 +79,8 @@ class Stages:
     def lacks_text(self, name: str) -> bool:
         """Whether documents were not written down when they were read, and are now to be."""
         stage = self.stages.get(name, {})
-        return name == "normalize" and "seconds" in stage and not stage["written"] and self.writes_text()
+        unwritten = "seconds" in stage and not stage.get("written")
+        return name == "normalize" and unwritten and self.writes_text()
 
     def writes_text(self) -> bool:
         """Whether documents are written down before they are packed: on wish, where a tokenizer learns from
