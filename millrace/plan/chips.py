@@ -11,7 +11,7 @@ import yaml
 
 from millrace.errors import UserError
 
-DATE = "2026-11-15"  # when the numbers were checked against their sources
+# All numbers were checked against their sources on 2026-11-15.
 PRICES_DATE = "2026-08-22"  # of the catalogue that the prices are from
 
 MIB, GIB = 2**20, 2**30

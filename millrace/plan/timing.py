@@ -86,15 +86,6 @@ class Traffic:
     exposed: float
 
 
-@dataclass(frozen=True)
-class Item:
-    """What one operation of the model costs in a step, its instructions and trips added up."""
-
-    name: str
-    kind: str
-    seconds: float
-
-
 @dataclass(frozen=True, kw_only=True)
 class Breakdown:
     """A step of one device. The seconds of `matrix`, `memory`, `pallas` and `other` and what is exposed of
@@ -109,7 +100,6 @@ class Breakdown:
     matrix_flops: float  # products of the program, recomputation included
     kernel_flops: float  # and of its Pallas kernels
     cycles: float  # seconds by the compiler's own estimate, which leaves out kernels and collectives
-    items: tuple[Item, ...]  # the longest first
     doubts: tuple[str, ...]  # what could not be read or counted
 
 
@@ -122,14 +112,11 @@ def step(program: Program, rates: Rates) -> Breakdown:
     walk.run(program.computations[program.entry], Scope())
     spent, flops = walk.amounts, walk.amounts["flops", "matrix", ""]
     kinds: dict[str, float] = defaultdict(float)
-    items: dict[tuple[str, str], float] = defaultdict(float)
-    for (what, kind, name), seconds in spent.items():
+    for (what, kind, _), seconds in spent.items():
         if what == "core":
             kinds[kind] += seconds
-            items[name, kind] += seconds
     total, least = sum(kinds.values()), (flops + spent["flops", "pallas", ""]) / rates.flops
     assert total >= least * (1 - 1e-9), f"{total} s for products that take {least} s at the chip's peak"
-    longest = sorted(items.items(), key=lambda item: -item[1])
     unread = [f"{len(program.unread)} lines could not be read: {line[:80]}" for line in program.unread[:1]]
     return Breakdown(
         seconds=total,
@@ -145,7 +132,6 @@ def step(program: Program, rates: Rates) -> Breakdown:
         matrix_flops=flops,
         kernel_flops=spent["flops", "pallas", ""],
         cycles=spent["cycles", "", ""],
-        items=tuple(Item(name, kind, seconds) for (name, kind), seconds in longest if seconds),
         doubts=(*unread, *dict.fromkeys(walk.doubts)),
     )
 
