@@ -54,6 +54,24 @@ def test_the_time_is_never_less_than_the_products_take_at_the_peak() -> None:
         assert found.step_seconds > least
 
 
+def test_traffic_between_chips_takes_the_time_that_its_bytes_do() -> None:
+    """Weights are gathered twice in bf16 and gradients summed in float32, over four fifths of six links."""
+    where = slices.parse("v5p-32")
+    cfg = recipe.load("recipes/llama3-8b.yaml", [*ONE_A_CHIP, "data.sequence_length=512"])
+    found = arithmetic.estimate(cfg, where)
+    busy = found.matrix_seconds + found.memory_seconds
+    traffic = 8_030_261_248 * (2 + 2 + 4) * 15 / 16 / (0.8 * 600e9)
+    assert found.exposed_seconds == pytest.approx(max(traffic - 0.9 * busy, 0.1 * traffic), rel=1e-3)
+    two = recipe.load("recipes/llama3-8b.yaml", ["mesh.data=2", "batch.sequences=512", "batch.accumulate=1"])
+    alone, joined = (
+        arithmetic.traffic_seconds(
+            two, slices.parse(name), dict(data=2, fsdp=256, tensor=1, context=1), 2**33
+        )
+        for name in ("v5p-1024", "2xv5p-512")
+    )
+    assert joined - alone == pytest.approx(2 * 4 * 2**33 / 256 / 6.25e9)
+
+
 def test_what_is_kept_of_layers_grows_from_full_to_none() -> None:
     where = slices.parse("v5p-32")
     sizes = [
@@ -125,6 +143,10 @@ def test_slices_are_recommended_within_days_and_dollars(capsys: pytest.CaptureFi
     assert [cost[0] for cost in costs if cost] == sorted(cost[0] for cost in costs if cost)
     tighter = advise.offers(cfg, chips.prices(), days=1, budget=700)
     assert {one.where.name for one in tighter} < {one.where.name for one in found}
+    for one in found:  # for the money at the lowest price on demand, or at the highest of spot
+        demand, spot = one.dollars["on_demand"], one.dollars["spot"]
+        assert demand and demand[0] <= 700 or spot and spot[1] <= 700
+    assert any(demand and demand[0] > 700 for demand in costs)
     words = ["--recommend", "--tokens", "20B", "--days", "30", "--budget", "5000"]
     code, said = plan(capsys, "recipes/llama3-8b.yaml", *words)
     assert code == 0 and said.startswith("20B tokens in 30 days for $5,000") and "v6e-" in said

@@ -54,6 +54,30 @@ def test_a_file_that_is_damaged_is_told_and_the_step_compiled(kept: Path) -> Non
     assert f"{file} cannot be loaded" in said and len(losses) == 12
 
 
+def test_a_step_of_another_version_of_jax_is_another_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    lowered = jax.jit(lambda x: x + 1).lower(1.0)
+    here = programs.name(lowered)
+    monkeypatch.setattr(jax, "__version__", "0.0.1")
+    assert programs.name(lowered) != here
+
+
+@pytest.mark.parametrize(
+    "platform, elsewhere, kept",
+    [("tpu", None, "run/compiled"), ("gpu", "mine", "mine"), ("cpu", None, None)],
+)
+def test_what_a_run_compiles_is_kept_in_its_folder(
+    monkeypatch: pytest.MonkeyPatch, platform: str, elsewhere: str | None, kept: str | None
+) -> None:
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
+    before = jax.config.jax_compilation_cache_dir
+    try:
+        jax.config.update("jax_compilation_cache_dir", elsewhere)
+        programs.keep_compiled("run")
+        assert jax.config.jax_compilation_cache_dir == kept
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+
+
 def test_a_folder_that_is_not_there_is_told(kept: Path) -> None:
     command = [
         sys.executable,
