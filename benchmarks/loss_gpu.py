@@ -1,5 +1,5 @@
-"""Time and extra memory of the head and its loss, forward and backward, on one GPU: cut cross entropy at
-several chunk sizes, full logits in JAX, torch eager and torch.compile, in one run. The default shape is
+"""Time and extra memory of the head and its loss, forward and backward, on one GPU: cut cross entropy by tokens
+and by the vocabulary, full logits in JAX, torch eager and torch.compile, in one run. The default shape is
 Gemma 2 2B's. From the repository's root: python -m benchmarks.loss_gpu"""
 
 import argparse
@@ -87,7 +87,8 @@ def jax_rows(tokens: int, embed: int, vocab: int, unembed_dtype: str) -> list[Ro
     import jax
     import jax.numpy as jnp
 
-    from millrace.kernels.cut_cross_entropy import Stats, cut
+    from millrace.kernels.cut_cross_entropy import cut
+    from millrace.kernels.head import Stats
 
     device = jax.devices()[0].device_kind
     print(f"{device}, jax {jax.__version__}: {tokens} tokens, {embed} wide, vocabulary {vocab}")
@@ -106,8 +107,10 @@ def jax_rows(tokens: int, embed: int, vocab: int, unembed_dtype: str) -> list[Ro
         target = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
         return (weights * (jax.nn.logsumexp(logits, axis=-1) - target)).sum()
 
-    def chunked(chunk: int | str) -> Callable[..., Any]:
-        return lambda *arrays: cut(cross_entropy, *arrays, chunk=chunk).loss
+    def by(split: str, chunk: int | str) -> Row:
+        return row(
+            f"by {split}, {chunk}", lambda *arrays: cut(cross_entropy, *arrays, split=split, chunk=chunk).loss
+        )
 
     arrays = hidden, unembed, targets, weights
     truth: Any = None
@@ -124,9 +127,9 @@ def jax_rows(tokens: int, embed: int, vocab: int, unembed_dtype: str) -> list[Ro
         extra = memory.temp_size_in_bytes / 2**20
         return dict(name=name, ms=ms, extra_mib=extra, loss=float(value), apart=apart)
 
-    rows = [row("JAX full logits", full), row("cut, chunk auto", chunked("auto"))]
-    sizes = [size for size in (512, 1024, 2048, 4096) if size < tokens]
-    return rows + [row(f"cut, chunk {size}", chunked(size)) for size in sizes]
+    rows = [row("JAX full logits", full)]
+    rows += [by("tokens", size) for size in ("auto", 512, 2048, 4096)]
+    return rows + [by("vocabulary", size) for size in ("auto", 4096, 8192)]
 
 
 def relative(one: Any, other: Any) -> float:
@@ -155,13 +158,13 @@ def median_ms(step: Callable[[], Any]) -> float:
 
 def report(rows: list[Row]) -> None:
     """Extra memory is what is needed beyond the inputs and the two gradients."""
-    ours = next(row for row in rows if row["name"] == "cut, chunk auto")
-    print(f"{'':18}{'ms':>9}{'extra MiB':>11}{'loss':>9}{'time/ours':>11}{'memory/ours':>13}  gradients off")
+    ours = next(row for row in rows if row["name"] == "by tokens, auto")
+    print(f"{'':22}{'ms':>9}{'extra MiB':>11}{'loss':>9}{'time/ours':>11}{'memory/ours':>13}  gradients off")
     for row in rows:
         ratios = row["ms"] / ours["ms"], row["extra_mib"] / ours["extra_mib"]
         apart = f"{row['apart']:.1e}" if "apart" in row else ""
         print(
-            f"{row['name']:18}{row['ms']:9.1f}{row['extra_mib']:11.0f}{row['loss']:9.4f}"
+            f"{row['name']:22}{row['ms']:9.1f}{row['extra_mib']:11.0f}{row['loss']:9.4f}"
             f"{ratios[0]:11.2f}{ratios[1]:13.2f}  {apart}"
         )
 

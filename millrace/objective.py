@@ -7,7 +7,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from millrace.execution import Execution, default_unroll
-from millrace.kernels.cut_cross_entropy import Totals, bind, cut
+from millrace.kernels.cut_cross_entropy import bind, cut
+from millrace.kernels.head import Totals
 from millrace.module import Array, module
 
 
@@ -79,7 +80,8 @@ def token_loss(task: Task, model: Any, examples: Examples) -> Totals:
     cfg = task.loss
     per_token = bind(file("losses", cfg).per_token, cfg)
     targets, weights = examples.targets, examples.weights
-    return cut(per_token, hidden, model.unembed, targets, weights, soft_cap=cfg.soft_cap, chunk=cfg.chunk)
+    how = dict(soft_cap=cfg.soft_cap, split=cfg.split, chunk=cfg.chunk, filter=cfg.filter)
+    return cut(per_token, hidden, model.unembed, targets, weights, **how)
 
 
 def seen(task: Task, batch: Batch) -> tuple[Array | None, Array]:

@@ -45,12 +45,16 @@ class Data:
 class Loss:
     z_loss: float = 0.0
     soft_cap: float | None = None
-    chunk: int | str = "auto"  # tokens whose logits are held at a time
+    split: Literal["auto", "tokens", "vocabulary", "kernel"] = "auto"  # how the logits are made in parts
+    chunk: int | str = "auto"  # tokens, or rows of the vocabulary, whose logits are held at a time
+    filter: float = 0.0  # gradients of probabilities below may be skipped, where a kernel can: 2.4e-4
 
     def __post_init__(self) -> None:
         at_least(0, self, "z_loss")
+        if not 0 <= self.filter < 1:
+            raise ValueError("filter: expected a probability from 0 up to, but not including, 1")
         if self.chunk != "auto" and not (isinstance(self.chunk, int) and self.chunk > 0):
-            raise ValueError("chunk: expected auto or a number of tokens")
+            raise ValueError("chunk: expected auto, or a number of tokens or rows")
         if self.soft_cap is not None and self.soft_cap <= 0:
             raise ValueError("soft_cap: expected a number above 0, or null for none")
 

@@ -17,7 +17,9 @@ import torch
 
 import millrace.losses
 from millrace import mesh
-from millrace.kernels.cut_cross_entropy import PerToken, Stats, bind, cut
+from millrace.kernels.cut_cross_entropy import bind
+from millrace.kernels.cut_cross_entropy import cut as cut_by
+from millrace.kernels.head import PerToken, Stats, Totals
 from millrace.losses import cross_entropy, focal
 
 LOSSES = [module.name for module in pkgutil.iter_modules(millrace.losses.__path__)]
@@ -25,6 +27,19 @@ SHAPES = [(256, 512, 128), (252, 507, 128), (252, 507, 123)]
 # A loss that depends on all three statistics.
 SMOOTHED = bind(cross_entropy.per_token, SimpleNamespace(label_smoothing=0.1, z_loss=1e-3))
 PLAIN_CE = bind(cross_entropy.per_token, SimpleNamespace(label_smoothing=0.0, z_loss=0.0))
+
+
+WAY = "tokens"  # the tests of this file go through all of it by tokens and by the vocabulary
+
+
+@pytest.fixture(params=["tokens", "vocabulary"], autouse=True)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setitem(globals(), "WAY", request.param)
+    return request.param
+
+
+def cut(*arguments: Any, **options: Any) -> Totals:
+    return cut_by(*arguments, **{"split": WAY} | options)
 
 
 @dataclass(frozen=True)
@@ -139,10 +154,11 @@ def test_cut_is_no_further_from_the_truth_than_full_logits(
 
 @functools.cache
 def in_one_piece(tokens: int, vocab: int, embed: int, rows: int) -> tuple[Any, Any, Any]:
-    return with_cut(SMOOTHED, problem(tokens, vocab, embed, rows=rows), soft_cap=20.0)
+    return with_cut(SMOOTHED, problem(tokens, vocab, embed, rows=rows), soft_cap=20.0, split="tokens")
 
 
-# 252 tokens make 23 chunks and 1 token of padding, 5 and 3, 4 and none, and 1 chunk.
+# 252 tokens make 23 chunks and 1 token of padding, 5 and 3, 4 and none, and 1 chunk; the 507 rows of the
+# vocabulary 47 and 10, 13 and none, 9 and 6, and 1 chunk.
 @pytest.mark.parametrize("chunk", [11, 53, 63, 1000])
 def test_chunk_size_does_not_change_the_result(chunk: int) -> None:
     chunked = with_cut(SMOOTHED, problem(252, 507, 123), soft_cap=20.0, chunk=chunk)
@@ -157,11 +173,15 @@ def test_evaluation_gives_the_totals_that_training_does(chunk: int | str) -> Non
     assert_same([totals.nll], in_float64(p)[:1])
 
 
-def test_logits_are_computed_once_and_gradients_only_when_asked_for() -> None:
+def test_logits_are_computed_once_a_pass_and_gradients_only_when_asked_for(way: str) -> None:
     p = problem()
     loss = lambda *arrays: cut(SMOOTHED, *arrays, chunk=64).loss
+    products = {"tokens": 3, "vocabulary": 4}[way]
     assert str(jax.make_jaxpr(loss)(*p.arrays)).count("dot_general[") == 1
-    assert str(jax.make_jaxpr(jax.value_and_grad(loss, argnums=(0, 1)))(*p.arrays)).count("dot_general[") == 3
+    assert (
+        str(jax.make_jaxpr(jax.value_and_grad(loss, argnums=(0, 1)))(*p.arrays)).count("dot_general[")
+        == products
+    )
 
 
 def test_label_smoothing_is_that_of_torch() -> None:
@@ -309,7 +329,7 @@ def test_chunks_need_a_fraction_of_the_memory_of_full_logits() -> None:
     assert chunked < full / 4
 
 
-def test_automatic_chunks_keep_the_largest_array_within_a_gibibyte() -> None:
+def test_automatic_chunks_keep_the_largest_array_within_a_gibibyte(way: str) -> None:
     arguments = (
         jax.ShapeDtypeStruct((2, 4096, 16), jnp.bfloat16),
         jax.ShapeDtypeStruct((256_000, 16), jnp.bfloat16),
@@ -319,7 +339,7 @@ def test_automatic_chunks_keep_the_largest_array_within_a_gibibyte() -> None:
     step = jax.value_and_grad(lambda *arrays: cut(PLAIN_CE, *arrays).loss, argnums=(0, 1))
     shapes = re.findall(r"f32\[([\d,]+)\]", str(jax.make_jaxpr(step)(*arguments)))
     largest = max(math.prod(map(int, shape.split(","))) for shape in shapes)
-    assert largest == 1024 * 256_000
+    assert largest == {"tokens": 1024 * 256_000, "vocabulary": 8192 * 2048}[way]
 
 
 @pytest.mark.parametrize(

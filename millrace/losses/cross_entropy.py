@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from millrace.kernels.cut_cross_entropy import Stats
+from millrace.kernels.head import Stats
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from millrace.kernels.cut_cross_entropy import Stats
+from millrace.kernels.head import Stats
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,98 @@
+"""What every way to cut the head and its loss works with: the statistics of a token's logits, and how a part
+of the logits adds to them and to the gradients."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+Array = jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Stats:
+    """All that a loss may know of a token's logits: their logsumexp, the target's logit and their mean."""
+
+    lse: Array
+    target: Array
+    mean: Array
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Totals:
+    """Sums over tokens of weight x loss and of weight x negative log likelihood. `nll` is for reading
+    only: no gradient flows through it."""
+
+    loss: Array
+    nll: Array
+
+
+PerToken = Callable[[Stats], Array]
+
+
+@dataclass(frozen=True)
+class Head:
+    per_token: PerToken
+    soft_cap: float | None = None
+    chunk: int | str = "auto"  # tokens or rows of the vocabulary at a time
+    filter: float = 0.0  # probabilities below may be left out of the gradients
+
+
+@dataclass(frozen=True)
+class Split:
+    """The mesh axes over which tokens and vocabulary are split here, and those over which the width of
+    `unembed` is. Empty on one device."""
+
+    tokens: tuple[str, ...] = ()
+    vocab: tuple[str, ...] = ()
+    width: tuple[str, ...] = ()
+
+    @property
+    def rest(self) -> tuple[str, ...]:
+        """The axes of the tokens over which the gradient of `unembed` is to be summed whole."""
+        return tuple(axis for axis in self.tokens if axis not in self.width)
+
+
+def logits(head: Head, x: Array, unembed: Array) -> Array:
+    product = jnp.einsum("cd,vd->cv", x, unembed, preferred_element_type=jnp.float32)
+    return product if head.soft_cap is None else head.soft_cap * jnp.tanh(product / head.soft_cap)
+
+
+def is_target(scores: Array, targets: Array, first: Any) -> Array:
+    """Where the target is among logits [c v] whose first column has the number `first`. A comparison the
+    compiler fuses into its users: neither a one-hot matrix nor a scatter is stored."""
+    return lax.broadcasted_iota(jnp.int32, scores.shape, 1) + first == targets[:, None]
+
+
+def d_logits(head: Head, scores: Array, hit: Array, stats: Stats, d_stats: Stats, vocab: int) -> Array:
+    gradient = (
+        d_stats.lse[:, None] * jnp.exp(scores - stats.lse[:, None])
+        + jnp.where(hit, d_stats.target[:, None], 0)
+        + d_stats.mean[:, None] / vocab
+    )
+    return gradient if head.soft_cap is None else gradient * (1 - (scores / head.soft_cap) ** 2)
+
+
+def add(totals: Totals, stats: Stats, losses: Array, weights: Array) -> Totals:
+    return Totals(
+        loss=totals.loss + (weights * losses).sum(),
+        nll=totals.nll + (weights * (stats.lse - stats.target)).sum(),
+    )
+
+
+def zero() -> Totals:
+    return Totals(loss=jnp.zeros((), jnp.float32), nll=jnp.zeros((), jnp.float32))
+
+
+def first_column(columns: int, split: Split) -> Any:
+    """The number of this device's first column among all of the vocabulary."""
+    return lax.axis_index(split.vocab) * columns if split.vocab else 0
+
+
+def psum(x: Any, axes: tuple[str, ...]) -> Any:
+    return lax.psum(x, axes) if axes else x

@@ -1,0 +1,27 @@
+"""What a compiler says against a program, before anything depends on it."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+
+
+def complaint(platform: str, function: Callable[..., Any], *arguments: Any) -> str | None:
+    """What the compiler of `platform` says against `function` of these arguments, given as shapes, or None if
+    it takes it."""
+
+    def trial() -> str | None:
+        try:
+            traced = jax.jit(function).trace(*arguments)
+            if platform == jax.default_backend():
+                traced.lower().compile()
+            else:  # compiling for a slice that is not attached: as far as we get without one
+                traced.lower(lowering_platforms=(platform,))
+        except Exception as error:  # compilers raise errors of every kind
+            return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+        return None
+
+    # In a thread of its own: the caller's trace and mesh, which belong to its thread, stay out of it.
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(trial).result()

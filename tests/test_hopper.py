@@ -1,0 +1,165 @@
+"""The kernels for Hopper GPUs, as far as a CPU can tell: that they are lowered for one, and that what lies
+between them is right, with plain JAX in the place of each. On a GPU: python -m benchmarks.loss_gpu"""
+
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from millrace.errors import UserError
+from millrace.kernels import cut_hopper, cut_tokens
+from millrace.kernels.cut_cross_entropy import bind, cut
+from millrace.kernels.cut_hopper import TOKENS, VOCAB, Work
+from millrace.kernels.head import Head, Split
+from millrace.losses import cross_entropy
+
+PLAIN = bind(cross_entropy.per_token, SimpleNamespace(label_smoothing=0.0, z_loss=1e-3))
+SMOOTHED = bind(cross_entropy.per_token, SimpleNamespace(label_smoothing=0.1, z_loss=0.0))
+
+
+def arrays(tokens: int = 512, vocab: int = 2048, width: int = 256, dtype: Any = jnp.float32) -> list[Any]:
+    keys = jax.random.split(jax.random.key(0), 4)
+    return [
+        jax.random.normal(keys[0], (1, tokens, width)).astype(dtype),
+        (0.3 * jax.random.normal(keys[1], (vocab, width))).astype(dtype),
+        jax.random.randint(keys[2], (1, tokens), 0, vocab),
+        jnp.where(jax.random.uniform(keys[3], (1, tokens)) < 0.2, 0.0, 1.0),
+    ]
+
+
+def tile(x: Any, w: Any, number: Any, cap: float | None) -> Any:
+    i, j = number % (len(x) // TOKENS), number // (len(x) // TOKENS)
+    rows, words = (
+        jax.lax.dynamic_slice_in_dim(x, i * TOKENS, TOKENS),
+        jax.lax.dynamic_slice_in_dim(w, j * VOCAB, VOCAB),
+    )
+    return i, j, cut_hopper._capped(rows @ words.T, cap)
+
+
+@pytest.fixture
+def plain(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Each kernel as its docstring has it. Slots that are not used hold what must never be read. The list
+    counts the tiles that are made again."""
+    made: list[int] = []
+
+    def logsumexp(x: Any, w: Any, cap: Any) -> Any:
+        scores = cut_hopper._capped(x @ w.T, cap).reshape(len(x), -1, VOCAB)
+        return scores.max(2).T, jax.nn.logsumexp(scores, axis=2).T
+
+    def d_logits(x: Any, w: Any, rows: Any, work: Work, cap: Any) -> Any:
+        jax.debug.callback(lambda used: made.append(int(used)), work.used)
+        out = jnp.full((len(work.tiles), TOKENS, VOCAB), jnp.nan)
+
+        def one(slot: Any, out: Any) -> Any:
+            i, j, scores = tile(x, w, work.tiles[slot], cap)
+            lse, d_lse, target, d_target = jax.lax.dynamic_slice_in_dim(rows, i * TOKENS, TOKENS, 1)[
+                ..., None
+            ]
+            hit = jnp.arange(VOCAB) + j * VOCAB == target
+            d = d_lse * jnp.exp(scores - lse) + jnp.where(hit, d_target, 0)
+            return out.at[slot].set(d if cap is None else d * (1 - (scores / cap) ** 2))
+
+        return jax.lax.fori_loop(0, work.used, one, out).reshape(-1, VOCAB)
+
+    def write_unembed(d_ref: Any, d: Any, x: Any, work: Work) -> None:
+        d, blocks = d.reshape(-1, TOKENS, VOCAB), len(x) // TOKENS
+
+        def row(j: Any, out: Any) -> Any:
+            def add(slot: Any, total: Any) -> Any:
+                i = work.tiles[slot] % blocks
+                return total + d[slot].T @ jax.lax.dynamic_slice_in_dim(x, i * TOKENS, TOKENS)
+
+            low, high = work.ends[j] - work.ends[work.span[0]], work.ends[j + 1] - work.ends[work.span[0]]
+            total = jax.lax.fori_loop(low, high, add, jnp.zeros((VOCAB, x.shape[1])))
+            return jax.lax.dynamic_update_slice_in_dim(out, total.astype(out.dtype), j * VOCAB, 0)
+
+        d_ref[...] = jax.lax.fori_loop(work.span[0], work.span[1], row, d_ref[...])
+
+    def add_to_hidden(high_ref: Any, low_ref: Any, d: Any, w: Any, work: Work) -> None:
+        d, blocks = d.reshape(-1, TOKENS, VOCAB), len(work.first) - 1
+
+        def block(i: Any, out: Any) -> Any:
+            def add(n: Any, total: Any) -> Any:
+                slot = work.mine[n]
+                j = work.tiles[slot] // blocks
+                return total + d[slot] @ jax.lax.dynamic_slice_in_dim(w, j * VOCAB, VOCAB)
+
+            own = jax.lax.dynamic_slice_in_dim(out, i * TOKENS, TOKENS)
+            new = jax.lax.fori_loop(work.first[i], work.first[i + 1], add, own)
+            return jax.lax.dynamic_update_slice_in_dim(out, new, i * TOKENS, 0)
+
+        high_ref[...] = jax.lax.fori_loop(0, blocks, block, high_ref[...])
+
+    for function in (logsumexp, d_logits, write_unembed, add_to_hidden):
+        monkeypatch.setattr(cut_hopper, function.__name__, function)
+    monkeypatch.setattr(cut_hopper, "SLOTS", 4)
+    monkeypatch.setattr(cut_hopper, "LIST", 4)
+    return made
+
+
+@pytest.mark.parametrize("soft_cap", [None, 20.0])
+def test_rounds_of_tiles_make_the_gradients_of_all(plain: list[int], soft_cap: float | None) -> None:
+    p, head = arrays(), Head(PLAIN, soft_cap)
+    ours = jax.jit(lambda *p: cut_hopper.totals_and_gradients(head, Split(), *p))(*p)
+    theirs = jax.jit(lambda *p: cut_tokens.totals_and_gradients(head, Split(), *p))(*p)
+    for one, other in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-4, atol=2e-5 * np.abs(other).max())
+    jax.effects_barrier()
+    assert plain == [4] * 8
+    totals = jax.jit(lambda *p: cut_hopper.totals(head, Split(), *p))(*p)
+    assert float(totals.loss) == pytest.approx(float(theirs[0].loss), rel=1e-5)
+
+
+def test_a_filter_leaves_out_what_lies_below_it_and_no_target(plain: list[int]) -> None:
+    p = arrays()
+    p[1] = p[1].at[512:].multiply(1e-3).at[:512].multiply(4.0)  # all the probability in the first two tiles
+    p[2] = jnp.where(jnp.arange(512) < 128, p[2] % 512, 1800)  # and few targets elsewhere
+    head = Head(PLAIN, filter=2.0**-12)
+    ours = jax.jit(lambda *p: cut_hopper.totals_and_gradients(head, Split(), *p))(*p)
+    theirs = jax.jit(lambda *p: cut_tokens.totals_and_gradients(head, Split(), *p))(*p)
+    jax.effects_barrier()
+    # Of 8 x 4 tiles: the first two rows of four, the first of each other, and three with the target 1,800.
+    assert sum(plain) == 2 * 4 + 6 + 3
+    for one, other in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        assert np.linalg.norm(one - other) <= 2e-3 * np.linalg.norm(other)
+
+
+def test_ignored_tokens_make_no_tile_necessary(plain: list[int]) -> None:
+    p = arrays()
+    p[3] = jnp.zeros_like(p[3])
+    out = jax.jit(lambda *p: cut_hopper.totals_and_gradients(Head(PLAIN, filter=1e-4), Split(), *p))(*p)
+    jax.effects_barrier()
+    assert sum(plain) == 8 and not any(np.asarray(x).any() for x in jax.tree.leaves(out))
+
+
+def test_the_kernels_are_lowered_for_a_gpu() -> None:
+    p = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays(256, 512, 256, jnp.bfloat16)]
+    for soft_cap, unembed in ((None, p[1]), (30.0, jax.ShapeDtypeStruct(p[1].shape, jnp.float32))):
+        head = Head(PLAIN, soft_cap, filter=2.0**-12)
+        step = jax.jit(lambda *p, head=head: cut_hopper.totals_and_gradients(head, Split(), *p))
+        text = step.trace(p[0], unembed, *p[2:]).lower(lowering_platforms=("cuda",)).as_text()
+        assert text.count("mosaic_gpu") >= 4
+
+
+def test_what_the_kernels_cannot_do_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    p = arrays(dtype=jnp.bfloat16)
+    with pytest.raises(UserError, match="loss.split: kernels cannot be used here: they are for Hopper GPUs"):
+        cut(PLAIN, *p, split="kernel")
+    # Where they are not, a filter asks for nothing that must be done.
+    assert float(cut(PLAIN, *p, filter=1e-3).loss) == float(cut(PLAIN, *p).loss)
+    here = SimpleNamespace(platform="gpu", compute_capability="9.0")
+    monkeypatch.setattr(cut_hopper.jax, "devices", lambda: [here])
+    monkeypatch.setattr(cut_hopper, "_try", lambda *_: None)
+    assert cut_hopper.refuses(Head(PLAIN), Split(), *p[:2]) is None
+    for head, hidden, unembed, why in (
+        (Head(SMOOTHED), p[0], p[1], "mean of the logits"),
+        (Head(PLAIN), p[0].astype(jnp.float32), p[1], "bfloat16"),
+        (Head(PLAIN), p[0][:, :500], p[1], "500 tokens are not a multiple of 128"),
+        (Head(PLAIN), p[0], p[1][:2000], "2000 rows are not a multiple of 256"),
+        (Head(PLAIN), p[0], p[1][:, :128], "128 columns are not a multiple of 256"),
+    ):
+        assert why in str(cut_hopper.refuses(head, Split(), hidden, unembed))
+    assert "mesh.fsdp" in str(cut_hopper.refuses(Head(PLAIN), Split(width=("fsdp",)), *p[:2]))
