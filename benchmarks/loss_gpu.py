@@ -1,6 +1,6 @@
-"""Time and extra memory of the head and its loss, forward and backward, on one GPU: cut cross entropy by tokens
-and by the vocabulary, full logits in JAX, torch eager and torch.compile, in one run. The default shape is
-Gemma 2 2B's. From the repository's root: python -m benchmarks.loss_gpu"""
+"""Time and extra memory of the head and its loss, forward and backward, on one GPU: cut cross entropy by
+tokens, by the vocabulary and by kernels, full logits in JAX, torch eager and torch.compile, in one run. The
+default shape is Gemma 2 2B's. From the repository's root: python -m benchmarks.loss_gpu"""
 
 import argparse
 import json
@@ -107,10 +107,10 @@ def jax_rows(tokens: int, embed: int, vocab: int, unembed_dtype: str) -> list[Ro
         target = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
         return (weights * (jax.nn.logsumexp(logits, axis=-1) - target)).sum()
 
-    def by(split: str, chunk: int | str) -> Row:
-        return row(
-            f"by {split}, {chunk}", lambda *arrays: cut(cross_entropy, *arrays, split=split, chunk=chunk).loss
-        )
+    def by(split: str, chunk: int | str = "auto", filter: float = 0.0) -> Row:
+        how = dict(split=split, chunk=chunk, filter=filter)
+        name = f"by {split}, " + (f"filter {filter:.1e}" if filter else str(chunk))
+        return row(name, lambda *arrays: cut(cross_entropy, *arrays, **how).loss)
 
     arrays = hidden, unembed, targets, weights
     truth: Any = None
@@ -129,7 +129,8 @@ def jax_rows(tokens: int, embed: int, vocab: int, unembed_dtype: str) -> list[Ro
 
     rows = [row("JAX full logits", full)]
     rows += [by("tokens", size) for size in ("auto", 512, 2048, 4096)]
-    return rows + [by("vocabulary", size) for size in ("auto", 4096, 8192)]
+    rows += [by("vocabulary", size) for size in ("auto", 4096, 8192)]
+    return [*rows, by("kernel"), by("kernel", filter=2.0**-12)]
 
 
 def relative(one: Any, other: Any) -> float:
@@ -159,12 +160,12 @@ def median_ms(step: Callable[[], Any]) -> float:
 def report(rows: list[Row]) -> None:
     """Extra memory is what is needed beyond the inputs and the two gradients."""
     ours = next(row for row in rows if row["name"] == "by tokens, auto")
-    print(f"{'':22}{'ms':>9}{'extra MiB':>11}{'loss':>9}{'time/ours':>11}{'memory/ours':>13}  gradients off")
+    print(f"{'':26}{'ms':>9}{'extra MiB':>11}{'loss':>9}{'time/ours':>11}{'memory/ours':>13}  gradients off")
     for row in rows:
         ratios = row["ms"] / ours["ms"], row["extra_mib"] / ours["extra_mib"]
         apart = f"{row['apart']:.1e}" if "apart" in row else ""
         print(
-            f"{row['name']:22}{row['ms']:9.1f}{row['extra_mib']:11.0f}{row['loss']:9.4f}"
+            f"{row['name']:26}{row['ms']:9.1f}{row['extra_mib']:11.0f}{row['loss']:9.4f}"
             f"{ratios[0]:11.2f}{ratios[1]:13.2f}  {apart}"
         )
 

@@ -1,6 +1,8 @@
 """What `millrace plan` says of slices that nobody has rented, each row by the real command in a process of
 its own: Llama 3 8B beside MaxText, MaxText's published times, the hardware table of Lunaris, the smallest
-slices for Gemma 2 9B at 32k, and 600B parameters. From the repository's root: python -m benchmarks.plan [--only NAME]
+slices for Gemma 2 9B at 32k, and 600B parameters. From the repository's root:
+
+    python -m benchmarks.plan [--only NAME]
 
 It takes libtpu and no TPU. MaxText runs in an interpreter of its own, MAXTEXT_PYTHON, which `make bench-plan`
 sets up; since it brings an older libtpu, it is compiled by that and by the one of Millrace. GB are 1e9 bytes,
@@ -72,8 +74,8 @@ def gemma(where: str, mesh: str, more: str = "", *, fits: bool = True, by: str =
 
 @dataclass(frozen=True)
 class Published:
-    """What MaxText publishes of a step of its own. Ours is planned with as many rows a chip and 1,024 wide tiles
-    of attention at two depths, since not all of it fits as we keep it, and extended to all of the layers."""
+    """What MaxText publishes of a step of its own. Ours is planned with as many rows a chip and 1,024 wide
+    tiles of attention at two depths, since not all of it fits as we keep it, and extended to all layers."""
 
     what: str
     slice: str

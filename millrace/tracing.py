@@ -10,6 +10,7 @@ import jax
 
 LISTED = 10  # operations that are named at the end
 HOLDERS = ("while", "conditional", "call")  # which last as long as what is in them
+GRAPH = "command_buffer"  # in place of the instruction, of kernels that a GPU starts as one graph
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,8 @@ def operations(folder: Path) -> Counter[str]:
     for line in (line for plane in planes if plane.name == chosen for line in plane.lines):
         for event in line.events:
             stats = {key: value for key, value in event.stats if key == "hlo_op"}
-            name = kind(str(stats.get("hlo_op", event.name)))
+            instruction = str(stats.get("hlo_op", event.name))
+            name = kind(event.name if instruction.startswith(GRAPH) else instruction)
             if (line.name == "XLA Ops" or "hlo_op" in stats) and name not in HOLDERS:
                 spent[name] += event.duration_ns / 1e9
     return spent

@@ -8,6 +8,7 @@ hidden states. Every part of a result is summed by one block of threads in a fix
 and the same bits every time. With a filter, tiles without a target and without a probability that reaches it
 are never made again. Pallas' interpreter cannot run these kernels: on a CPU they are only lowered."""
 
+import math
 from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
@@ -46,7 +47,8 @@ class Work(NamedTuple):
 
 def totals(head: Head, split: Split, hidden: Array, unembed: Array, targets: Array, weights: Array) -> Totals:
     x, y, w = (array.reshape(-1, *array.shape[2:]) for array in (hidden, targets, weights))
-    stats, _, _ = _stats(head, split, x, unembed.astype(x.dtype), y)
+    matrix = unembed.astype(x.dtype)
+    stats, _ = _stats(head, split, x, matrix, y, logsumexp(x, matrix, head.soft_cap)[1])
     return psum(add(zero(), stats, head.per_token(stats), w), split.tokens)
 
 
@@ -55,7 +57,8 @@ def totals_and_gradients(
 ) -> tuple[Totals, Array, Array]:
     x, y, w = (array.reshape(-1, *array.shape[2:]) for array in (hidden, targets, weights))
     matrix = unembed.astype(x.dtype)
-    stats, top, own = _stats(head, split, x, matrix, y)
+    top, lse = logsumexp(x, matrix, head.soft_cap)
+    stats, own = _stats(head, split, x, matrix, y, lse)
     losses, pull = jax.vjp(head.per_token, stats)
     d_stats = pull(w)[0]
     rows = jnp.stack([stats.lse, d_stats.lse, own.astype(jnp.float32), d_stats.target])
@@ -83,16 +86,16 @@ def totals_and_gradients(
 
 
 def refuses(head: Head, split: Split, hidden: Any, unembed: Any) -> str | None:
-    """Why these kernels cannot be used for one device's arrays, if they cannot."""
-    tokens, (rows, width) = hidden.shape[0] * hidden.shape[1], unembed.shape
-    kind = jax.devices()[0]
-    if kind.platform != "gpu" or not str(getattr(kind, "compute_capability", "")).startswith("9."):
+    """Why the kernels cannot be used for one device's arrays, if they cannot."""
+    device, (rows, width) = jax.devices()[0], unembed.shape
+    if device.platform != "gpu" or not str(getattr(device, "compute_capability", "")).startswith("9."):
         return "they are for Hopper GPUs"
     if hidden.dtype != jnp.bfloat16:
         return f"they are for bfloat16, and the activations are {hidden.dtype}"
     if split.width:
         return "mesh.fsdp splits the vocabulary's matrix"
-    for size, name, tile in ((tokens, "tokens", TOKENS), (rows, "rows", VOCAB), (width, "columns", WIDE)):
+    sizes = (math.prod(hidden.shape[:-1]), "tokens", TOKENS), (rows, "rows", VOCAB), (width, "columns", WIDE)
+    for size, name, tile in sizes:
         if size % tile:
             return f"{size} {name} are not a multiple of {tile}"
     if _uses_mean(head):
@@ -120,9 +123,10 @@ def _uses_mean(head: Head) -> bool:
     return any(mean in equation.invars for equation in jaxpr.eqns) or mean in jaxpr.outvars
 
 
-def _stats(head: Head, split: Split, x: Array, matrix: Array, targets: Array) -> tuple[Stats, Array, Array]:
-    """And the highest logits of all tiles' rows [t n], and the numbers of the targets among our own rows."""
-    top, lse = logsumexp(x, matrix, head.soft_cap)
+def _stats(
+    head: Head, split: Split, x: Array, matrix: Array, targets: Array, lse: Array
+) -> tuple[Stats, Array]:
+    """Of the tiles' logsumexp; and the numbers of the targets among our own rows of the vocabulary."""
     lse = jax.nn.logsumexp(lse, axis=0)
     own = targets - common.first_column(len(matrix), split)
     here = (own >= 0) & (own < len(matrix))
@@ -132,7 +136,7 @@ def _stats(head: Head, split: Split, x: Array, matrix: Array, targets: Array) ->
         highest = lax.pmax(lse, split.vocab)
         lse = highest + jnp.log(psum(jnp.exp(lse - highest), split.vocab))
         target = psum(target, split.vocab)
-    return Stats(lse, target, jnp.zeros_like(lse)), top, own
+    return Stats(lse, target, jnp.zeros_like(lse)), own
 
 
 def _chosen(head: Head, top: Array, stats: Stats, d_stats: Stats, own: Array) -> Array:
@@ -160,12 +164,10 @@ def _round(numbers: Array, ends: Array, start: Array, slots: int, blocks: int) -
 
 def logsumexp(x: Array, w: Array, soft_cap: float | None) -> tuple[Array, Array]:
     """The highest logit and the logsumexp of each tile's row, [V / 256, N]."""
-    blocks, tiles = len(x) // TOKENS, len(w) // VOCAB
-    half = TOKENS // GROUPS
+    blocks, tiles, half = len(x) // TOKENS, len(w) // VOCAB, TOKENS // GROUPS
+    row = plgpu.SMEM((GROUPS, half), jnp.float32)
 
-    def body(x_ref: Any, w_ref: Any, top_ref: Any, lse_ref: Any) -> None:
-        row = plgpu.SMEM((GROUPS, half), jnp.float32)
-
+    def body(x_ref: Any, w_ref: Any, *refs: Any) -> None:
         @partial(
             pl.run_scoped,
             feed=_buffers(x_ref, w_ref, (TOKENS, STEP), (VOCAB, STEP)),
@@ -186,7 +188,7 @@ def logsumexp(x: Array, w: Array, soft_cap: float | None) -> tuple[Array, Array]
                     out[0][wg], out[1][wg] = top, top + jnp.log(sums)
                     plgpu.commit_smem()
                     rows = pl.ds(i * TOKENS + wg * half, half)
-                    for smem, gmem in zip(out, (top_ref, lse_ref), strict=True):
+                    for smem, gmem in zip(out, refs, strict=True):
                         plgpu.copy_smem_to_gmem(smem.at[wg], gmem.at[j, rows])
 
                 _product(
