@@ -211,6 +211,38 @@ def test_blockwise_never_reads_a_block_out_of_reach(mask: Mask, poisoned: tuple[
     assert np.isnan(out[:, slice(*poisoned)]).all()  # where 0 x NaN shows that they were read
 
 
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
+def test_blockwise_never_reads_a_block_that_holds_no_document_of_its_own(causal: bool) -> None:
+    """Each row skips by its own documents. Where a block is read for nothing, 0 x NaN shows it."""
+    q, k, v, d_out = (inputs := Inputs()).arrays
+    # In blocks of 32: row 0 has two documents of two blocks; row 1 one of a block, one of two, and padding.
+    row = [1] * 64 + [2] * 64, [1] * 32 + [2] * 64 + [0] * 32
+    segments, poisoned = jnp.asarray(row, jnp.int32), ((0, 64), (32, 96))
+    for number, place in enumerate(poisoned):
+        k, v = (x.at[number, slice(*place)].set(jnp.nan) for x in (k, v))
+
+    @jax.jit
+    def run(q: Any, k: Any, v: Any) -> Any:
+        def forward(q: Any, k: Any, v: Any) -> Any:
+            return call(BLOCKWISE, q, k, v, segments, Case(Mask(causal), packed=True))
+
+        out, pull = jax.vjp(forward, q, k, v)
+        return out, *pull(d_out)
+
+    for result in run(q, k, v):
+        for number, (begin, end) in enumerate(poisoned):
+            read = np.isnan(np.asarray(result[number])).any((1, 2))
+            np.testing.assert_array_equal(read, (np.arange(128) >= begin) & (np.arange(128) < end))
+
+
+def test_blockwise_skips_no_document_whatever_the_order_of_their_numbers() -> None:
+    inputs = Inputs()
+    numbers = jnp.asarray([7, 2, 0, 9, 2, 7, 1, 0])  # some lie in two places
+    object.__setattr__(inputs, "segments", jnp.stack([numbers.repeat(16), jnp.roll(numbers, 3).repeat(16)]))
+    for case in (Case(packed=True), Case(Mask(causal=False, window=40), packed=True)):
+        assert_same(computed(BLOCKWISE, inputs, case), definition(inputs, case), 2e-5)
+
+
 def test_blockwise_memory_grows_with_the_length_and_not_its_square() -> None:
     def temporaries(cfg: Any, length: int) -> int:
         def loss(q: Any, k: Any, v: Any) -> Any:
