@@ -93,7 +93,7 @@ def all_meshes() -> list[dict[str, int]]:
     return [dict(zip(mesh.AXES, s, strict=True)) for s in sizes if math.prod(s) in (2, 4, 8)]
 
 
-QUICK = [(2, 1, 1, 1), (1, 4, 1, 1), (1, 1, 4, 1), (1, 1, 1, 4), (2, 2, 2, 1), (1, 2, 2, 2)]
+QUICK = [(2, 1, 1, 1), (1, 4, 1, 1), (1, 1, 4, 1), (1, 1, 1, 4), (1, 1, 1, 8), (2, 2, 2, 1), (1, 2, 2, 2)]
 
 
 @pytest.fixture(scope="module")

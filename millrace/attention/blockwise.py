@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from millrace.attention.xla import HIDDEN
-from millrace.layers.attention import Mask
+from millrace.layers.attention import Mask, ends, meetings
 
 Array = jax.Array
 
@@ -210,22 +210,14 @@ def _span(
 
 
 def _meetings(blocks: Blocks) -> Array | None:
-    """Which blocks of queries may have a document in common with which blocks of keys, in any row of the
-    batch: [i j]. Documents lie in a row in the order of their numbers and padding, 0, after them, so the
-    numbers of a block are those from its lowest to its highest. In another order more would seem to meet,
-    never less."""
     if blocks.q_segments is None or blocks.kv_segments is None:
         return None
-    last = jnp.iinfo(jnp.int32).max
-    queries, keys = (jnp.where(ids == 0, last, ids) for ids in (blocks.q_segments, blocks.kv_segments))
-    begun = keys.min(-1) <= queries.max(-1)[:, None]
-    ended = keys.max(-1) < queries.min(-1)[:, None]
-    return (begun & ~ended).any(-1)
+    return meetings(blocks.q_segments, blocks.kv_segments)
 
 
 def _narrow(span: tuple[Any, Any], meet: Array) -> tuple[Any, Any]:
     """The span from the first to the last block that is met."""
-    first, last = jnp.argmax(meet), len(meet) - 1 - jnp.argmax(meet[::-1])
+    first, last = ends(meet, 0)
     return jnp.maximum(span[0], first), jnp.minimum(span[1], last + 1)
 
 
