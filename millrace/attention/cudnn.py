@@ -73,6 +73,8 @@ def refuses(
         return "cuDNN has no soft cap on the scores"
     if context > 1:
         return "cuDNN takes whole sequences, and mesh.context splits them"
+    if q.size >= 2**31:
+        return f"cuDNN is not known to count past 2**31, and the queries are {q.size:,} numbers"
     form = _form(platform, q, k, mask, segments)
     if form == "packed":
         return None
@@ -84,8 +86,7 @@ def refuses(
 
 def room(q: Any) -> int:
     """For how many documents in a row there is memory. Padding counts as one."""
-    # Where documents begin is counted in elements, in int32, up to the end of the array.
-    return min(MOST_DOCUMENTS, LARGEST_SUM // (4 * q.size)) if q.size < 2**31 else 0
+    return min(MOST_DOCUMENTS, LARGEST_SUM // (4 * q.size))
 
 
 def packed(q: Array, k: Array, v: Array, segments: Array, *, mask: Mask, scale: float, most: int) -> Array:

@@ -226,7 +226,8 @@ def _add(totals: Totals, stats: Stats, losses: Array, weights: Array) -> Totals:
 def _chunk(head: _Head, unembed: Array) -> int:
     if head.chunk == "auto":
         return max(SMALLEST_CHUNK, LOGIT_BYTES // (4 * unembed.shape[0]))
-    return int(head.chunk)
+    # Fewer where the logits would pass 2**31 numbers: kernels may count in int32.
+    return min(int(head.chunk), (2**31 - 1) // unembed.shape[0])
 
 
 def _over_chunks(step: Callable[..., Any], carry: Any, arrays: tuple[Array, ...], most: int) -> Any:
