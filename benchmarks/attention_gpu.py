@@ -1,6 +1,7 @@
 """Is cuDNN's attention right, and how fast is it? Against the definition in float32, with what must not be
-seen changed to see what moves; then times beside the other backends. Needs one NVIDIA GPU; from the
-repository's root: python -m benchmarks.attention_gpu"""
+seen changed to see what moves; packed documents with a mask and with a list of them; then times beside the
+other backends, and of long rows. Needs one NVIDIA GPU; from the repository's root:
+python -m benchmarks.attention_gpu, with `long` behind it for the times at 4,096 to 131,072 tokens alone."""
 
 import statistics
 import sys
@@ -14,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from millrace.attention import cudnn
 from millrace.layers.attention import Mask, attend, choose
 
 AUTO, XLA, CUDNN = (SimpleNamespace(use=name) for name in ("auto", "xla", "cudnn"))
@@ -40,6 +42,9 @@ CASES = [
 
 def main() -> int:
     print(f"jax {jax.__version__}, {jax.devices()[0].device_kind}")
+    if "long" in sys.argv[1:]:
+        long_rows()
+        return 0
     failures = 0
     print(
         f"\n{'s 1024, bf16':22} {'head':>4} {'out':>8} {'dq':>8} {'dk':>8} {'dv':>8}  {'bf16 xla':>8}  probes"
@@ -47,6 +52,13 @@ def main() -> int:
     for head_dim in (64, 128):
         for case in CASES:
             failures += check(case, head_dim)
+    print(
+        f"\n{'a list of documents':22} {'room':>4} {'out':>8} {'dq':>8} {'dk':>8} {'dv':>8}  {'bf16 xla':>8}"
+    )
+    for case in CASES:
+        if case.packed:
+            # Of documents there are 7 with the padding: one too few takes the other way.
+            failures += sum(check_list(case, head_dim, most) for head_dim in (64, 128) for most in (7, 16, 6))
     print("\nwhat auto takes, and why not cuDNN")
     for case in CASES:
         refusal(case.name, case, length=1024, dtype=jnp.bfloat16)
@@ -77,6 +89,88 @@ def check(case: Case, head_dim: int) -> int:
     columns = " ".join(f"{x:8.1e}" for x in errors)
     print(f"{case.name:22} {head_dim:4} {columns}  {yardstick:8.1e}  {'ok' if right else f'WRONG {leaks}'}")
     return 0 if right else 1
+
+
+def check_list(case: Case, head_dim: int, most: int) -> int:
+    """The same for documents that are listed: rows of two with padding, of seven, and of one."""
+    arrays, segments = inputs(batch=3, length=1024, heads=(8, 2), head_dim=head_dim)
+    ends = jnp.asarray([1, 130, 131, 400, 700, 900])
+    segments = segments.at[1].set(1 + (jnp.arange(1024)[:, None] >= ends).sum(1)).at[2].set(1)
+
+    def forward(q: Any, k: Any, v: Any) -> Any:
+        return cudnn.packed(q, k, v, segments, mask=case.mask, scale=head_dim**-0.5, most=most)
+
+    @jax.jit
+    def both(q: Any, k: Any, v: Any, d_out: Any) -> Any:
+        out, pull = jax.vjp(forward, q, k, v)
+        return out, *pull(d_out)
+
+    with jax.default_matmul_precision("highest"):
+        exact = run(XLA, case)(*(x.astype(jnp.float32) for x in arrays), segments)
+    plain = run(XLA, case)(*arrays, segments)
+    errors = [error(x, y) for x, y in zip(both(*arrays), exact, strict=True)]
+    yardstick = max(error(x, y) for x, y in zip(plain, exact, strict=True))
+    right = all(x < max(3 * yardstick, 2e-2) for x in errors)  # which a NaN is not
+    columns = " ".join(f"{x:8.1e}" for x in errors)
+    print(f"{case.name:22} {most:4} {columns}  {yardstick:8.1e}  {'ok' if right else 'WRONG'}")
+    return 0 if right else 1
+
+
+def long_rows() -> None:
+    """Milliseconds and GiB, forward and backward, of one row, 32 heads, 8 kv heads, head 64. Documents are of
+    4,096 tokens on average, drawn from an exponential, or one fills the row. `-` where it takes too much."""
+    ways = {
+        "no documents": lambda mask: lambda q, k, v, ids: attend(CUDNN, q, k, v, mask=mask),
+        "mask": lambda mask: lambda q, k, v, ids: cudnn.masked(q, k, v, ids, mask=mask, scale=0.125),
+        "list of 8": lambda mask: listed(mask, 8),
+        "list of 32": lambda mask: listed(mask, 32),
+        "list of 64": lambda mask: listed(mask, 64),
+        "blockwise": lambda mask: lambda q, k, v, ids: attend(BLOCKWISE, q, k, v, mask=mask, segments=ids),
+    }
+    print(f"\n{'tokens':>7} {'documents':>9} {'window':>7}  " + " ".join(f"{name:>18}" for name in ways))
+    for length in (4096, 32768, 131072):
+        arrays, _ = inputs(batch=1, length=length, heads=(32, 8), head_dim=64)
+        for mean in (4096, 4 * length):
+            ids = drawn(length, mean)
+            for window in (None, 4096):
+                if window == length:
+                    continue
+                cells = [timed(make(Mask(window=window)), arrays, ids) for make in ways.values()]
+                head = f"{length:7} {int(ids.max()):9} {window or '':>7}"
+                print(head, "", " ".join(f"{cell:>18}" for cell in cells), flush=True)
+
+
+def listed(mask: Mask, most: int) -> Callable[..., Any]:
+    return lambda q, k, v, ids: cudnn.packed(q, k, v, ids, mask=mask, scale=0.125, most=most)
+
+
+def timed(forward: Callable[..., Any], arrays: list[Any], ids: Any) -> str:
+    @jax.jit
+    def both(q: Any, k: Any, v: Any, d_out: Any, ids: Any) -> Any:
+        out, pull = jax.vjp(lambda q, k, v: forward(q, k, v, ids), q, k, v)
+        return out, *pull(d_out)
+
+    try:
+        compiled = both.lower(*arrays, ids).compile()
+        used = compiled.memory_analysis().temp_size_in_bytes
+        if used > 60 * 2**30:
+            return f"- {used / 2**30:6.1f}"
+        jax.block_until_ready(compiled(*arrays, ids))
+        times = []
+        for _ in range(5):
+            start = time.perf_counter()
+            jax.block_until_ready(compiled(*arrays, ids))
+            times.append(time.perf_counter() - start)
+    except Exception as problem:  # compilers and devices raise errors of every kind
+        return type(problem).__name__[:18]
+    return f"{statistics.median(times) * 1e3:9.2f} {used / 2**30:6.1f}"
+
+
+def drawn(length: int, mean: int) -> Any:
+    sizes = np.random.default_rng(0).exponential(mean, length).astype(int) + 16
+    return jnp.asarray(1 + np.searchsorted(np.cumsum(sizes), np.arange(length), side="right"), jnp.int32)[
+        None
+    ]
 
 
 def probe(case: Case, arrays: list[Any], segments: Any) -> str:

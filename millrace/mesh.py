@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -90,6 +91,38 @@ def current() -> Any | None:
     """The mesh set by `jax.set_mesh`, or None outside of one and on a single device."""
     mesh = jax.sharding.get_abstract_mesh()
     return None if mesh.empty or mesh.size == 1 else mesh
+
+
+def chunks(length: int) -> tuple[int, ...]:
+    """The chunks of a row of so many positions in the order in which the devices of `context` hold them: of
+    n devices, number i has chunks i and 2n - 1 - i of 2n. Causally the last chunk sees 2n times as much as
+    the first, and so all devices have equally much to do. In order, (0,), where nothing is split in two."""
+    mesh = current()
+    devices = 1 if mesh is None else math.prod(mesh.shape[axis] for axis in RULES["sequence"])
+    if devices == 1 or length % (2 * devices):
+        return (0,)
+    return tuple(chunk for i in range(devices) for chunk in (i, 2 * devices - 1 - i))
+
+
+def balance(x: jax.Array) -> jax.Array:
+    """Rows [b s ...] with their positions in the order of `chunks`, which is that of all that a model sees on
+    a mesh. Tokens are put in it once, before the model; attention knows of it, and nothing else asks."""
+    order = chunks(x.shape[1])
+    if len(order) == 1:
+        return x
+    return constrain(reorder(x, order), "batch", "sequence", *(None,) * (x.ndim - 2))
+
+
+def restore(x: jax.Array) -> jax.Array:
+    """What `balance` was given."""
+    order = chunks(x.shape[1])
+    return reorder(x, tuple(order.index(chunk) for chunk in range(len(order))))
+
+
+def reorder(x: jax.Array, order: tuple[int, ...]) -> jax.Array:
+    """The equal parts of x along its second axis in another order."""
+    parts = jnp.split(x, len(order), axis=1)
+    return jnp.concatenate([parts[number] for number in order], axis=1) if len(order) > 1 else x
 
 
 def constrain(x: jax.Array, *names: str | None) -> jax.Array:

@@ -4,8 +4,10 @@ import importlib
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
+from millrace import mesh
 from millrace.execution import Execution, default_unroll
 from millrace.kernels.cut_cross_entropy import bind, cut
 from millrace.kernels.head import Totals
@@ -74,6 +76,7 @@ def file(folder: str, cfg: Any) -> Any:
 
 def token_loss(task: Task, model: Any, examples: Examples) -> Totals:
     """Predicts a token at every position that counts; head and loss in one kernel, without logits."""
+    examples = jax.tree.map(mesh.balance, examples)  # a sum over tokens is the same in any order
     hidden = model(
         task.model, examples.inputs, how=task.how, segments=examples.segments, positions=examples.positions
     )

@@ -14,10 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.cudnn import fused_attention_stablehlo as fused
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
 from millrace import mesh
+from millrace.attention import blockwise, cudnn, splash
 from millrace.layers.attention import Mask, attend, choose
 
 AUTO = SimpleNamespace(use="auto")
@@ -112,12 +114,13 @@ def definition(inputs: Inputs, case: Case) -> list[np.ndarray]:
 
 
 def computed(cfg: Any, inputs: Inputs, case: Case) -> list[np.ndarray]:
-    """The same four from a backend, compiled."""
+    """The same four from a backend, compiled; on a mesh by way of the order in which it holds positions."""
 
     @jax.jit
     def run(q: Any, k: Any, v: Any, d_out: Any, segments: Any) -> Any:
         def forward(q: Any, k: Any, v: Any) -> Any:
-            return call(cfg, q, k, v, segments, case)
+            q, k, v, ids = (mesh.balance(x) for x in (q, k, v, segments))
+            return mesh.restore(call(cfg, q, k, v, ids, case))
 
         out, pull = jax.vjp(forward, q, k, v)
         return out, *pull(d_out)
@@ -211,6 +214,60 @@ def test_blockwise_never_reads_a_block_out_of_reach(mask: Mask, poisoned: tuple[
     assert np.isnan(out[:, slice(*poisoned)]).all()  # where 0 x NaN shows that they were read
 
 
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
+def test_blockwise_never_reads_a_block_that_holds_no_document_of_its_own(causal: bool) -> None:
+    """Each row skips by its own documents. Where a block is read for nothing, 0 x NaN shows it."""
+    q, k, v, d_out = (inputs := Inputs()).arrays
+    # In blocks of 32: row 0 has two documents of two blocks; row 1 one of a block, one of two, and padding.
+    row = [1] * 64 + [2] * 64, [1] * 32 + [2] * 64 + [0] * 32
+    segments, poisoned = jnp.asarray(row, jnp.int32), ((0, 64), (32, 96))
+    for number, place in enumerate(poisoned):
+        k, v = (x.at[number, slice(*place)].set(jnp.nan) for x in (k, v))
+
+    @jax.jit
+    def run(q: Any, k: Any, v: Any) -> Any:
+        def forward(q: Any, k: Any, v: Any) -> Any:
+            return call(BLOCKWISE, q, k, v, segments, Case(Mask(causal), packed=True))
+
+        out, pull = jax.vjp(forward, q, k, v)
+        return out, *pull(d_out)
+
+    for result in run(q, k, v):
+        for number, (begin, end) in enumerate(poisoned):
+            read = np.isnan(np.asarray(result[number])).any((1, 2))
+            np.testing.assert_array_equal(read, (np.arange(128) >= begin) & (np.arange(128) < end))
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
+def test_splash_never_reads_a_tile_that_holds_no_document_of_its_own(causal: bool) -> None:
+    q, k, v, d_out = Inputs(length=640).arrays
+    poisoned = slice(128, 384)  # the second of three documents, of 1, 2 and 2 tiles
+    row = jnp.asarray([1] * 128 + [2] * 256 + [3] * 256, jnp.int32)
+    segments = jnp.stack([row, row])
+    k, v = (x.at[:, poisoned].set(jnp.nan) for x in (k, v))
+
+    @jax.jit
+    def run(q: Any, k: Any, v: Any) -> Any:
+        def forward(q: Any, k: Any, v: Any) -> Any:
+            return call(SPLASH, q, k, v, segments, Case(Mask(causal), packed=True))
+
+        out, pull = jax.vjp(forward, q, k, v)
+        return out, *pull(d_out)
+
+    for result in run(q, k, v):
+        read = np.isnan(np.asarray(result)).any((0, 2, 3))
+        np.testing.assert_array_equal(np.flatnonzero(read), np.arange(640)[poisoned])
+
+
+@pytest.mark.parametrize("cfg", [BLOCKWISE, SPLASH], ids=["blockwise", "splash"])
+def test_no_document_is_skipped_whatever_the_order_of_their_numbers(cfg: Any) -> None:
+    inputs = Inputs(length=512)
+    numbers = jnp.asarray([7, 2, 0, 9, 2, 7, 1, 0])  # some lie in two places
+    object.__setattr__(inputs, "segments", jnp.stack([numbers.repeat(64), jnp.roll(numbers, 3).repeat(64)]))
+    for case in (Case(packed=True), Case(Mask(causal=False, window=140), packed=True)):
+        assert_same(computed(cfg, inputs, case), definition(inputs, case), 2e-5)
+
+
 def test_blockwise_memory_grows_with_the_length_and_not_its_square() -> None:
     def temporaries(cfg: Any, length: int) -> int:
         def loss(q: Any, k: Any, v: Any) -> Any:
@@ -253,9 +310,65 @@ def test_a_mesh_changes_neither_output_nor_gradients(cfg: Any, sizes: dict[str, 
 def test_splash_sees_from_the_right_place_when_the_sequence_is_split(
     sizes: dict[str, int], name: str
 ) -> None:
-    inputs, case = Inputs(batch=2, length=256), CASES[name]
+    inputs, case = Inputs(batch=2, length=512), CASES[name]
     with jax.set_mesh(mesh.make(sizes)):
         assert_same(computed(SPLASH, inputs, case), definition(inputs, case), 2e-5)
+
+
+@pytest.mark.parametrize("name", ["bidirectional", "causal window", "packed bidirectional"])
+def test_eight_parts_of_a_sequence_give_the_output_and_gradients_of_the_whole(name: str) -> None:
+    inputs, case = Inputs(batch=1), CASES[name]
+    with jax.set_mesh(mesh.make(dict(data=1, fsdp=1, tensor=1, context=8))):
+        assert_same(computed(BLOCKWISE, inputs, case), definition(inputs, case), 2e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["packed", "packed bidirectional", "causal window"])
+def test_splash_gives_the_whole_from_four_parts(name: str) -> None:
+    inputs, case = Inputs(batch=1, length=1024), CASES[name]
+    with jax.set_mesh(mesh.make(dict(data=1, fsdp=1, tensor=1, context=4), jax.devices()[:4])):
+        assert_same(computed(SPLASH, inputs, case), definition(inputs, case), 2e-5)
+
+
+@pytest.mark.parametrize("devices", [2, 4, 8])
+def test_the_order_of_a_mesh_gives_every_device_as_many_tiles(devices: int) -> None:
+    """In the order of the text the last device has nearly twice its share, and the others wait for it."""
+    tiles = 4 * devices  # in a row of the sequence, causal
+    length, mask, offsets = 128 * tiles, Mask(), np.arange(2 * devices) * 2 * 128
+
+    def blockwise_tiles(offset: int) -> int:
+        spans = [
+            blockwise._span(first, first + 127, *mask.reach, size=128, count=tiles)
+            for first in (offset, offset + 128)
+        ]
+        return sum(int(high - low) for low, high in spans)
+
+    def splash_tiles(offset: int) -> int:
+        shards = 2 * devices
+        whole = splash._mask(mask, 256, length)
+        kernel = splash._kernel(SPLASH, whole, shards, soft_cap=None, interpret=True)
+        info = splash._shard(kernel, shards, jnp.int32(offset // 256)).fwd_mask_info
+        return int((info.block_mask > 0).sum())
+
+    with jax.set_mesh(mesh.make(dict(data=1, fsdp=8 // devices, tensor=1, context=devices))):
+        order = mesh.chunks(length)
+    every = tiles * (tiles + 1) // 2
+    for count in (blockwise_tiles, splash_tiles):
+        of_chunk = np.array([count(int(offset)) for offset in offsets])
+        assert of_chunk.sum() == every
+        np.testing.assert_array_equal(of_chunk.reshape(devices, 2).sum(1), 10 + 16 * np.arange(devices))
+        np.testing.assert_array_equal(of_chunk[list(order)].reshape(devices, 2).sum(1), every // devices)
+
+
+def test_what_a_mesh_orders_it_restores() -> None:
+    x = jnp.broadcast_to(jnp.arange(32), (2, 32))
+    with jax.set_mesh(mesh.make(dict(data=1, fsdp=2, tensor=1, context=4))):
+        there = jax.jit(mesh.balance)(x)
+        np.testing.assert_array_equal(jax.jit(mesh.restore)(there), x)
+        assert mesh.chunks(32) == (0, 7, 1, 6, 2, 5, 3, 4)
+        assert mesh.chunks(36) == (0,)  # no two equal parts for each of four: as it is
+    held = {shard.index[1].start: shard.data[0].tolist() for shard in there.addressable_shards}
+    assert held[8] == [4, 5, 6, 7, 24, 25, 26, 27]
 
 
 @pytest.mark.parametrize("mask", [Mask(), Mask(window=24)])
@@ -291,7 +404,9 @@ def test_auto_takes_the_fastest_backend_that_does_not_refuse() -> None:
         (CUDNN, "gpu", jnp.bfloat16, dict(soft_cap=30.0), "no soft cap"),
         (CUDNN, "gpu", jnp.bfloat16, dict(context=2), "mesh.context"),
         (SPLASH, "gpu", jnp.bfloat16, {}, "for TPUs"),
-        (SPLASH, "tpu", jnp.bfloat16, dict(context=2), "not a multiple of 128"),
+        (XLA, "cpu", jnp.bfloat16, dict(length=16384), "2,147,483,648 numbers"),
+        (CUDNN, "gpu", jnp.bfloat16, dict(length=2**22), "2,147,483,648 numbers"),
+        (SPLASH, "tpu", jnp.bfloat16, dict(context=2), "not multiples of 128"),
         (SPLASH, "tpu", jnp.uint32, {}, "uint32"),  # nobody but the compiler says so
     ],
 )
@@ -299,12 +414,66 @@ def test_a_named_backend_that_cannot_do_it_says_why(
     cfg: Any, platform: str, dtype: Any, options: dict[str, Any], reason: str
 ) -> None:
     with pytest.raises(ValueError, match=f"^attention.use: {cfg.use} cannot be used here: .*{reason}"):
-        choose(cfg, *shapes(200, dtype), mask=Mask(), platform=platform, **options)
+        length = options.pop("length", 200)
+        choose(cfg, *shapes(length, dtype), mask=Mask(), platform=platform, **options)
+
+
+def listed(q: Any, k: Any, v: Any, *, q_seqlen: Any, q_offsets: Any, **options: Any) -> Any:
+    """What JAX documents of cuDNN's packed layout, written out; what no document covers is not written."""
+    half = [jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) for x in (q, k, v)]
+    lists = q_seqlen, options["kv_seqlen"], q_offsets, options["kv_offsets"]
+    fused.check_layout(*half, None, *lists, None, None, fused.AttentionLayout.BTNH)
+    assert q_offsets.shape[1] == q_seqlen.shape[1] + 1 and options["kv_seqlen"] is q_seqlen
+    place, begins = jnp.arange(q.shape[1])[None, :, None], q_offsets[:, None, :-1]
+    inside = (begins >= 0) & (begins <= place) & (place < begins + q_seqlen[:, None])
+    causal = options["mask_type"] == fused.MaskType.PADDING_CAUSAL
+    mask, ids = Mask(causal, options["sliding_window_length"]), jnp.argmax(inside, -1)
+    out = attend(XLA, q, k, v, mask=mask, segments=ids, scale=options["scale"])
+    return jnp.where(inside.any(-1)[..., None, None], out, jnp.nan)
+
+
+@pytest.mark.parametrize("most", [3, 8, 2], ids=["as many as there are", "room for more", "too many"])
+@pytest.mark.parametrize("mask", [Mask(), Mask(causal=False), Mask(window=24)], ids=str)
+def test_cudnn_gets_a_list_of_documents_or_a_mask(monkeypatch: Any, mask: Mask, most: int) -> None:
+    inputs, case, taken = Inputs(), Case(mask, packed=True, scale=0.3), []
+
+    def hidden(q: Any, k: Any, v: Any, segments: Any, *, mask: Mask, scale: float) -> Any:
+        jax.debug.callback(lambda: taken.append("mask"))
+        return attend(XLA, q, k, v, mask=mask, segments=segments, scale=scale)
+
+    monkeypatch.setattr(cudnn, "dot_product_attention", listed)
+    monkeypatch.setattr(cudnn, "masked", hidden)
+    segments = inputs.segments.at[0].set(1)  # one row is a single document, the other three with its padding
+
+    @jax.jit
+    def run(q: Any, k: Any, v: Any, d_out: Any) -> Any:
+        out, pull = jax.vjp(
+            lambda q, k, v: cudnn.packed(q, k, v, segments, mask=mask, scale=0.3, most=most), q, k, v
+        )
+        return out, *pull(d_out)
+
+    object.__setattr__(inputs, "segments", segments)
+    found = [np.asarray(x, np.float64) for x in run(*inputs.arrays)]
+    assert_same(found, definition(inputs, case), 2e-5)
+    jax.effects_barrier()
+    assert bool(taken) == (most < 3)
+
+
+def test_cudnn_has_room_for_documents_as_its_memory_allows() -> None:
+    assert cudnn.room(shapes(8192)[0]) == 64
+    assert cudnn.room(jax.ShapeDtypeStruct((1, 131072, 32, 64), jnp.bfloat16)) == 8
+    assert [x.tolist() for x in cudnn.documents(jnp.asarray([[1, 1, 2, 0], [1, 1, 1, 1]]), 3)] == [
+        [[2, 1, 1], [4, -1, -1]],
+        [[0, 2, 3, -1], [0, -1, -1, -1]],
+        [3, 1],
+    ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("name", ["causal", "bidirectional window", "packed", "soft cap, packed window"])
+@pytest.mark.parametrize(
+    "name", ["causal", "bidirectional window", "packed", "packed bidirectional", "soft cap, packed window"]
+)
 def test_splash_compiles_for_a_tpu(libtpu: None, name: str, head_dim: int) -> None:
     slice_ = topologies.get_topology_desc(topology_name="v5e:2x2", platform="tpu")
     compile_for(slice_.devices[:1], None, CASES[name], head_dim)
@@ -328,8 +497,8 @@ def compile_for(devices: Any, sizes: dict[str, int] | None, case: Case, head_dim
         return call(cfg, q, k, v, segments, case).astype(jnp.float32).sum()
 
     one = SingleDeviceSharding(devices[0]) if sizes is None else None
-    arrays = [jax.ShapeDtypeStruct((2, 512, n, head_dim), jnp.bfloat16, sharding=one) for n in (4, 2, 2)]
-    segments = jax.ShapeDtypeStruct((2, 512), jnp.int32, sharding=one)
+    arrays = [jax.ShapeDtypeStruct((2, 1024, n, head_dim), jnp.bfloat16, sharding=one) for n in (4, 2, 2)]
+    segments = jax.ShapeDtypeStruct((2, 1024), jnp.int32, sharding=one)
     gradient = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))
     if sizes is None:
         lowered = gradient.lower(*arrays, segments)

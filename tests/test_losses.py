@@ -329,17 +329,24 @@ def test_chunks_need_a_fraction_of_the_memory_of_full_logits() -> None:
     assert chunked < full / 4
 
 
-def test_automatic_chunks_keep_the_largest_array_within_a_gibibyte(way: str) -> None:
+@pytest.mark.parametrize(
+    "chunk, by_tokens, by_vocabulary",
+    [("auto", 1024, 1024), (4096, 4096, 3200), (2**20, 8192, 128_000)],
+    ids=str,
+)
+def test_chunks_are_as_automatic_or_as_asked_but_never_of_2_to_the_31_logits(
+    way: str, chunk: int | str, by_tokens: int, by_vocabulary: int
+) -> None:
     arguments = (
-        jax.ShapeDtypeStruct((2, 4096, 16), jnp.bfloat16),
+        jax.ShapeDtypeStruct((2, 8192, 16), jnp.bfloat16),
         jax.ShapeDtypeStruct((256_000, 16), jnp.bfloat16),
-        jax.ShapeDtypeStruct((2, 4096), jnp.int32),
-        jax.ShapeDtypeStruct((2, 4096), jnp.float32),
+        jax.ShapeDtypeStruct((2, 8192), jnp.int32),
+        jax.ShapeDtypeStruct((2, 8192), jnp.float32),
     )
-    step = jax.value_and_grad(lambda *arrays: cut(PLAIN_CE, *arrays).loss, argnums=(0, 1))
+    step = jax.value_and_grad(lambda *arrays: cut(PLAIN_CE, *arrays, chunk=chunk).loss, argnums=(0, 1))
     shapes = re.findall(r"f32\[([\d,]+)\]", str(jax.make_jaxpr(step)(*arguments)))
-    largest = max(math.prod(map(int, shape.split(","))) for shape in shapes)
-    assert largest == {"tokens": 1024 * 256_000, "vocabulary": 8192 * 2048}[way]
+    largest = {"tokens": by_tokens * 256_000, "vocabulary": by_vocabulary * 2 * 8192}[way]
+    assert max(math.prod(map(int, shape.split(","))) for shape in shapes) == largest < 2**31
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import math
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ import pytest
 from millrace import build, config, mesh, module, programs, step, train
 from millrace.data.stream import Dataset
 from millrace.evaluate import place, vocabulary
-from millrace.objective import Batch, file, make_task
+from millrace.objective import Batch, Vocabulary, file, make_task
 from millrace.state import State
 
 ENCODER = ("objective.use=masked", "model=null", "model.use=eurobert", "model.layers=2", "model.embed=32")
@@ -93,7 +94,7 @@ def all_meshes() -> list[dict[str, int]]:
     return [dict(zip(mesh.AXES, s, strict=True)) for s in sizes if math.prod(s) in (2, 4, 8)]
 
 
-QUICK = [(2, 1, 1, 1), (1, 4, 1, 1), (1, 1, 4, 1), (1, 1, 1, 4), (2, 2, 2, 1), (1, 2, 2, 2)]
+QUICK = [(2, 1, 1, 1), (1, 4, 1, 1), (1, 1, 4, 1), (1, 1, 1, 4), (1, 1, 1, 8), (2, 2, 2, 1), (1, 2, 2, 2)]
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +132,44 @@ def test_no_mesh_makes_the_compiler_copy_every_row_to_every_device(tiny, capfd, 
 @pytest.mark.parametrize("name", ["llama", "eurobert"])
 def test_no_mesh_at_all_changes_the_loss(tiny, alone, name, sizes):
     check_mesh(tiny, alone, name, sizes)
+
+
+LONG = ("data.path=nowhere", "model.layers=2", "model.embed=2048", "model.heads=32", "model.kv_heads=8")
+LONG += ("model.mlp=8192", "model.vocab=128256", "batch.sequences=1", "memory.compute=bfloat16")
+LONG += ("memory.remat=full", "attention.use=blockwise")
+
+
+def made(jaxpr) -> Iterator[tuple[int, ...]]:
+    """The shapes of all that a program computes, loops and kernels included."""
+    for equation in jaxpr.eqns:
+        yield from (variable.aval.shape for variable in equation.outvars if hasattr(variable.aval, "shape"))
+        for value in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "jaxpr")):
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                yield from made(inner)
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (1, 1, 2, 4)], ids=str)
+@pytest.mark.parametrize("length", [32768, 131072])
+def test_a_step_over_long_rows_makes_nothing_of_the_length_squared(tiny, length, sizes):
+    """Nor an array of 2**31 numbers on one device. (Without remat, what all layers keep is one array that may
+    be longer: an int32 counts along one axis of it, and the compilers take the whole.)"""
+    cfg = tiny(*LONG)
+    cfg = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, sequence_length=length))
+    devices = mesh.make(dict(zip(mesh.AXES, sizes, strict=True)), jax.devices()[: math.prod(sizes)])
+    task = make_task(cfg, Vocabulary(cfg.model.vocab, 0, 1, 2, 3))
+    axes = module.axes(file("models", task.model).Model, task.model)
+    with jax.set_mesh(devices):
+        update = build.make_update(cfg, task)
+        abstract, _ = build.make_state(cfg, task, update, devices)
+        rows = jax.ShapeDtypeStruct((1, length), jnp.int32)
+        traced = jax.jit(step.train_step(task, update, axes)).trace(abstract, Batch(rows, rows, rows, None))
+    shapes = set(made(traced.jaxpr.jaxpr))
+    assert (1, length, 8192) in shapes  # the walk sees what is made in a layer
+    assert max(math.prod(shape) for shape in shapes) < 2**31
+    of_model = (2048, 8192, 128256, 128256 // 2)
+    squares = [[size for size in shape if size > 2048 and size not in of_model] for shape in shapes]
+    assert max(math.prod(long) for long in squares) <= 2 * length
 
 
 def test_weights_and_moments_are_split_over_the_mesh(tiny):

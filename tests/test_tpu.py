@@ -35,7 +35,7 @@ print("arguments", used.argument_size_in_bytes, "aliased", used.alias_size_in_by
 @pytest.mark.parametrize("name", ["llama", "eurobert"])
 def test_the_step_compiles_for_a_tpu_slice_with_the_state_donated(libtpu, tiny, tmp_path, name):
     cfg = tiny("model.vocab=512", "model.embed=256", "model.heads=4", "model.mlp=512", "data.path=nowhere")
-    cfg = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, sequence_length=256))
+    cfg = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, sequence_length=512))
     (tmp_path / "tpu.yaml").write_text(config.to_yaml(cfg))
     encoder = [
         "objective.use=masked",

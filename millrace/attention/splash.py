@@ -1,5 +1,10 @@
 """Splash attention, the Pallas kernel for TPUs that ships with JAX: it visits only the tiles the mask leaves
-something of. Anywhere else it runs in the Pallas interpreter, which is for tests."""
+something of. Anywhere else it runs in the Pallas interpreter, which is for tests.
+
+Windows and causality are known when compiling. Documents are not: the kernel itself compares their numbers
+within each tile and visits all. But which tiles it visits is an array that it reads at run time, from which
+`_skip` takes those in which no document of the queries is one of the keys. It serves all rows of the batch:
+one of its own for each would run them one after the other."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +17,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 
-from millrace.layers.attention import Mask, complaint, device
+from millrace.layers.attention import Mask, complaint, device, ends, meetings
 
 Array = jax.Array
 
@@ -64,7 +69,8 @@ def attend(
             whole = _mask(mask, rows, columns)
             shards = whole.shape[0] // rows
             kernel = _kernel(cfg, whole, shards, soft_cap=soft_cap, interpret=interpret)
-            return jax.vmap(_shard(kernel, shards, offset // rows))(q, k, v, ids)
+            kernel = _shard(kernel, shards, offset // rows)
+            return jax.vmap(kernel if ids is None else _skip(kernel, ids))(q, k, v, ids)
 
         return local
 
@@ -89,7 +95,7 @@ def refuses(
     if platform == "gpu":
         return "splash attention is a kernel for TPUs"
     if context > 1 and q.shape[1] % LANES:
-        return f"each device's part of the sequence, {q.shape[1]}, is not a multiple of {LANES}"
+        return f"each device's chunks of the sequence, of {q.shape[1]}, are not multiples of {LANES}"
     if platform != "tpu":
         return None
     if device().device_kind in OLD:
@@ -163,6 +169,30 @@ def _shard(whole: kernels.SplashAttentionKernel, shards: int, index: Array) -> k
 
     infos = (part(info) for info in (whole.fwd_mask_info, whole.dq_mask_info, whole.dkv_mask_info))
     return kernels.SplashAttentionKernel(*infos, **whole.kwargs)
+
+
+def _skip(kernel: kernels.SplashAttentionKernel, ids: kernels.SegmentIds) -> kernels.SplashAttentionKernel:
+    """The kernel without the tiles in which no document of the queries is one of the keys."""
+    sizes = kernel.kwargs["block_sizes"]
+    rows, columns = (len(ids.q), -1, sizes.block_q), (len(ids.kv), -1, sizes.block_kv)
+    meet = meetings(ids.q.reshape(rows).swapaxes(0, 1), ids.kv.reshape(columns).swapaxes(0, 1))
+
+    def part(info: Any, axis: int) -> MaskInfo:
+        """`data_next` says which tile of its row (axis 1 of the tiles) or column (axis 0) each one is, where
+        `block_mask` is not 0; elsewhere which one to fetch: there none that was not fetched anyway."""
+        if info.block_mask is None:  # all see all
+            place = jax.lax.broadcasted_iota(jnp.int32, meet.shape, axis)[None]
+            info = info._replace(data_next=place, block_mask=jnp.full_like(place, 2))
+        place = info.data_next.astype(jnp.int32)
+        met = jnp.take_along_axis(meet[None], place, axis=axis + 1)
+        first, last = (jnp.expand_dims(end, (0, axis + 1)) for end in ends(meet, axis))
+        return info._replace(
+            data_next=jnp.clip(place, first, last).astype(info.data_next.dtype),
+            block_mask=jnp.where(met, info.block_mask, 0),
+        )
+
+    infos = part(kernel.fwd_mask_info, 1), part(kernel.dq_mask_info, 1), part(kernel.dkv_mask_info, 0)
+    return kernels.SplashAttentionKernel(*infos, **kernel.kwargs)
 
 
 def _block(wanted: int, length: int) -> int:

@@ -58,4 +58,7 @@ def refuses(
     soft_cap: float | None,
     context: int,
 ) -> str | None:
+    scores = q.shape[0] * q.shape[2] * q.shape[1] * k.shape[1]
+    if scores >= 2**31:
+        return f"its scores would be {scores:,} numbers, and an array ends at 2**31"
     return None

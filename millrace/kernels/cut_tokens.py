@@ -86,13 +86,15 @@ def _stats(scores: Array, hit: Array, split: Split) -> Stats:
 
 
 def _chunk(head: Head, unembed: Array) -> int:
+    # Fewer where the logits would pass 2**31 numbers: kernels may count in int32.
+    most = (2**31 - 1) // unembed.shape[0]
     if head.chunk != "auto":
-        return int(head.chunk)
+        return min(int(head.chunk), most)
     room = LOGIT_BYTES
     if jax.default_backend() == "gpu":
         memory = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", 0)
         room = max(room, int(LOGIT_SHARE * memory))
-    return max(SMALLEST_CHUNK, room // (4 * unembed.shape[0]))
+    return min(max(SMALLEST_CHUNK, room // (4 * unembed.shape[0])), most)
 
 
 def _over_chunks(step: Callable[..., Any], carry: Any, arrays: tuple[Array, ...], most: int) -> Any:

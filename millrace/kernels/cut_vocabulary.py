@@ -106,7 +106,7 @@ def _chunks(head: Head, unembed: Array, tokens: int) -> Array:
     """The matrix as [pieces rows width]: equal pieces where its rows have a fitting divisor, else padded."""
     rows = len(unembed)
     most = max(SMALLEST_CHUNK, LOGIT_BYTES // (4 * tokens)) if head.chunk == "auto" else int(head.chunk)
-    most = min(most, rows)
+    most = min(most, rows, (2**31 - 1) // tokens)  # kernels may count logits in int32
     sizes = [size for size in range(most // 2 + 1, most + 1) if rows % size == 0]
     if sizes:
         size = max(sizes, key=lambda size: (size % LANES == 0, size))

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from millrace.errors import UserError
-from millrace.mesh import RULES, current, spec
+from millrace.mesh import RULES, chunks, current, restore, spec
 
 Array = jax.Array
 
@@ -61,7 +61,8 @@ def attend(
     offset: int | Array | None = None,
 ) -> Array:
     """Attention of q [b s n h] over k and v [b t k h], n a multiple of k. A query sees only keys of its own
-    segment [b s]. `offset`, the position of the first query among the keys, is for decoding with a cache."""
+    segment [b s]. `offset`, the position of the first query among the keys, is for decoding with a cache.
+    Where a mesh splits the sequence, positions come and go in the order of `mesh.balance`."""
     assert q.shape[2] % k.shape[2] == 0 and k.shape == v.shape
     assert offset is not None or q.shape[1] == k.shape[1]
     how = dict(mask=mask, soft_cap=soft_cap, scale=q.shape[-1] ** -0.5 if scale is None else scale)
@@ -78,6 +79,9 @@ def attend(
     queries = spec(("batch", "sequence", "heads", None), q.shape, mesh)
     keys = spec(("batch", None, "kv_heads", None), k.shape, mesh)
     mine, theirs = _part(q, queries, mesh), _part(k, keys, mesh)
+    context = q.shape[1] // mine.shape[1]
+    if len(chunks(q.shape[1])) > 1:  # two on each device, one after the other
+        mine = jax.ShapeDtypeStruct((mine.shape[0], mine.shape[1] // 2, *mine.shape[2:]), mine.dtype)
     name = choose(
         cfg,
         mine,
@@ -85,7 +89,7 @@ def attend(
         mask=mask,
         segments=segments is not None,
         soft_cap=soft_cap,
-        context=q.shape[1] // mine.shape[1],
+        context=context,
     )
     whole = jax.sharding.PartitionSpec(keys[0], None)
     split = jax.sharding.PartitionSpec(keys[0], queries[1])
@@ -110,7 +114,8 @@ def choose(
     platform: str | None = None,
 ) -> str:
     """The backend for one device's q and k (arrays or shapes) when the sequence is split over `context`
-    devices. Raises UserError when the one that `attention.use` names cannot do it."""
+    devices, and q one of its chunks. Raises UserError when the one that `attention.use` names cannot do
+    it."""
     platform = platform or device().platform
     short = ("xla",) if k.shape[1] <= 1024 else ("blockwise",)
     names = ORDER.get(platform, short) if cfg.use == "auto" else (cfg.use,)
@@ -124,6 +129,23 @@ def choose(
         if reason is None:
             return name
     raise UserError(f"attention.use: {names[-1]} cannot be used here: {reason}. Set attention.use to auto")
+
+
+def meetings(queries: Array, keys: Array) -> Array:
+    """Which blocks of queries may have a document in common with which blocks of keys, in any row of the
+    batch: [i j], from the segments of each, [i b s] and [j b t]. Documents lie in a row in the order of their
+    numbers and padding, 0 or less, after them, so a block holds the numbers from its lowest to its highest.
+    In another order more would seem to meet, never less."""
+    last = jnp.iinfo(jnp.int32).max
+    queries, keys = (jnp.where(ids <= 0, last, ids) for ids in (queries, keys))
+    begun = keys.min(-1) <= queries.max(-1)[:, None]
+    ended = keys.max(-1) < queries.min(-1)[:, None]
+    return (begun & ~ended).any(-1)
+
+
+def ends(meet: Array, axis: int) -> tuple[Array, Array]:
+    """The first and the last along an axis that is met; all of it where none is."""
+    return jnp.argmax(meet, axis), meet.shape[axis] - 1 - jnp.argmax(jnp.flip(meet, axis), axis)
 
 
 def complaint(platform: str, function: Callable[..., Array], *arguments: Any) -> str | None:
@@ -159,8 +181,9 @@ def device() -> Any:
 def _local(cfg: Any, name: str, how: dict[str, Any], rows: Any) -> Callable[..., Array]:
     """The backend on one device's arrays, whose queries are split over the mesh axes `rows`."""
 
-    def local(q: Array, k: Array, v: Array, q_segments: Array | None, kv_segments: Array | None) -> Array:
-        offset = 0 if rows is None else jax.lax.axis_index(rows) * q.shape[1]
+    def one(
+        q: Array, k: Array, v: Array, q_segments: Array | None, kv_segments: Array | None, offset: Any
+    ) -> Array:
         return _backend(name).attend(
             _settings(cfg, name),
             q,
@@ -171,6 +194,19 @@ def _local(cfg: Any, name: str, how: dict[str, Any], rows: Any) -> Callable[...,
             offset=offset,
             **how,
         )
+
+    def local(q: Array, k: Array, v: Array, q_segments: Array | None, kv_segments: Array | None) -> Array:
+        if rows is None:
+            return one(q, k, v, q_segments, kv_segments, 0)
+        order, device = chunks(k.shape[1]), jax.lax.axis_index(rows)
+        if len(order) == 1:
+            return one(q, k, v, q_segments, kv_segments, device * q.shape[1])
+        k, v = restore(k), restore(v)
+        kv_segments = None if kv_segments is None else restore(kv_segments)
+        held = jnp.asarray(order).reshape(-1, 2)[device] * (q.shape[1] // 2)
+        halves = [None, None] if q_segments is None else jnp.split(q_segments, 2, axis=1)
+        parts = zip(jnp.split(q, 2, axis=1), halves, held, strict=True)
+        return jnp.concatenate([one(q, k, v, ids, kv_segments, first) for q, ids, first in parts], axis=1)
 
     return local
 

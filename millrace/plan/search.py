@@ -80,7 +80,7 @@ def candidates(cfg: recipe.Run, where: Slice, room: float = ROOM) -> Iterator[tu
         over, rest = divmod(where.devices, tensor * context * where.slices)
         if rest or not over or cfg.model.heads % tensor:
             continue
-        if context > 1 and cfg.data.sequence_length % (128 * context):
+        if context > 1 and cfg.data.sequence_length % (2 * 128 * context):  # two chunks on each device
             continue
         mesh = recipe.Mesh(data=where.slices, fsdp=over, tensor=tensor, context=context)
         memory = dataclasses.replace(cfg.memory, remat=remat)
@@ -98,7 +98,9 @@ def tiled(cfg: recipe.Run) -> Iterator[recipe.Run]:
     splash = config.part_class("attention", "splash")
     for side in TILES if cfg.attention.use in ("auto", "splash") else ():
         attention = splash(block_q=side, block_kv=side)
-        if attention != cfg.attention and cfg.data.sequence_length % (side * int(cfg.mesh.context)) == 0:
+        context = int(cfg.mesh.context)
+        chunk = cfg.data.sequence_length // (2 * context if context > 1 else 1)
+        if attention != cfg.attention and chunk % side == 0:
             yield dataclasses.replace(cfg, attention=attention)
 
 

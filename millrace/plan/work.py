@@ -39,8 +39,8 @@ def work_of(program: Program, computation: Computation, i: Instruction) -> Work:
 def _kernel(computation: Computation, i: Instruction) -> Work:
     """A Pallas kernel. Splash attention takes a map of its tiles, then q [b n s h] and k [b k t h], and, if
     the mask is one of positions, those of the queries [s]. Tiles that the mask hides are skipped; it is taken
-    to be causal. Queries that are a part of the sequence are taken to be the last, which have most to do and
-    for which the others wait."""
+    to be causal. Queries that are a part of the sequence are one of two chunks that a device has, an early
+    and a late one (`mesh.chunks`): on average they see as much as the whole sequence does."""
     given = [computation.instructions[name].shape[0] for name in i.operands]
     moved = sum(array.bytes for array in (*given, *i.shape) if array.space == HBM)
     found = re.search(r"splash_m[hq]a_(fwd|dq|dkv)", i.name + i.op_name)
@@ -53,13 +53,14 @@ def _kernel(computation: Computation, i: Instruction) -> Work:
     by_position = any(array.dtype == "s32" and len(array.dims) == 2 for array in given)
     suffix = "" if kind == "fwd" else f"_{kind}"
     down, across = (_block(i, f"block_{side}{suffix}") for side in ("q", "kv"))
-    tiles = seen = (rows // down) * (columns // across)
+    tiles = (rows // down) * (columns // across)
+    seen: float = tiles
     if by_position:
         # The map is as wide as the most tiles that a row of them has to see; of `dkv` as high, a column.
         plan = given[0].dims
         tiles = (columns // across) * plan[1] if kind == "dkv" else (rows // down) * plan[2]
-        ends = range(columns - rows + down, columns + 1, down)
-        seen = min(tiles, sum(-(-end // across) for end in ends))
+        ends = range(down, columns + 1, down)
+        seen = min(tiles, sum(-(-end // across) for end in ends) * rows / columns)
     every = math.prod(batch) * heads
     scores = every * seen * down * across
     fused = kind == "dkv" and any(array.dims[-len(queries) :] == queries for array in i.shape[:-2])
