@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from millrace import mesh, module, recipe, state, step
 from millrace.errors import UserError
-from millrace.execution import INIT_OPTIONS
+from millrace.execution import INIT_OPTIONS, check_offload
 from millrace.objective import Batch, Task, file
 from millrace.state import State
 
@@ -81,6 +81,8 @@ def lowered(
 ) -> jax.stages.Lowered:
     """One program to be compiled, the state donated: new weights take the place of the old. `has_loss` says
     that batches mark the tokens to be learnt."""
+    if cfg.memory.remat == "offload":
+        check_offload(devices)
     shape = (cfg.batch.sequences, cfg.data.sequence_length)
     rows: Any = jax.ShapeDtypeStruct(shape, "int32", sharding=mesh.row_sharding(devices, shape))
     loss: Any = jax.ShapeDtypeStruct(shape, "bool", sharding=rows.sharding) if has_loss else None

@@ -6,12 +6,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from millrace.errors import UserError
+from millrace.layers.attention import is_kernel
 from millrace.module import Axes
 
 # What the backward pass finds in memory; all else it computes again.
-REMAT: dict[str, Callable[..., bool]] = {
+REMAT: dict[str, Callable[..., Any]] = {
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "offload": jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host"),
+    "attention": is_kernel,
     "full": jax.checkpoint_policies.nothing_saveable,
 }
 
@@ -42,6 +47,11 @@ class Execution:
     def dtype(self) -> Any:
         return jnp.dtype(self.compute)
 
+    def merges(self, layers: int) -> bool:
+        """Without a loop between forward and backward, the compiler would merge what is computed twice, and
+        keep it in memory after all. Inside a loop it cannot, and guarding against it costs time."""
+        return self.unroll >= layers
+
 
 def default_unroll() -> int:
     """How many layers to compile side by side. On a GPU a loop costs speed: Llama-3.2-1B on an H200 makes
@@ -55,11 +65,28 @@ def layers(
     """Runs x through a stack of layers, `body(block, x)` each, compiled once."""
     count = jax.tree.leaves(blocks)[0].shape[0]
     if how.remat != "none":
-        # Without a loop between forward and backward, the compiler would merge what is computed twice, and
-        # keep it in memory after all. Inside a loop it cannot, and guarding against it costs time.
-        body = jax.checkpoint(body, policy=REMAT[how.remat], prevent_cse=how.unroll >= count)
+        body = jax.checkpoint(body, policy=REMAT[how.remat], prevent_cse=how.merges(count))
     x, _ = jax.lax.scan(lambda x, block: (body(block, x), None), x, blocks, unroll=min(how.unroll, count))
     return x
+
+
+def check_offload(devices: Mesh) -> None:
+    """Whether a compiler can keep things in the host's memory is known by asking it, for something tiny."""
+
+    def tiny(w: jax.Array, x: jax.Array) -> jax.Array:
+        body = jax.checkpoint(lambda x, w: (jnp.sin(x @ w), None), policy=REMAT["offload"])
+        return jnp.sum(jax.lax.scan(body, x, w)[0])
+
+    everywhere = NamedSharding(devices, PartitionSpec())
+    w, x = (jax.ShapeDtypeStruct((*n, 8, 8), jnp.float32, sharding=everywhere) for n in ((2,), ()))
+    try:
+        jax.jit(jax.grad(tiny)).lower(w, x).compile()
+    except Exception as error:  # compilers raise errors of every kind
+        said = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+        raise UserError(
+            "memory.remat: offload cannot be used here, where the compiler keeps nothing in the host's "
+            f"memory ({said}); expected none, dots, attention or full"
+        ) from error
 
 
 def compile_fast(lowered: Any, platform: str) -> Any:

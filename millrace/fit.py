@@ -12,8 +12,8 @@ from millrace.errors import DoesNotFit
 from millrace.state import State
 
 ADVICE = (
-    "raise batch.accumulate, set memory.remat to dots or full, or split more over devices with mesh.fsdp, "
-    "mesh.tensor or mesh.context"
+    "raise batch.accumulate, set memory.remat to dots, attention or full, or split more over devices with "
+    "mesh.fsdp, mesh.tensor or mesh.context"
 )
 
 

@@ -119,7 +119,9 @@ class Mesh:
 @dataclass(frozen=True)
 class Memory:
     compute: Literal["bfloat16", "float32"] = "bfloat16"
-    remat: Literal["none", "dots", "full"] = "none"
+    # What the backward pass finds in memory: all it takes; what matrices give, on the device (dots) or in the
+    # host's memory (offload); what attention gives; or the input of each layer alone (full).
+    remat: Literal["none", "dots", "offload", "attention", "full"] = "none"
     unroll: int | str = "auto"  # layers compiled side by side, not as one loop body
 
     def __post_init__(self) -> None:

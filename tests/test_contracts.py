@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from millrace import config, module
-from millrace.execution import Execution
+from millrace.execution import REMAT, Execution
 from millrace.objective import file
 
 SIZES = dict(layers=2, embed=32, heads=4, kv_heads=2, mlp=48, vocab=64)
@@ -59,7 +59,9 @@ def test_packed_documents_do_not_see_each_other(case):
         np.testing.assert_array_equal(case.hidden(changed, **seen)[:, other], whole[:, other])
 
 
-@pytest.mark.parametrize("how", [{"remat": "dots"}, {"remat": "full"}, {"unroll": 2}], ids=str)
+@pytest.mark.parametrize(
+    "how", [{"remat": name} for name in REMAT] + [{"unroll": 2}, {"unroll": 2, "remat": "attention"}], ids=str
+)
 def test_how_a_model_is_run_does_not_change_what_it_computes(case, how):
     np.testing.assert_allclose(case.hidden(case.tokens, how), case.hidden(case.tokens), atol=2e-6)
 

@@ -353,7 +353,10 @@ def rope(**values: Any) -> dict[str, Any]:
         ({"model_type": None}, "model_type: found None"),
         ({"attention_bias": True}, "attention_bias: found true, but weights with biases cannot be imported"),
         ({"mlp_bias": True}, "mlp_bias: found true"),
-        ({"hidden_act": "gelu"}, "hidden_act: found gelu, expected one of silu, gelu_pytorch_tanh, relu2"),
+        (
+            {"hidden_act": "gelu"},
+            "hidden_act: found gelu, expected one of silu, gelu_pytorch_tanh, relu, relu2",
+        ),
         ({"hidden_size": None}, "hidden_size: found nothing"),
         ({"num_hidden_layers": "x"}, 'num_hidden_layers: found "x", expected a whole number'),
         ({"num_hidden_layers": [2]}, r"num_hidden_layers: found \[2\], expected a whole number"),

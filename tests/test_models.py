@@ -14,7 +14,7 @@ import torch
 import transformers
 
 from millrace import config, module, objective, recipe, state, step
-from millrace.execution import Execution
+from millrace.execution import REMAT, Execution
 from millrace.export import huggingface
 from millrace.layers.mlp import glu
 from millrace.layers.norm import rms_norm
@@ -224,7 +224,9 @@ def test_packed_documents_are_as_if_alone(name, pair):
     assert (packed[:, 10:] == changed[:, 10:]).all()
 
 
-@pytest.mark.parametrize("how", [{"remat": "dots"}, {"remat": "full"}, {"unroll": 2}], ids=str)
+@pytest.mark.parametrize(
+    "how", [{"remat": name} for name in REMAT] + [{"unroll": 2}, {"unroll": 2, "remat": "attention"}], ids=str
+)
 def test_what_is_kept_or_unrolled_changes_nothing(how, pair):
     _, loss, grads = trained(pair("llama"))
     _, same, others = trained(pair("llama"), **how)
@@ -241,7 +243,7 @@ def test_bfloat16_is_close_to_float32(name, pair):
     assert 1e-4 < apart < 0.03
 
 
-@pytest.mark.parametrize("kind", ["swiglu", "geglu", "relu2"])
+@pytest.mark.parametrize("kind", ["swiglu", "geglu", "reglu", "relu2"])
 def test_the_backward_pass_keeps_no_more_than_the_inputs(kind):
     x, weight = jnp.ones((2, 3, 64), jnp.bfloat16), jnp.ones(64)
 

@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from millrace.attention.xla import HIDDEN
-from millrace.layers.attention import Mask, ends, meetings
+from millrace.layers.attention import KERNEL, Mask, ends, meetings
 
 Array = jax.Array
 
@@ -144,7 +145,7 @@ def _forward(rule: Rule, blocks: Blocks) -> tuple[Array, tuple[Blocks, Array, Ar
         total, top, weighted = jax.lax.fori_loop(low, high, add, empty)
         return (weighted / total[..., None]).astype(q.dtype), top + jnp.log(total)
 
-    out, logsumexp = jax.lax.map(block, jnp.arange(len(q)))
+    out, logsumexp = checkpoint_name(jax.lax.map(block, jnp.arange(len(q))), KERNEL)
     return out, (blocks, out, logsumexp)
 
 

@@ -17,7 +17,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 
-from millrace.layers.attention import Mask, complaint, device, ends, meetings
+from millrace.layers.attention import KERNEL, Mask, complaint, device, ends, meetings
 
 Array = jax.Array
 
@@ -144,6 +144,7 @@ def _kernel(
         head_shards=1,
         q_seq_shards=shards,
         attn_logits_soft_cap=soft_cap,
+        residual_checkpoint_name=KERNEL,
         interpret=interpret,
     )
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from millrace.errors import UserError
 
-ACTIVATIONS = {"swiglu": "silu", "geglu": "gelu_pytorch_tanh", "relu2": "relu2"}
+ACTIVATIONS = {"swiglu": "silu", "geglu": "gelu_pytorch_tanh", "reglu": "relu", "relu2": "relu2"}
 
 # What else config.json may say about a kind of scaling, and the only values we have of it.
 BOUNDS: dict[str, dict[str, Any]] = {

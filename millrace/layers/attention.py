@@ -17,6 +17,11 @@ from millrace.mesh import RULES, chunks, current, restore, spec
 
 Array = jax.Array
 
+# What the backward pass of a kernel takes of its forward pass has this name (jax.ad_checkpoint), so that a
+# layer can be computed again without its attention. cuDNN's is an operation of JAX's own.
+KERNEL = "attention"
+CUDNN = "dot_product_attention_fwd_wrapper"
+
 # What `use: auto` tries, in this order; the last of each refuses nothing. On a CPU see `choose`.
 ORDER = {"gpu": ("cudnn", "blockwise"), "tpu": ("splash", "blockwise")}
 
@@ -146,6 +151,11 @@ def meetings(queries: Array, keys: Array) -> Array:
 def ends(meet: Array, axis: int) -> tuple[Array, Array]:
     """The first and the last along an axis that is met; all of it where none is."""
     return jnp.argmax(meet, axis), meet.shape[axis] - 1 - jnp.argmax(jnp.flip(meet, axis), axis)
+
+
+def is_kernel(operation: Any, *_: Any, **settings: Any) -> bool:
+    """A policy for jax.checkpoint: keep what attention gives, and the logarithms of its sums."""
+    return operation.name == CUDNN or operation.name == "name" and settings["name"] == KERNEL
 
 
 def complaint(platform: str, function: Callable[..., Array], *arguments: Any) -> str | None:

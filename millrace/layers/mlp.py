@@ -1,5 +1,5 @@
-"""The gated feed-forward activations: SwiGLU and GeGLU (arXiv 2002.05202), and ReLU squared as the gate
-(arXiv 2109.08668), as BitNet b1.58 has it."""
+"""The gated feed-forward activations: SwiGLU, GeGLU and ReGLU (arXiv 2002.05202), and ReLU squared as the
+gate (arXiv 2109.08668), as BitNet b1.58 has it."""
 
 from functools import partial
 from typing import Any, Literal
@@ -7,7 +7,19 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-Activation = Literal["swiglu", "geglu", "relu2"]
+from millrace.project import project
+
+Activation = Literal["swiglu", "geglu", "reglu", "relu2"]
+
+
+def gated(kind: Activation, gate: jax.Array, up: jax.Array, w_down: Any, *, merges: bool) -> jax.Array:
+    """The output of an MLP [b s d] from the products of its first two matrices [b s f]. Its hidden units,
+    which the gradient of w_down takes, are not kept but made again from gate and up: two arrays instead of
+    three, for one multiplication. `merges` says that the compiler sees both times, and must be held back."""
+    down = jax.checkpoint(
+        lambda gate, up, w: project(w, glu(kind, gate, up), "bsf,fd->bsd"), prevent_cse=merges
+    )
+    return down(gate, up, w_down)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -20,6 +32,8 @@ def activate(kind: Activation, gate: jax.Array) -> jax.Array:
         return jax.nn.silu(gate)
     if kind == "geglu":
         return jax.nn.gelu(gate, approximate=True)
+    if kind == "reglu":
+        return jax.nn.relu(gate)
     return jnp.square(jax.nn.relu(gate))
 
 

@@ -11,7 +11,7 @@ from millrace.errors import UserError
 from millrace.execution import Execution, layers
 from millrace.export import config_json
 from millrace.layers.attention import Mask, attend
-from millrace.layers.mlp import glu
+from millrace.layers.mlp import gated
 from millrace.layers.norm import rms_norm
 from millrace.layers.rope import Rope, rotate
 from millrace.mesh import constrain
@@ -28,7 +28,7 @@ class Config:
     mlp: int
     vocab: int = 0  # 0: as many as the data's tokenizer has
     head_dim: int = 0  # 0: embed / heads
-    activation: Literal["swiglu", "geglu", "relu2"] = "swiglu"
+    activation: Literal["swiglu", "geglu", "reglu", "relu2"] = "swiglu"
     tied: bool = True  # the head is the embedding
     qk_norm: bool = False
     norm_eps: float = 1e-5
@@ -92,14 +92,13 @@ class Block:
             q, k = rms_norm(q, self.q_norm, cfg.norm_eps), rms_norm(k, self.k_norm, cfg.norm_eps)
         return rotate(q, positions, rope(cfg)), rotate(k, positions, rope(cfg)), v
 
-    def rest(self, cfg: Any, x: Array, mixed: Array) -> Array:
+    def rest(self, cfg: Any, x: Array, mixed: Array, how: Execution) -> Array:
         """What follows once the values are mixed: output projection and MLP, each added to the stream."""
         x = x + project(self.w_o, mixed, "bsnh,nhd->bsd")
         h = rms_norm(x, self.mlp_norm, cfg.norm_eps)
-        hidden = glu(
-            cfg.activation, project(self.w_gate, h, "bsd,df->bsf"), project(self.w_up, h, "bsd,df->bsf")
-        )
-        return constrain(x + project(self.w_down, hidden, "bsf,fd->bsd"), "batch", "sequence", None)
+        gate, up = project(self.w_gate, h, "bsd,df->bsf"), project(self.w_up, h, "bsd,df->bsf")
+        out = gated(cfg.activation, gate, up, self.w_down, merges=how.merges(cfg.layers))
+        return constrain(x + out, "batch", "sequence", None)
 
 
 @module
@@ -137,9 +136,8 @@ class Model:
 
         def body(block: Block, x: Array) -> Array:
             q, k, v = block.heads(cfg, x, positions)
-            return block.rest(
-                cfg, x, attend(how.attention, q, k, v, mask=Mask(cfg.causal), segments=segments)
-            )
+            mixed = attend(how.attention, q, k, v, mask=Mask(cfg.causal), segments=segments)
+            return block.rest(cfg, x, mixed, how)
 
         x = constrain(lookup(self.embedding, tokens, how.dtype), "batch", "sequence", None)
         return rms_norm(layers(how, body, x, self.blocks), self.final_norm, cfg.norm_eps)
@@ -159,7 +157,7 @@ class Model:
             keys = jax.lax.dynamic_update_slice_in_dim(keys, k, start, axis=1)
             values = jax.lax.dynamic_update_slice_in_dim(values, v, start, axis=1)
             mixed = attend(how.attention, q, keys, values, mask=Mask(causal=True), offset=start)
-            return block.rest(cfg, x, mixed), (keys, values)
+            return block.rest(cfg, x, mixed, how), (keys, values)
 
         x = lookup(self.embedding, tokens, how.dtype)
         x, (keys, values) = jax.lax.scan(body, x, (self.blocks, cache.k, cache.v))

@@ -14,6 +14,7 @@ from millrace import build, fit, mesh, module, recipe, state
 from millrace.errors import UserError
 from millrace.objective import file
 from millrace.plan.slices import Slice
+from millrace.plan.timing import HOST
 
 # Shares of the data sheets' rates that large products and copies reach, the same for every model and chip:
 # docs/planning.md shows what it leaves to wish for.
@@ -21,8 +22,16 @@ MATRIX, MEMORY, LINKS = 0.75, 0.85, 0.8
 HIDDEN = 0.9  # of the traffic between chips, at most, goes on beside the products
 
 # Numbers kept of each token and layer, in units of the width d, the MLP's m and the heads' q and k: beside
-# the layer's input, `dots` keeps what matrices give, `none` also what norms and activations make of it.
-KEPT = {"full": (0.0, 0.0, 0.0), "dots": (2.0, 2.0, 1.0), "none": (5.0, 4.0, 3.0)}
+# the layer's input, `attention` keeps what its kernel gives, `dots` what matrices give, `none` also what
+# norms and activations make of it. What `offload` keeps is in the host's memory.
+KEPT = {
+    "full": (0.0, 0.0, 0.0),
+    "attention": (1.0, 0.0, 0.0),
+    "offload": (0.0, 0.0, 0.0),
+    "dots": (2.0, 2.0, 1.0),
+    "none": (5.0, 3.0, 3.0),
+}
+OFFLOADED = {"offload": KEPT["dots"]}
 
 
 @dataclass(frozen=True)
@@ -35,13 +44,15 @@ class Estimate:
     weight_bytes: int
     optimizer_bytes: int
     temp_bytes: int
+    host_bytes: int  # in the host's memory
     matrix_seconds: float
     memory_seconds: float
     exposed_seconds: float  # of traffic between chips that nothing hides
+    host_seconds: float  # of traffic with the host that nothing hides
 
     @property
     def step_seconds(self) -> float:
-        return self.matrix_seconds + self.memory_seconds + self.exposed_seconds
+        return self.matrix_seconds + self.memory_seconds + self.exposed_seconds + self.host_seconds
 
     @property
     def argument_bytes(self) -> int:
@@ -64,7 +75,9 @@ def estimate(cfg: recipe.Run, where: Slice) -> Estimate:
     passed = 2 * there.weights + 12 * (local.kept(cfg) + local.work(cfg))
     moved = 3 * there.weights + 2 * there.optimizer + passed * cfg.batch.accumulate
     memory = moved / (MEMORY * where.chip.bandwidth / where.chip.devices)
-    busy = matrix + memory
+    busy, offloaded = matrix + memory, local.offloaded(cfg)
+    # There in the forward pass and back in the backward pass, beside all else.
+    host = 2 * offloaded * cfg.batch.accumulate / (HOST / where.chip.devices)
     return Estimate(
         parameters=there.parameters,
         flops_per_token=flops,
@@ -72,9 +85,11 @@ def estimate(cfg: recipe.Run, where: Slice) -> Estimate:
         weight_bytes=there.weights,
         optimizer_bytes=there.optimizer,
         temp_bytes=local.temporaries(cfg, there.weights),
+        host_bytes=offloaded,
         matrix_seconds=matrix,
         memory_seconds=memory,
         exposed_seconds=max(traffic - HIDDEN * busy, (1 - HIDDEN) * traffic),
+        host_seconds=max(host - HIDDEN * busy, (1 - HIDDEN) * host),
     )
 
 
@@ -141,6 +156,10 @@ class Local:
         """For the backward pass: the inputs of all layers, and what else `memory.remat` lets stay."""
         return self.numbers(cfg, KEPT[cfg.memory.remat], inputs=1) * cfg.model.layers
 
+    def offloaded(self, cfg: recipe.Run) -> int:
+        """For the backward pass, in the host's memory."""
+        return self.numbers(cfg, OFFLOADED.get(cfg.memory.remat, KEPT["full"])) * cfg.model.layers
+
     def work(self, cfg: recipe.Run) -> int:
         """On one layer."""
         return self.numbers(cfg, KEPT["none"])
@@ -165,10 +184,14 @@ class Local:
 
 
 def matrix_seconds(cfg: recipe.Run, where: Slice, flops_per_token: float) -> float:
-    """Forward, backward and what is computed again, at the share of the peak that products reach."""
+    """Forward, backward and what is computed again, at the share of the peak that products reach. What
+    matrices give is kept by some policies, and what attention gives by others."""
     tokens = cfg.batch.sequences * cfg.data.sequence_length
     head = 6 * cfg.model.vocab * cfg.model.embed
-    again = (flops_per_token - head) / 3 if cfg.memory.remat == "full" else 0.0
+    scores = flops_per_token - file("models", cfg.model).flops(cfg.model, 0)
+    products, remat = flops_per_token - head - scores, cfg.memory.remat
+    again = products / 3 if remat in ("full", "attention") else 0.0
+    again += scores / 3 if remat in ("full", "dots", "offload") else 0.0
     return tokens * (flops_per_token + again) / (where.chips * MATRIX * where.chip.flops)
 
 

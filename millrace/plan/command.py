@@ -125,6 +125,7 @@ def by_arithmetic(cfg: recipe.Run, where: Slice, price: chips.Price) -> Outcome:
         "matrix units": guess.matrix_seconds,
         "memory": guess.memory_seconds,
         "between chips, not hidden": guess.exposed_seconds,
+        "to the host and back, not hidden": guess.host_seconds,
     }
     parts = {what: seconds for what, seconds in parts.items() if seconds}
     return Outcome(
@@ -160,6 +161,6 @@ def of_both(found: arithmetic.Estimate | compiler.Compiled, cfg: recipe.Run, whe
     """What arithmetic and the compiler both tell, of a chip rather than a device."""
     tokens, tokens_per_step = outcome.tokens_of(cfg)
     known = {name: getattr(found, name) for name in ("mesh", "parameters", "flops_per_token")}
-    kinds = ("weight_bytes", "optimizer_bytes", "argument_bytes", "temp_bytes", "hbm_bytes")
+    kinds = ("weight_bytes", "optimizer_bytes", "argument_bytes", "temp_bytes", "hbm_bytes", "host_bytes")
     sizes = {name: getattr(found, name) * where.chip.devices for name in kinds}
     return known | sizes | {"tokens": tokens, "tokens_per_step": tokens_per_step}

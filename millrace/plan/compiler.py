@@ -46,6 +46,7 @@ class Compiled:
     temp_bytes: int
     hbm_bytes: int  # all that is taken at the worst moment; where it does not fit, all that would be needed
     seconds: float  # of CPU time that compiling took
+    host_bytes: int = 0  # in the host's memory
     complaint: str = ""  # where it does not fit
     step_seconds: float | None = None
     parts: dict[str, float] = field(default_factory=dict)  # of these, by what they are spent on
@@ -167,6 +168,7 @@ def compiled(cfg: recipe.Run, where: Slice, folder: Path) -> Compiled:
         fits=True,
         argument_bytes=memory.argument_size_in_bytes,
         temp_bytes=memory.temp_size_in_bytes,
+        host_bytes=memory.host_temp_size_in_bytes,
         hbm_bytes=taken + memory.temp_size_in_bytes + memory.generated_code_size_in_bytes,
         seconds=time.process_time() - began,
         step_seconds=time_.seconds,

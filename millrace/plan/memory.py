@@ -71,7 +71,8 @@ def meaning(dtype: str, shape: tuple[int, ...], cfg: recipe.Run, mesh: dict[str,
         kind = "gradient and copies of" if dtype == "f32" else "copies of"
         return f"{kind} the vocabulary's matrix", "mesh.tensor"
     if layered and length in sides:
-        keys = "batch.accumulate or mesh.context" if cfg.memory.remat == "full" else "memory.remat"
+        least = cfg.memory.remat in ("full", "offload")
+        keys = "batch.accumulate or mesh.context" if least else "memory.remat"
         return "kept of all layers for the backward pass", keys
     if layered:
         return "weights or gradients of all layers", "mesh.fsdp or mesh.tensor"

@@ -27,6 +27,7 @@ class Outcome:
     argument_bytes: int
     temp_bytes: int
     hbm_bytes: int
+    host_bytes: int  # in the memory of the machine that the chip is in
     step_seconds: float | None  # None where it cannot run
     by: str  # compiler or arithmetic
     parts: dict[str, float] = field(default_factory=dict)  # seconds of a step, by what they are spent on
@@ -75,6 +76,7 @@ class Outcome:
             "argument_bytes": self.argument_bytes,
             "temp_bytes": self.temp_bytes,
             "hbm_bytes": self.hbm_bytes,
+            "host_bytes": self.host_bytes,
             "hbm_limit_bytes": self.where.chip.usable,
             "step_seconds": self.step_seconds,
             "seconds_by_part": self.parts,

@@ -22,7 +22,9 @@ class NoneFits(UserError):
     """No settings make a recipe fit a slice."""
 
 
-Remat = Literal["none", "dots", "full"]
+Remat = Literal["none", "dots", "offload", "attention", "full"]
+# The host's memory, which slices say nothing of, is taken only by recipes that ask for it.
+REMATS: tuple[Remat, ...] = ("none", "dots", "attention", "full")
 Judge = Callable[[recipe.Run, Path], float | None]  # seconds of a step, or None if it does not fit
 
 
@@ -75,7 +77,7 @@ def candidates(cfg: recipe.Run, where: Slice, room: float = ROOM) -> Iterator[tu
     limit = room * where.chip.usable / where.chip.devices
     if arithmetic.state_needs(cfg, where) > limit:
         return
-    remats: tuple[Remat, ...] = ("none", "dots", "full")
+    remats = dict.fromkeys((*REMATS, cfg.memory.remat))
     for tensor, context, remat in itertools.product(SPLITS, SPLITS, remats):
         over, rest = divmod(where.devices, tensor * context * where.slices)
         if rest or not over or cfg.model.heads % tensor:

@@ -65,6 +65,9 @@ def lines(one: Outcome, cfg: recipe.Run, days: float, *, own_prices: bool = Fals
         ", and their sums over parts" if summed else ""
     )
     yield f"    {gib(rest - gradients):>10}  activations and all else a step needs"
+    if one.host_bytes:
+        host = f"{gib(one.host_bytes * chip.host)} for its {chip.host} chips"
+        yield f"    {gib(one.host_bytes):>10}  in the host's memory, {host}"
     if one.buffers:
         yield "    the largest of these, which take turns in the same memory:"
         for buffer in one.buffers:

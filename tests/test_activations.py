@@ -1,0 +1,165 @@
+"""What activations keep for the backward pass, and that the gradient does not suffer: exactly jax.grad's, or
+the published step function's."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from millrace.layers import activations
+from millrace.layers.mlp import Activation, activate, gated, glu
+
+SPECIAL = [0.0, -0.0, 1e-3, -1e-3, 3.5, -3.5, np.inf, -np.inf, np.nan]
+PLAIN: dict[str, tuple[Callable[..., jax.Array], Callable[..., jax.Array]]] = {
+    "relu": (activations.relu, jax.nn.relu),
+    "relu2": (activations.relu2, lambda x: jnp.square(jax.nn.relu(x))),
+    "relu_bits": (activations.relu_bits, jax.nn.relu),
+}
+GATES: list[Activation] = ["swiglu", "geglu", "reglu", "relu2"]
+
+
+def plain(x: Any) -> np.ndarray:
+    """As float64, in which numpy knows that a NaN is one."""
+    return np.asarray(x, np.float64)
+
+
+def numbers(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).normal(0, 3, shape)
+
+
+def kept(function: Callable[..., jax.Array], *inputs: Any) -> dict[tuple[str, tuple[int, ...]], int]:
+    """How often arrays of each kind are kept for the backward pass."""
+    pull = jax.eval_shape(lambda *inputs: jax.vjp(function, *inputs)[1], *inputs)
+    counts: dict[tuple[str, tuple[int, ...]], int] = {}
+    for leaf in jax.tree.leaves(pull):
+        if leaf.ndim:
+            counts[str(leaf.dtype), leaf.shape] = counts.get((str(leaf.dtype), leaf.shape), 0) + 1
+    return counts
+
+
+def temporaries(body: Callable[..., jax.Array], weights: list[Any], x: Any, trained: Any = None) -> int:
+    """Bytes of the gradient of a stack of layers, by the compiler."""
+
+    def loss(weights: list[Any], x: Any) -> jax.Array:
+        held = [
+            w if trained is None or n in trained else jax.lax.stop_gradient(w) for n, w in enumerate(weights)
+        ]
+        return jnp.sum(jax.lax.scan(lambda x, layer: (x + body(x, *layer), None), x, held)[0])
+
+    found = jax.jit(jax.grad(loss)).lower(weights, x).compile().memory_analysis()
+    assert found is not None
+    return found.temp_size_in_bytes
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("name", PLAIN)
+def test_gradients_of_relu_are_those_of_jax_to_the_last_bit(name: str, dtype: Any) -> None:
+    ours, theirs = PLAIN[name]
+    values = np.concatenate([SPECIAL, numbers(4991)]).reshape(2, 50, 50)
+    x, d = jnp.asarray(values, dtype), jnp.asarray(numbers(2, 50, 50, seed=1), dtype)
+    (y, pull), (wanted, reference) = jax.vjp(ours, x), jax.vjp(theirs, x)
+    np.testing.assert_array_equal(plain(y), plain(wanted))
+    np.testing.assert_array_equal(plain(pull(d)[0]), plain(reference(d)[0]))
+    assert pull(d)[0].dtype == dtype
+
+
+def test_the_root_of_a_rounded_square_is_exact_for_every_bfloat16_whose_square_is_normal() -> None:
+    every = jnp.arange(2**15, dtype=jnp.uint16)
+    x = jax.lax.bitcast_convert_type(every, jnp.bfloat16)
+    square = jnp.square(x.astype(jnp.float32))
+    inside = np.asarray((square > 1.2e-38) & (square < 3e38))
+    ones = jnp.ones_like(x)
+    ours = np.asarray(jax.vjp(activations.relu2, x)[1](ones)[0], np.float32)
+    np.testing.assert_array_equal(ours[inside], 2 * np.asarray(x, np.float32)[inside])
+    assert inside.sum() > 16_000
+
+
+def test_relu_keeps_its_output_alone_and_bits_an_eighth_of_a_byte_each() -> None:
+    x = jax.ShapeDtypeStruct((2, 64, 96), jnp.bfloat16)
+    for name in ("relu", "relu2"):
+        assert kept(lambda x, name=name: PLAIN[name][0](x * 2), x) == {("bfloat16", (2, 64, 96)): 1}
+    assert kept(activations.relu_bits, x) == {("uint8", (2, 8, 96)): 1}
+    assert kept(lambda x: activations.smooth_bits("silu", x), x) == {("uint8", (2, 16, 96)): 1}
+
+
+@pytest.mark.parametrize("bits", [1, 2])
+@pytest.mark.parametrize("shape", [(1, 1), (7, 3), (8, 5), (2, 9, 4), (2, 3, 17, 1)])
+def test_codes_of_any_number_come_back(bits: int, shape: tuple[int, ...]) -> None:
+    codes = jnp.asarray(np.random.default_rng(0).integers(0, 2**bits, shape), jnp.uint8)
+    packed = activations.pack(codes, bits)
+    assert packed.nbytes == packed.size == codes.size // shape[-2] * -(-shape[-2] * bits // 8)
+    np.testing.assert_array_equal(activations.unpack(packed, bits, shape[-2]), codes)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("kind", ["silu", "gelu"])
+def test_two_bits_have_the_published_derivative_and_the_exact_value(kind: str, dtype: Any) -> None:
+    places, rises = activations.STEPS[kind]
+    near = [place + step for place in places for step in (-0.1, 0.1)]
+    x = jnp.asarray(np.concatenate([SPECIAL, near, numbers(84)]).reshape(3, 33, 1), dtype)
+    d = jnp.asarray(numbers(3, 33, 1, seed=1), dtype)
+    y, pull = jax.vjp(lambda x: activations.smooth_bits(kind, x), x)
+    exact = jax.nn.silu(x) if kind == "silu" else jax.nn.gelu(x, approximate=False)
+    np.testing.assert_array_equal(plain(y), plain(exact))
+    wide = plain(x)
+    slope = sum(rise * (wide > place) for place, rise in zip(places, rises, strict=True))
+    np.testing.assert_allclose(plain(pull(d)[0]), plain(d) * slope, rtol=3 * float(jnp.finfo(dtype).eps))
+
+
+@pytest.mark.parametrize("merges", [False, True])
+@pytest.mark.parametrize("kind", GATES)
+def test_a_gated_mlp_has_the_gradients_of_the_plain_formula(kind: Activation, merges: bool) -> None:
+    with jax.enable_x64(True):
+        gate, up, d = (jnp.asarray(numbers(2, 5, 7, seed=n)) for n in range(3))
+        gate = gate.at[0, 0, 0].set(0.0)
+        w, d = jnp.asarray(numbers(7, 3)), d[..., :3]
+        ours = jax.vjp(lambda *inputs: gated(kind, *inputs, merges=merges), gate, up, w)
+        plain = jax.vjp(lambda gate, up, w: (activate(kind, gate) * up) @ w, gate, up, w)
+        for one, other in zip((ours[0], *ours[1](d)), (plain[0], *plain[1](d)), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", GATES)
+def test_a_gated_mlp_keeps_gate_and_up_and_not_its_hidden_units(kind: Activation) -> None:
+    wide = jax.ShapeDtypeStruct((2, 16, 64), jnp.bfloat16)
+    w = jax.ShapeDtypeStruct((64, 8), jnp.bfloat16)
+
+    def ours(gate: Any, up: Any, w: Any) -> jax.Array:
+        return gated(kind, gate * 2, up * 2, w, merges=False)
+
+    assert kept(ours, wide, wide, w) == {("bfloat16", (2, 16, 64)): 2, ("bfloat16", (64, 8)): 1}
+    separate = kept(lambda gate, up, w: glu(kind, gate * 2, up * 2) @ w, wide, wide, w)
+    assert separate["bfloat16", (2, 16, 64)] == 3
+
+
+def silu_bits(x: jax.Array) -> jax.Array:
+    return activations.smooth_bits("silu", x)
+
+
+def test_the_compiler_takes_less_memory_for_each() -> None:
+    layers, width, hidden = 4, 16, 256
+    x = jax.ShapeDtypeStruct((2, 128, width), jnp.float32)
+    one = [jax.ShapeDtypeStruct((layers, *side), jnp.float32) for side in ((width, hidden), (hidden, width))]
+    two = [one[0], *one]
+    tensor = layers * 2 * 128 * hidden * 4
+
+    def mlp(activation: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+        return lambda x, w, w_down: activation(x @ w) @ w_down
+
+    usual = temporaries(mlp(jax.nn.relu), one, x)
+    assert temporaries(mlp(activations.relu), one, x) <= usual - 0.9 * tensor / 4  # a byte an element
+    square = lambda x: jnp.square(jax.nn.relu(x))
+    assert temporaries(mlp(activations.relu2), one, x) <= temporaries(mlp(square), one, x) - tensor
+    # Where w_down is not trained, bits are all that is left of the hidden units.
+    for usual, bits in ((jax.nn.relu, activations.relu_bits), (jax.nn.silu, silu_bits)):
+        frozen = temporaries(mlp(usual), one, x, trained=(0,))
+        assert temporaries(mlp(bits), one, x, trained=(0,)) <= frozen - 0.5 * tensor / 4
+
+    def swiglu(x: Any, w_gate: Any, w_up: Any, w_down: Any) -> jax.Array:
+        return gated("swiglu", x @ w_gate, x @ w_up, w_down, merges=False)
+
+    separate = temporaries(lambda x, g, u, w: glu("swiglu", x @ g, x @ u) @ w, two, x)
+    assert temporaries(swiglu, two, x) <= separate - 0.9 * tensor
