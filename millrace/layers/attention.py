@@ -4,7 +4,6 @@
 import importlib
 import math
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
+from millrace import probe
 from millrace.errors import UserError
 from millrace.mesh import RULES, chunks, current, restore, spec
 
@@ -166,20 +166,7 @@ def complaint(platform: str, function: Callable[..., Array], *arguments: Any) ->
         out, pull = jax.vjp(lambda q, k, v: function(q, k, v, *rest), q, k, v)
         return function(q, k, v, *rest), pull(out)
 
-    def trial() -> str | None:
-        try:
-            traced = jax.jit(both).trace(*arguments)
-            if platform == jax.default_backend():
-                traced.lower().compile()
-            else:  # compiling for a slice that is not attached: as far as we get without one
-                traced.lower(lowering_platforms=(platform,))
-        except Exception as error:  # compilers raise errors of every kind
-            return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
-        return None
-
-    # In a thread of its own: the caller's trace and mesh, which belong to its thread, stay out of it.
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(trial).result()
+    return probe.complaint(platform, both, *arguments)
 
 
 def device() -> Any:
