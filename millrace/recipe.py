@@ -115,6 +115,7 @@ class Mesh:
 @dataclass(frozen=True)
 class Memory:
     compute: Literal["bfloat16", "float32"] = "bfloat16"
+    products: Literal["compute", "fp8", "int8"] = "compute"  # of the layers: in that dtype, or in 8 bits
     remat: Literal["none", "dots", "full"] = "none"
     unroll: int | str = "auto"  # layers compiled side by side, not as one loop body
 
