@@ -64,7 +64,7 @@ def make_task(run: Any, vocabulary: Vocabulary, device: Any = None) -> Task:
     """The task of a training recipe on devices such as this one; None stands for our own."""
     memory = run.memory
     unroll = default_unroll() if memory.unroll == "auto" else memory.unroll
-    native = memory.products != "compute" and multiplies(device or jax.devices()[0], memory.products)
+    native = memory.products != "compute" and multiplies(device or jax.local_devices()[0], memory.products)
     how = Execution(run.attention, memory.compute, memory.remat, unroll, memory.products, native)
     return Task(run.model, run.objective, run.loss, how, vocabulary, run.data.isolate)
 

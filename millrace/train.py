@@ -117,7 +117,7 @@ def run(cfg: recipe.Run, program: Path | None = None) -> int:
                 abstract, fresh = build.make_state(cfg, task, update, devices)
                 out.event(describe(cfg, task, abstract, devices, start, steps))
                 if task.how.products != "compute" and not task.how.native:
-                    out.event(emulated(task.how.products, jax.devices()[0]), "warning")
+                    out.event(emulated(task.how.products, jax.local_devices()[0]), "warning")
                 if start >= steps:
                     out.event(finished(start, steps))
                     return 0

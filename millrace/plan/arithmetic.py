@@ -25,6 +25,10 @@ HIDDEN = 0.9  # of the traffic between chips, at most, goes on beside the produc
 KEPT = {"full": (0.0, 0.0, 0.0), "dots": (2.0, 2.0, 1.0), "none": (5.0, 4.0, 3.0)}
 
 
+# How many of the three products of a matrix are in 8 bits (products/fp8.py, products/int8.py).
+NARROW = {"compute": 0, "fp8": 3, "int8": 2}
+
+
 @dataclass(frozen=True)
 class Estimate:
     """Of one device, bytes, and of a step, seconds."""
@@ -159,17 +163,26 @@ class Local:
 
     def gathered(self, cfg: recipe.Run) -> int:
         """The weights of two layers, whole."""
-        model = cfg.model
-        layer = model.embed * (2 * (model.heads + model.kv_heads) * model.head_dim + 3 * model.mlp)
-        return 2 * 2 * layer // self.tensor
+        return 2 * 2 * layer_weights(cfg.model) // self.tensor
+
+
+def layer_weights(model: Any) -> int:
+    """In the matrices of a layer."""
+    return model.embed * (2 * (model.heads + model.kv_heads) * model.head_dim + 3 * model.mlp)
 
 
 def matrix_seconds(cfg: recipe.Run, where: Slice, flops_per_token: float) -> float:
-    """Forward, backward and what is computed again, at the share of the peak that products reach."""
+    """Forward, backward and what is computed again, at the share of the peak that products reach; those that
+    are in 8 bits at theirs."""
+    model, chip = cfg.model, where.chip
     tokens = cfg.batch.sequences * cfg.data.sequence_length
-    head = 6 * cfg.model.vocab * cfg.model.embed
+    head = 6 * model.vocab * model.embed
     again = (flops_per_token - head) / 3 if cfg.memory.remat == "full" else 0.0
-    return tokens * (flops_per_token + again) / (where.chips * MATRIX * where.chip.flops)
+    count = NARROW[cfg.memory.products]
+    narrow = (count + bool(count and again)) * 2 * model.layers * layer_weights(model)
+    rate = chip.rate(cfg.memory.products) or chip.flops
+    seconds = (flops_per_token + again - narrow) / chip.flops + narrow / rate
+    return tokens * seconds / (where.chips * MATRIX)
 
 
 def traffic_seconds(cfg: recipe.Run, where: Slice, sizes: dict[str, int], parameters: int) -> float:
