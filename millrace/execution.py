@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from millrace.errors import UserError
 from millrace.layers.attention import is_kernel
 from millrace.module import Axes
+from millrace.products.weight import round_weight
 
 # What the backward pass finds in memory; all else it computes again.
 REMAT: dict[str, Callable[..., Any]] = {
@@ -42,6 +43,8 @@ class Execution:
     compute: str = "bfloat16"
     remat: str = "none"
     unroll: int = 1
+    products: str = "compute"  # of the layers: in the compute dtype, in fp8 or in int8
+    native: bool = False  # the chip multiplies 8 bits itself (products/support.py)
 
     @property
     def dtype(self) -> Any:
@@ -99,13 +102,16 @@ def compile_fast(lowered: Any, platform: str) -> Any:
         return lowered.compile()
 
 
-def cast(params: Any, axes: Any, dtype: Any) -> Any:
-    """The matrices of the layers in the compute dtype. Done once a step and before any weight is gathered
-    from other devices, so that half the bytes travel. Norms and embeddings stay as they are: their gradients
-    are sums over all tokens, and summed in their own dtype."""
-    return jax.tree.map(
-        lambda axes, w: w.astype(dtype) if axes.is_hidden_matrix else w,
-        axes,
-        params,
-        is_leaf=lambda node: isinstance(node, Axes),
-    )
+def cast(params: Any, axes: Any, how: Execution) -> Any:
+    """The matrices of the layers in the compute dtype, or in 8 bits. Done once a step and before any weight
+    is gathered from other devices, so that half the bytes travel, or a quarter. Norms and embeddings stay as
+    they are: their gradients are sums over all tokens, and summed in their own dtype."""
+
+    def one(axes: Axes, w: jax.Array) -> Any:
+        if not axes.is_hidden_matrix:
+            return w
+        if how.products == "compute":
+            return w.astype(how.dtype)
+        return round_weight(w, axes, dtype=how.dtype, format=how.products, native=how.native)
+
+    return jax.tree.map(one, axes, params, is_leaf=lambda node: isinstance(node, Axes))

@@ -12,6 +12,7 @@ from millrace.execution import Execution, default_unroll
 from millrace.kernels.cut_cross_entropy import bind, cut
 from millrace.kernels.head import Totals
 from millrace.module import Array, module
+from millrace.products.support import multiplies
 
 
 @module
@@ -61,11 +62,12 @@ class Task:
     isolate: bool = True
 
 
-def make_task(run: Any, vocabulary: Vocabulary) -> Task:
-    """The task of a training recipe."""
+def make_task(run: Any, vocabulary: Vocabulary, device: Any = None) -> Task:
+    """The task of a training recipe on devices such as this one; None stands for our own."""
     memory = run.memory
     unroll = default_unroll() if memory.unroll == "auto" else memory.unroll
-    how = Execution(run.attention, memory.compute, memory.remat, unroll)
+    native = memory.products != "compute" and multiplies(device or jax.local_devices()[0], memory.products)
+    how = Execution(run.attention, memory.compute, memory.remat, unroll, memory.products, native)
     return Task(run.model, run.objective, run.loss, how, vocabulary, run.data.isolate)
 
 

@@ -1,5 +1,6 @@
-"""The one seam through which every weight meets an activation. A weight is an array today; int8, LoRA or
-ternary weights are other types registered here, and models never ask which they hold."""
+"""The one seam through which every weight meets an activation. A weight is an array, or one in 8 bits
+(products/weight.py); LoRA or ternary weights are other types registered here, and models never ask which they
+hold."""
 
 import functools
 from typing import Any
@@ -11,9 +12,16 @@ from millrace.mesh import constrain
 
 
 @functools.singledispatch
-def project(w: Any, x: jax.Array, spec: str) -> jax.Array:
+def project(w: Any, x: Any, spec: str) -> jax.Array:
     """`spec` is an einsum over (x, w), e.g. "bsd,dnh->bsnh". The product has x's dtype."""
     return jnp.einsum(spec, x, w.astype(x.dtype))
+
+
+@functools.singledispatch
+def prepared(w: Any, x: jax.Array) -> Any:
+    """x as products with w take it, for `project`: where several weights of a kind read the same x, what has
+    to be done to it is then done once."""
+    return x
 
 
 @functools.singledispatch

@@ -119,6 +119,7 @@ class Mesh:
 @dataclass(frozen=True)
 class Memory:
     compute: Literal["bfloat16", "float32"] = "bfloat16"
+    products: Literal["compute", "fp8", "int8"] = "compute"  # of the layers: in that dtype, or in 8 bits
     # What the backward pass finds in memory: all it takes; what matrices give, on the device (dots) or in the
     # host's memory (offload); what attention gives; or the input of each layer alone (full).
     remat: Literal["none", "dots", "offload", "attention", "full"] = "none"

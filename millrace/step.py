@@ -125,7 +125,7 @@ def apply(update: Update, axes: Any, state: State, grads: Any, metrics: Metrics)
 
 
 def _sums(task: Task, axes: Any, params: Any, examples: Examples) -> tuple[Array, Metrics]:
-    model = execution.cast(params, axes, task.how.dtype)
+    model = execution.cast(params, axes, task.how)
     totals = file("objectives", task.objective).loss(task, model, examples)
     counts = examples.weights if examples.counts is None else examples.counts
     return totals.loss, {"loss": totals.loss, "nll": totals.nll, "count": counts.sum()}

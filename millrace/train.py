@@ -20,6 +20,7 @@ from millrace.evaluate import evaluate, place, vocabulary
 from millrace.folder import keep_tokenizer, lock
 from millrace.metrics import Late, Meter, peak_flops
 from millrace.objective import Batch, Task, file, make_task
+from millrace.products.support import emulated
 from millrace.state import State
 from millrace.tracing import Trace
 from millrace.writers import Writers
@@ -115,6 +116,8 @@ def run(cfg: recipe.Run, program: Path | None = None) -> int:
                 update = build.make_update(cfg, task)
                 abstract, fresh = build.make_state(cfg, task, update, devices)
                 out.event(describe(cfg, task, abstract, devices, start, steps))
+                if task.how.products != "compute" and not task.how.native:
+                    out.event(emulated(task.how.products, jax.local_devices()[0]), "warning")
                 if start >= steps:
                     out.event(finished(start, steps))
                     return 0

@@ -54,6 +54,32 @@ def test_the_time_is_never_less_than_the_products_take_at_the_peak() -> None:
         assert found.step_seconds > least
 
 
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_products_in_8_bits_take_half_as_long_where_the_chip_has_them(remat: str) -> None:
+    """All three products of a layer's matrices in fp8, two in int8; attention and head as they are."""
+    weights = 32 * 4096 * (2 * (32 + 8) * 128 + 3 * 14336)
+
+    def seconds(name: str, products: str) -> float:
+        overrides = [*ONE_A_CHIP, f"memory.remat={remat}", f"memory.products={products}"]
+        cfg = recipe.load("recipes/llama3-8b.yaml", overrides)
+        return arithmetic.estimate(cfg, slices.parse(name)).matrix_seconds
+
+    for name, products, count in (("gpu:h200x16", "fp8", 3), ("v5e-16", "int8", 2)):
+        where = slices.parse(name)
+        count += remat == "full"
+        saved = 16 * 8192 * count * 2 * weights / (16 * 0.75) / where.chip.flops / 2
+        assert seconds(name, "compute") - seconds(name, products) == pytest.approx(saved, rel=0.005)
+    for name, products in (("gpu:a100x16", "fp8"), ("v4-32", "int8"), ("v5e-16", "fp8")):
+        assert seconds(name, products) == pytest.approx(seconds(name, "compute"))
+
+
+def test_a_plan_says_what_8_bits_bring(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("recipes/llama3-8b.yaml", "--fast", "--slice", "gpu:h200x8", "--slice", "v5e-64")
+    _, told = plan(capsys, *words, "batch.sequences=64", "batch.accumulate=1", "memory.products=fp8")
+    assert "MFU is relative to the 989 TFLOP/s of bf16, in fp8 as well" in told
+    assert "fp8 brings nothing on v5e, which does not multiply it faster; memory.products=int8 is" in told
+
+
 def test_traffic_between_chips_takes_the_time_that_its_bytes_do() -> None:
     """Weights are gathered twice in bf16 and gradients summed in float32, over four fifths of six links."""
     where = slices.parse("v5p-32")

@@ -26,6 +26,8 @@ def ideal(monkeypatch) -> Rates:
         monkeypatch.setattr(timing, name, value)
     return Rates(
         flops=1e12,
+        fp8=2e12,
+        int8=4e12,
         bandwidth=1e9,
         link=1e6,
         network=1e5,
@@ -139,6 +141,21 @@ def test_products_in_nested_loops_count_as_often_as_they_run(ideal):
     assert found.matrix_flops == 10 * 7 * DOT_FLOPS
     assert found.matrix == pytest.approx(found.matrix_flops / 1e12)
     assert not found.doubts
+
+
+@pytest.mark.parametrize(
+    "left, right, rate",
+    [("bf16", "bf16", 1e12), ("f8e4m3fn", "f8e5m2", 2e12), ("s8", "s8", 4e12), ("bf16", "s8", 1e12)],
+)
+def test_products_of_8_bits_go_at_their_own_rate(ideal, left, right, rate):
+    lines = f"""
+  %a = {left}[1024,512] parameter(0)
+  %b = {right}[512,256] parameter(1)
+  ROOT %d = f32[1024,256] dot(%a, %b), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}"""
+    quick = dataclasses.replace(ideal, bandwidth=1e15)
+    found = step(program(lines), quick)
+    assert found.matrix_flops == 2 * 1024 * 512 * 256
+    assert found.matrix == found.seconds == pytest.approx(found.matrix_flops / rate)
 
 
 def test_a_loop_whose_trips_depend_on_data_is_told(ideal):

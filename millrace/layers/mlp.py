@@ -16,6 +16,8 @@ def gated(kind: Activation, gate: jax.Array, up: jax.Array, w_down: Any, *, merg
     """The output of an MLP [b s d] from the products of its first two matrices [b s f]. Its hidden units,
     which the gradient of w_down takes, are not kept but made again from gate and up: two arrays instead of
     three, for one multiplication. `merges` says that the compiler sees both times, and must be held back."""
+    if not isinstance(w_down, jax.Array):  # in 8 bits a product keeps little of them
+        return project(w_down, glu(kind, gate, up), "bsf,fd->bsd")
     down = jax.checkpoint(
         lambda gate, up, w: project(w, glu(kind, gate, up), "bsf,fd->bsd"), prevent_cse=merges
     )

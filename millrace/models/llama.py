@@ -16,7 +16,7 @@ from millrace.layers.norm import rms_norm
 from millrace.layers.rope import Rope, rotate
 from millrace.mesh import constrain
 from millrace.module import Array, count, module, normal, ones, residual_normal, stack, weight
-from millrace.project import lookup, project
+from millrace.project import lookup, prepared, project
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Block:
 
     def heads(self, cfg: Any, x: Array, positions: Array) -> tuple[Array, Array, Array]:
         """Queries [b s n h], keys and values [b s k h]."""
-        h = rms_norm(x, self.attn_norm, cfg.norm_eps)
+        h = prepared(self.w_q, rms_norm(x, self.attn_norm, cfg.norm_eps))
         q = project(self.w_q, h, "bsd,dnh->bsnh")
         k = project(self.w_k, h, "bsd,dkh->bskh")
         v = project(self.w_v, h, "bsd,dkh->bskh")
@@ -95,7 +95,7 @@ class Block:
     def rest(self, cfg: Any, x: Array, mixed: Array, how: Execution) -> Array:
         """What follows once the values are mixed: output projection and MLP, each added to the stream."""
         x = x + project(self.w_o, mixed, "bsnh,nhd->bsd")
-        h = rms_norm(x, self.mlp_norm, cfg.norm_eps)
+        h = prepared(self.w_gate, rms_norm(x, self.mlp_norm, cfg.norm_eps))
         gate, up = project(self.w_gate, h, "bsd,df->bsf"), project(self.w_up, h, "bsd,df->bsf")
         out = gated(cfg.activation, gate, up, self.w_down, merges=how.merges(cfg.layers))
         return constrain(x + out, "batch", "sequence", None)

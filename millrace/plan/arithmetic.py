@@ -34,6 +34,10 @@ KEPT = {
 OFFLOADED = {"offload": KEPT["dots"]}
 
 
+# How many of the three products of a matrix are in 8 bits (products/fp8.py, products/int8.py).
+NARROW = {"compute": 0, "fp8": 3, "int8": 2}
+
+
 @dataclass(frozen=True)
 class Estimate:
     """Of one device, bytes, and of a step, seconds."""
@@ -178,21 +182,29 @@ class Local:
 
     def gathered(self, cfg: recipe.Run) -> int:
         """The weights of two layers, whole."""
-        model = cfg.model
-        layer = model.embed * (2 * (model.heads + model.kv_heads) * model.head_dim + 3 * model.mlp)
-        return 2 * 2 * layer // self.tensor
+        return 2 * 2 * layer_weights(cfg.model) // self.tensor
+
+
+def layer_weights(model: Any) -> int:
+    """In the matrices of a layer."""
+    return model.embed * (2 * (model.heads + model.kv_heads) * model.head_dim + 3 * model.mlp)
 
 
 def matrix_seconds(cfg: recipe.Run, where: Slice, flops_per_token: float) -> float:
-    """Forward, backward and what is computed again, at the share of the peak that products reach. What
-    matrices give is kept by some policies, and what attention gives by others."""
+    """Forward, backward and what is computed again, at the share of the peak that products reach; those that
+    are in 8 bits at theirs. What matrices give is kept by some policies, and what attention gives by others."""
+    model, chip, remat = cfg.model, where.chip, cfg.memory.remat
     tokens = cfg.batch.sequences * cfg.data.sequence_length
-    head = 6 * cfg.model.vocab * cfg.model.embed
-    scores = flops_per_token - file("models", cfg.model).flops(cfg.model, 0)
-    products, remat = flops_per_token - head - scores, cfg.memory.remat
+    head = 6 * model.vocab * model.embed
+    scores = flops_per_token - file("models", model).flops(model, 0)
+    products = flops_per_token - head - scores
     again = products / 3 if remat in ("full", "attention") else 0.0
+    count = NARROW[cfg.memory.products]
+    narrow = (count + bool(count and again)) * 2 * model.layers * layer_weights(model)
     again += scores / 3 if remat in ("full", "dots", "offload") else 0.0
-    return tokens * (flops_per_token + again) / (where.chips * MATRIX * where.chip.flops)
+    rate = chip.rate(cfg.memory.products) or chip.flops
+    seconds = (flops_per_token + again - narrow) / chip.flops + narrow / rate
+    return tokens * seconds / (where.chips * MATRIX)
 
 
 def traffic_seconds(cfg: recipe.Run, where: Slice, sizes: dict[str, int], parameters: int) -> float:

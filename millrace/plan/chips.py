@@ -25,6 +25,8 @@ class Chip:
     name: str
     kinds: tuple[str, ...] = ()  # what JAX calls a device of it; GPUs are told by their names
     flops: float  # dense bf16 matrix FLOP/s
+    fp8: float | None = None  # and in 8 bits, where that is faster
+    int8: float | None = None
     hbm: int  # bytes
     usable: int  # bytes that a program can have
     bandwidth: float  # of HBM, bytes/s
@@ -36,6 +38,10 @@ class Chip:
     network: float | None  # bytes/s one way from a chip to the data centre; None where slices are not joined
     host: int = 4  # chips of a machine
     clock: float | None = None  # Hz
+
+    def rate(self, products: str) -> float | None:
+        """FLOP/s of products in a format of `memory.products`; None if it gains nothing by it."""
+        return self.flops if products == "compute" else getattr(self, products)
 
     @property
     def is_tpu(self) -> bool:
@@ -108,6 +114,7 @@ TPUS = (
         name="v5e",
         kinds=("TPU v5 lite", "TPU v5e"),
         flops=197e12,  # Google Cloud: TPU v5e
+        int8=393e12,  # the same; JAX has 394
         hbm=16 * GIB,  # Google Cloud: TPU v5e
         usable=int(15.75 * GIB),  # libtpu
         bandwidth=819e9,  # Google Cloud: TPU v5e; a later edition of it has "800 GiBps", which is 859
@@ -120,6 +127,7 @@ TPUS = (
         name="v5p",
         kinds=("TPU v5", "TPU v5p"),
         flops=459e12,  # Google Cloud: TPU v5p
+        int8=918e12,  # JAX; by libtpu's cycles 1.98 times bf16. In fp8 459, Google Cloud: TPU7x
         hbm=96 * GIB,  # scaling book; JAX has 95.9, Google Cloud: TPU v5p 95, less than libtpu gives away
         usable=int(95.73 * GIB),  # libtpu
         bandwidth=2765e9,  # Google Cloud: TPU v5p, lately as 2575 GiB/s; JAX has 2460
@@ -133,6 +141,7 @@ TPUS = (
         name="v6e",
         kinds=("TPU v6 lite", "TPU v6e"),
         flops=918e12,  # Google Cloud: TPU v6e; JAX and scaling book have 920
+        int8=1836e12,  # JAX has 1840; by libtpu's cycles 1.33 times bf16. In fp8 918, Google Cloud: TPU7x
         hbm=32 * GIB,  # Google Cloud: TPU v6e
         usable=int(31.24 * GIB),  # libtpu
         bandwidth=1638e9,  # Google Cloud: TPU7x, which compares it; its own page has 1600, earlier 1640
@@ -144,6 +153,7 @@ TPUS = (
         name="tpu7x",
         kinds=("TPU7x",),
         flops=2307e12,  # Google Cloud: TPU7x
+        fp8=4614e12,  # the same; in int8 no more than in bf16, by libtpu's cycles
         hbm=192 * GIB,  # Google Cloud: TPU7x
         usable=int(2 * 94.74 * GIB),  # libtpu
         bandwidth=7380e9,  # Google Cloud: TPU7x; JAX has 7400
@@ -174,6 +184,7 @@ GPUS = (
     Chip(
         name="h100",
         flops=989e12,  # NVIDIA H100 data sheet, half of its figure with sparsity
+        fp8=1979e12,  # the same
         hbm=80 * GIB,  # the same
         usable=int(81559 * MIB * JAX_SHARE),
         bandwidth=3350e9,  # the same
@@ -185,6 +196,7 @@ GPUS = (
     Chip(
         name="h200",
         flops=989e12,  # NVIDIA H200 data sheet, half of its figure with sparsity; about 790 measured
+        fp8=1979e12,  # the same
         hbm=141 * GIB,  # the same
         usable=int(143771 * MIB * JAX_SHARE),
         bandwidth=4800e9,  # the same; about 4,300 measured
@@ -196,6 +208,7 @@ GPUS = (
     Chip(
         name="b200",
         flops=2250e12,  # NVIDIA Blackwell brief, HGX at 1,000 W; 2,500 in the GB200
+        fp8=4500e12,  # the same
         hbm=180 * GIB,  # NVIDIA DGX B200 user guide: 1,440 GB for 8; others have 192
         usable=int(183359 * MIB * JAX_SHARE),
         bandwidth=8000e9,  # scaling book

@@ -120,7 +120,7 @@ def compiled(cfg: recipe.Run, where: Slice, folder: Path) -> Compiled:
     if (Path(cfg.data.path) / "index.json").is_file():  # then it is the program that `train` will want
         dataset = Dataset.open(cfg.data.path, sequence_length=cfg.data.sequence_length)
         special, has_loss = vocabulary(dataset), dataset.has_loss
-    task = make_task(cfg, special)
+    task = make_task(cfg, special, topology.devices[0])
     family = file("models", task.model)
     with jax.set_mesh(devices):
         update = build.make_update(cfg, task)

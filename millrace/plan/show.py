@@ -8,7 +8,7 @@ from rich.console import Console
 from millrace import recipe
 from millrace.plan import advise, arithmetic, search
 from millrace.plan import outcome as outcomes
-from millrace.plan.chips import PRICES_DATE, TPUS, Range
+from millrace.plan.chips import PRICES_DATE, TPUS, Chip, Range
 from millrace.plan.outcome import Outcome, tokens_of
 from millrace.plan.slices import Slice
 
@@ -92,6 +92,10 @@ def lines(one: Outcome, cfg: recipe.Run, days: float, *, own_prices: bool = Fals
     if one.cycle_seconds:
         cycles = f"{one.cycle_seconds:.3g} s by the compiler's own cycles"
         yield f"    for comparison: {cycles}, without attention kernels and traffic"
+    products = cfg.memory.products
+    if products != "compute":
+        gains = f"MFU is relative to the {chip.flops / 1e12:,.0f} TFLOP/s of bf16, in {products} as well"
+        yield f"    {gains if chip.rate(products) else useless(chip, products)}"
     for doubt in one.doubts:
         yield f"    not certain: {escape(doubt)}"
     costs = [f"{money(cost)} {name}" for name, cost in named(one.dollars) if cost is not None]
@@ -99,6 +103,12 @@ def lines(one: Outcome, cfg: recipe.Run, days: float, *, own_prices: bool = Fals
     told = f"{' or '.join(costs)} ({when})" if costs else "prices of this chip are not known (--prices FILE)"
     yield f"  {count(one.tokens)} tokens: {time(one.days)}, {told}"
     yield ""
+
+
+def useless(chip: Chip, products: str) -> str:
+    others = [name for name in ("fp8", "int8") if chip.rate(name)] or ["compute"]
+    told = f"memory.products: {products} brings nothing on {chip.name}, which does not multiply it faster"
+    return f"{told}; memory.products={others[0]} is faster"
 
 
 def named(dollars: dict[str, Range | None]) -> list[tuple[str, Range | None]]:

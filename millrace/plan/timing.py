@@ -46,6 +46,8 @@ class Rates:
     """What one device does in a second, and where the program's devices are."""
 
     flops: float
+    fp8: float  # as many as of `flops` where the chip gains nothing by it
+    int8: float
     bandwidth: float
     link: float  # one way
     network: float
@@ -67,6 +69,8 @@ def rates(where: Slice, devices: Sequence[Any] = ()) -> Rates:
         places = [(getattr(d, "slice_index", 0), d.core_on_chip, *d.coords[:sides]) for d in devices]
     return Rates(
         flops=chip.flops / chip.devices,
+        fp8=(chip.fp8 or chip.flops) / chip.devices,
+        int8=(chip.int8 or chip.flops) / chip.devices,
         bandwidth=chip.bandwidth / chip.devices,
         link=chip.link,
         network=(chip.network or math.inf) / chip.devices,
@@ -115,7 +119,7 @@ def step(program: Program, rates: Rates) -> Breakdown:
     for (what, kind, _), seconds in spent.items():
         if what == "core":
             kinds[kind] += seconds
-    total, least = sum(kinds.values()), (flops + spent["flops", "pallas", ""]) / rates.flops
+    total, least = sum(kinds.values()), spent["least", "", ""]
     assert total >= least * (1 - 1e-9), f"{total} s for products that take {least} s at the chip's peak"
     unread = [f"{len(program.unread)} lines could not be read: {line[:80]}" for line in program.unread[:1]]
     return Breakdown(
@@ -227,11 +231,14 @@ class _Walk:
         if work.kernel:
             kind, busy = "pallas", _kernel_seconds(rates, work)
             self.amounts["flops", "pallas", ""] += work.flops
+            self.amounts["least", "", ""] += work.flops / rates.flops
             if not work.flops:
                 self.doubts.append(f"{name}: a Pallas kernel whose products are not known")
         else:
-            kind, busy = "matrix", work.effort / (rates.flops * MATRIX)
+            peak = _matrix_seconds(rates, work)
+            kind, busy = "matrix", peak / MATRIX
             self.amounts["flops", "matrix", ""] += work.flops
+            self.amounts["least", "", ""] += peak
         stream = work.bytes / (rates.bandwidth * STREAM)
         if not work.flops and not stream:
             # All of it lies on the chip, where the compiler's estimate is all there is.
@@ -402,6 +409,12 @@ def _copied(program: Program, computation: Computation, i: Instruction) -> tuple
     source = [array for name in i.operands[:1] for array in computation.instructions[name].shape]
     spaces = [array.space for array in (*source[:1], *result)]
     return sum(array.bytes for array in result) * spaces.count(HBM), HOST_SPACE in spaces
+
+
+def _matrix_seconds(rates: Rates, work: Work) -> float:
+    """At the peak of the matrix units, which is another for each format."""
+    wide = work.effort - work.fp8 - work.int8
+    return wide / rates.flops + work.fp8 / rates.fp8 + work.int8 / rates.int8
 
 
 def _kernel_seconds(rates: Rates, work: Work) -> float:

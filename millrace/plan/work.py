@@ -3,7 +3,7 @@ and bytes that go to and from HBM."""
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from millrace.plan.program import Array, Computation, Instruction, Program
@@ -20,6 +20,8 @@ SPLASH = {"fwd": 2, "dq": 3, "dkv": 4}  # products of the size of the scores tha
 class Work:
     flops: float = 0
     effort: float = 0  # FLOPs of the matrix unit: more than `flops` where one product takes several passes
+    fp8: float = 0  # of `effort`, those whose factors both have 8 bits
+    int8: float = 0
     bytes: float = 0  # to and from HBM
     kernel: str = ""  # the Pallas kernel that it is
     scores: float = 0  # that an attention kernel puts through its softmax
@@ -32,8 +34,7 @@ def work_of(program: Program, computation: Computation, i: Instruction) -> Work:
         return _kernel(computation, i)
     if i.opcode == "custom-call":  # of the compiler's own, such as AllocateBuffer: nothing moves
         return Work()
-    flops, effort = _products(program, computation, i)
-    return Work(flops, effort, _traffic(program, computation, i))
+    return replace(_products(program, computation, i), bytes=_traffic(program, computation, i))
 
 
 def _kernel(computation: Computation, i: Instruction) -> Work:
@@ -67,7 +68,7 @@ def _kernel(computation: Computation, i: Instruction) -> Work:
     flops = 2.0 * scores * width * (SPLASH[kind] + fused)
     # The cores of a device share heads in `fwd`, rows of the batch in all.
     alone = kind != "fwd" and math.prod(batch) == 1
-    return Work(flops, flops, moved, i.name, scores, every * tiles, alone)
+    return Work(flops, flops, bytes=moved, kernel=i.name, scores=scores, tiles=every * tiles, alone=alone)
 
 
 def _block(i: Instruction, name: str) -> int:
@@ -75,19 +76,21 @@ def _block(i: Instruction, name: str) -> int:
     return int(found[1]) if found else 512
 
 
-def _products(program: Program, computation: Computation, i: Instruction) -> tuple[float, float]:
+def _products(program: Program, computation: Computation, i: Instruction) -> Work:
     """The matrix FLOPs of an instruction and of all it calls, and those times the passes they take."""
     if i.opcode in ("dot", "convolution"):
         left, right = (computation.instructions[name].shape[0] for name in i.operands[:2])
         count = _dot(i, left) if i.opcode == "dot" else _convolution(i, left, right)
         precise = re.findall(r"high(?:est)?", i.attributes.get("operand_precision", ""))
         wide = left.bits > 16 or right.bits > 16
-        return count, count * max([PASSES[word] for word in precise] if wide else [], default=1)
+        effort = count * max([PASSES[word] for word in precise] if wide else [], default=1)
+        kinds = {array.dtype[:2] for array in (left, right)}
+        return Work(count, effort, fp8=effort * (kinds == {"f8"}), int8=effort * (kinds == {"s8"}))
     if i.opcode != "fusion":
-        return 0.0, 0.0
+        return Work()
     inner = program.computations[i.computations("calls")[0]]
     parts = [_products(program, inner, part) for part in inner.instructions.values()]
-    return sum(part[0] for part in parts), sum(part[1] for part in parts)
+    return Work(*(sum(getattr(part, name) for part in parts) for name in ("flops", "effort", "fp8", "int8")))
 
 
 def _dot(i: Instruction, left: Array) -> float:
