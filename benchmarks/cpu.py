@@ -92,7 +92,7 @@ def worker(name: str, args: argparse.Namespace, folder: str) -> Peer:
 
 
 def show(cfg: Any, rounds: dict[str, list[Round]]) -> int:
-    """The table; 1 if first losses differ or there is nothing to compare with."""
+    """The table; 1 if the goal is missed, first losses differ or there is nothing to compare with."""
     tokens = cfg.batch.sequences * cfg.data.sequence_length
     best = {
         name: {key: min(one[key] for one in found) for key in ("wall", "cpu")}
@@ -112,7 +112,7 @@ def show(cfg: Any, rounds: dict[str, list[Round]]) -> int:
     print(f"against the faster: {found:.3f} (wanted {GOAL:g}: {'met' if found >= GOAL else 'MISSED'})")
     apart = max(abs(loss - firsts["millrace"]) for loss in firsts.values())
     print(f"first losses on the same weights {'agree' if apart < APART else 'DIFFER'}, {apart:.1e} apart")
-    return int(apart >= APART)
+    return int(apart >= APART or found < GOAL)
 
 
 def rounds_of(args: argparse.Namespace) -> Callable[[dict[str, Any]], Round]:
@@ -178,7 +178,8 @@ def torch_step(cfg: Any, folder: Path, *, compiled: bool) -> tuple[Step, float]:
     model = steps.transformers_model(with_vocabulary(cfg, Dataset.open(cfg.data.path)))
     steps.take_weights(model, HF, folder)
     kept = np.load(folder / "rows.npz")
-    batches = [torch_batch(*rows) for rows in zip(kept["tokens"], kept["segments"], strict=True)]
+    rows = zip(kept["tokens"], kept["segments"], strict=True)
+    batches = [torch_batch(tokens, segments, isolate=cfg.data.isolate) for tokens, segments in rows]
     matrices = [weight for weight in model.parameters() if weight.ndim > 1]
     others = [weight for weight in model.parameters() if weight.ndim == 1]
     decay = cfg.optimizer.weight_decay
@@ -203,23 +204,22 @@ def torch_step(cfg: Any, folder: Path, *, compiled: bool) -> tuple[Step, float]:
     return take, take(0)
 
 
-def torch_batch(tokens: np.ndarray, segments: np.ndarray) -> dict[str, Any]:
-    """What transformers is called with so that documents of a row do not see each other, and each token is
-    told from those before it: made beforehand, at no cost to the step."""
+def torch_batch(tokens: np.ndarray, segments: np.ndarray, *, isolate: bool) -> dict[str, Any]:
+    """What transformers is called with so that each token is told from those before it, and documents of a
+    row do not see each other unless the recipe lets them: made beforehand, at no cost to the step."""
     import torch
 
+    segments = segments if isolate else np.minimum(segments, 1)
     length = tokens.shape[1]
     begins = np.diff(segments, axis=1, prepend=-1) != 0
     starts = np.maximum.accumulate(np.where(begins, np.arange(length), 0), axis=1)
-    same = segments[:, :, None] == segments[:, None, :]
-    seen = same & np.tril(np.ones((length, length), bool))
     labels = np.where(begins | (segments == 0), -100, tokens)
-    return {
-        "input_ids": torch.from_numpy(tokens.astype(np.int64)),
-        "labels": torch.from_numpy(labels.astype(np.int64)),
-        "position_ids": torch.from_numpy((np.arange(length) - starts).astype(np.int64)),
-        "attention_mask": torch.from_numpy(seen[:, None]),
-    }
+    batch = {"input_ids": tokens, "labels": labels, "position_ids": np.arange(length) - starts}
+    made = {name: torch.from_numpy(rows.astype(np.int64)) for name, rows in batch.items()}
+    if isolate:
+        same = segments[:, :, None] == segments[:, None, :]
+        made["attention_mask"] = torch.from_numpy((same & np.tril(np.ones((length, length), bool)))[:, None])
+    return made
 
 
 if __name__ == "__main__":

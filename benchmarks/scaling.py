@@ -163,7 +163,7 @@ def verdict(points: list[Point]) -> str:
 
 
 def plot(found: dict[str, Any], target: Path) -> None:
-    """Three panels of step times, and one of what compiling takes."""
+    """Panels of step times over layers, lengths and vocabularies, and one of what compiling takes."""
     os.environ.setdefault("MPLBACKEND", "Agg")
     import matplotlib.pyplot as pyplot
     from matplotlib.ticker import FuncFormatter, NullFormatter
@@ -188,7 +188,10 @@ def plot(found: dict[str, Any], target: Path) -> None:
         panel.xaxis.set_major_formatter(FuncFormatter(lambda x, _: short(x)))
         panel.xaxis.set_minor_formatter(NullFormatter())
         panel.set(xlabel=x_label, ylabel=y_label)
-        panel.set_ylim(bottom=0)
+        if key == "compiling":
+            panel.set_ylim(bottom=0)
+        else:  # so that what grows in proportion is a straight line
+            panel.set_yscale("log", base=10)
         panel.grid(alpha=0.3)
         if len(curves) > 1:
             panel.legend()

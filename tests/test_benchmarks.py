@@ -94,8 +94,21 @@ def test_the_peers_first_masked_step_has_the_loss_of_ours(tmp_path: Path) -> Non
     assert ours["loss"] != ours["first_loss"]
 
 
-def test_the_peers_first_step_on_packed_rows_has_the_loss_of_ours(tiny, tmp_path: Path) -> None:
-    cfg = tiny("mesh.data=1", "mesh.fsdp=auto", "model.rope_theta=500.0")
+def test_the_peer_masks_by_itself_where_ours_failed() -> None:
+    import torch
+
+    cfg = steps.load("recipes/eurobert-210m.yaml", {}, SMALL)
+    tokens = torch.randint(0, 299, (8, 320))
+    batch = encoder_gpu.masked(tokens, cfg)
+    chosen = batch["labels"] >= 0
+    assert chosen.float().mean().item() == pytest.approx(cfg.objective.rate, abs=0.05)
+    assert torch.equal(batch["input_ids"] == 299, chosen)
+    assert torch.equal(torch.where(chosen, batch["labels"], batch["input_ids"]), tokens)
+
+
+@pytest.mark.parametrize("isolate", ["true", "false"])
+def test_the_peers_first_step_on_packed_rows_has_the_loss_of_ours(isolate, tiny, tmp_path: Path) -> None:
+    cfg = tiny(f"data.isolate={isolate}", "model.rope_theta=500.0")
     take, ours = cpu.millrace_step(cfg, tmp_path)
     peer, theirs = cpu.torch_step(cfg, tmp_path, compiled=False)
     assert theirs == pytest.approx(ours, abs=1e-5)
