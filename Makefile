@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help demo test test-all lint bench bench-data bench-plan clean
+.PHONY: help demo test test-all lint bench bench-cpu bench-data bench-plan clean
 
 help:
 	@echo "make demo      corpus, tokenizer, training, evaluation, sample and export, in a few minutes on a CPU"
@@ -11,6 +11,7 @@ help:
 	@echo "make test-all  the slow tests as well"
 	@echo "make lint      ruff and mypy"
 	@echo "make bench     ratios against peers, on a machine with one GPU"
+	@echo "make bench-cpu  the demo recipe beside torch, on any machine"
 	@echo "make bench-data  the data pipeline beside its peers, on any machine"
 	@echo "make bench-plan  plans for TPU slices by their compiler, MaxText's beside them, on any machine"
 
@@ -71,6 +72,13 @@ bench: .venv/gpu
 	$(BIN)/python -m benchmarks.llama_1b
 	$(BIN)/python -m benchmarks.loss_gpu
 	$(BIN)/python -m benchmarks.attention_gpu
+	$(BIN)/python -m benchmarks.encoder_gpu
+	$(BIN)/python -m benchmarks.long_gpu
+	$(BIN)/python -m benchmarks.scaling
+	$(BIN)/python -m benchmarks.cpu
+
+bench-cpu: .venv/test
+	$(BIN)/python -m benchmarks.cpu
 
 # Two environments: mosaicml-streaming wants an older huggingface_hub than the others.
 .venv/peers/ready: .venv/core

@@ -160,14 +160,14 @@ class Missing(Exception):
 
 
 class Peer:
-    """A script of data_peers/ in a process of its own: it gets ready, then does a round of work for each line
-    of JSON it is given, and answers with one. Only the rounds are measured."""
+    """A command in a process of its own: it gets ready, then does a round of work for each line of JSON it is
+    given, and answers with one. Only the rounds are measured."""
 
-    def __init__(self, script: str, python: str, environment: dict[str, str] | None = None) -> None:
-        self.name = script
+    def __init__(self, name: str, command: list[str], environment: dict[str, str] | None = None) -> None:
+        self.name = name
         self.said = tempfile.TemporaryFile()  # noqa: SIM115  peers log a line a file, which nobody wants to see
         self.process = subprocess.Popen(
-            [python, str(PEERS / f"{script}.py")],
+            command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.said,
@@ -179,6 +179,11 @@ class Peer:
         except Missing:
             self.close()
             raise
+
+    @classmethod
+    def script(cls, name: str, python: str, environment: dict[str, str] | None = None) -> "Peer":
+        """One of data_peers/."""
+        return cls(name, [python, str(PEERS / f"{name}.py")], environment)
 
     def __enter__(self) -> "Peer":
         return self

@@ -51,7 +51,7 @@ def packing(documents: int, interpreters: Interpreters | None, folder: Path) -> 
         ("grain, 64 rows open", "grain", 20_000, interpreters.peers),
     ):
         try:
-            with Peer("packing", python) as peer:
+            with Peer.script("packing", python) as peer:
                 ask: dict[str, Any] = {"how": how, "lengths": str(folder / "lengths.npy"), "length": LENGTH}
                 peer.ask(documents=100, **ask)
                 answer, cost = peer.ask(documents=min(slice, documents), **ask)
@@ -253,7 +253,7 @@ def open_rivals(
         ("MosaicML streaming, 2 workers", "mosaicml_loader", streaming, None, mds | batch | two),
     ):
         try:
-            peer = Peer(script, python)
+            peer = Peer.script(script, python)
             if first is not None:
                 peer.ask(**first)
             if name != "MosaicML streaming, 2 workers":

@@ -121,7 +121,9 @@ def tokenizing(bench: Bench) -> list[Line]:
             _, cost = measured(partial(encode_all, tokenizer, pieces))
             ours.add(size, cost)
         try:
-            with Peer("tokenizing", sys.executable if library == "tokenizers" else bench.peers) as peer:
+            with Peer.script(
+                "tokenizing", sys.executable if library == "tokenizers" else bench.peers
+            ) as peer:
                 for name, given in files.items():
                     path = str(bench.tokenizer / "tokenizer.json")
                     peer.ask(library=library, tokenizer=path, files=given)
@@ -181,7 +183,7 @@ def train(bench: Bench, who: str) -> Rate:
     out.mkdir(exist_ok=True)
     rate, size = Rate("MB/s"), text_megabytes(files)
     environment = {"TOKENIZERS_PARALLELISM": "true", "PYTHONPATH": str(ROOT)}
-    with Peer("our_training" if who == "ours" else "training", sys.executable, environment) as peer:
+    with Peer.script("our_training" if who == "ours" else "training", sys.executable, environment) as peer:
         peer.ask(files=files)
         place = str(out) if who == "ours" else str(out / "tokenizer.json")
         _, cost = peer.ask(vocab=VOCAB, special=list(OURS.values()), out=place)
@@ -207,7 +209,7 @@ def end_to_end(bench: Bench) -> list[Line]:
         rate, merged = Rate("MB/s"), Rate("MB/s")
         try:
             environment = {"HF_DATASETS_CACHE": f"{out}/cache", "HF_HUB_OFFLINE": "1"}
-            with Peer(script, bench.peers, environment) as peer:
+            with Peer.script(script, bench.peers, environment) as peer:
                 _, cost = peer.ask(**common, **options)
                 rate.add(megabytes, cost)
                 found[name] = rate, least, note
@@ -286,7 +288,7 @@ def chats(bench: Bench) -> list[Line]:
     found = chat.encode_chats(tokenizer, texts)
     assert found.loss is not None
     try:
-        with Peer("chat_offsets", sys.executable) as peer:
+        with Peer.script("chat_offsets", sys.executable) as peer:
             peer.ask(tokenizer=str(folder), chats=str(folder / "chats.jsonl"))
             for number in range(3):
                 _, cost = measured(lambda: chat.encode_chats(tokenizer, texts))

@@ -1,13 +1,19 @@
-"""The benchmark of the data pipeline runs: the parts that need no peers, on little data."""
+"""The benchmarks run: the data pipeline's parts that need no peers, on little data; and those of whole steps
+set the same work before torch and Millrace, at small sizes."""
 
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 
-from benchmarks import data, data_corpus, data_rows
+from benchmarks import cpu, data, data_corpus, data_rows, encoder_gpu, llama_1b, long_gpu, scaling, steps
 from benchmarks.data_measure import Cost, Rate, compare, measured, spent
+
+SMALL = ["model.layers=1", "model.embed=32", "model.heads=4", "model.kv_heads=2", "model.mlp=64"]
+SMALL += ["model.vocab=300", "memory.compute=float32", "data.sequence_length=32", "batch.sequences=8"]
 
 
 def test_packing_fills_rows_of_all_documents(tmp_path: Path) -> None:
@@ -71,3 +77,126 @@ def test_cpu_time_of_ended_and_running_processes_is_counted() -> None:
     process.communicate(b"\n")
     _, cost = measured(lambda: subprocess.run([sys.executable, "-c", burn], stdout=subprocess.DEVNULL))
     assert running >= 0.25 and cost.cpu >= 0.25
+
+
+def test_the_peers_first_masked_step_has_the_loss_of_ours(tmp_path: Path) -> None:
+    from millrace.models.eurobert import HF
+
+    cfg = steps.load("recipes/eurobert-210m.yaml", {}, SMALL)
+    ours = steps.millrace_steps(cfg, 2, mask=299, folder=tmp_path)
+    model = steps.transformers_model(cfg)
+    steps.take_weights(model, HF, tmp_path)
+    examples = steps.take_examples(tmp_path)
+    share = (examples["labels"] >= 0).float().mean().item()
+    assert share == pytest.approx(cfg.objective.rate, abs=0.1)
+    assert (examples["input_ids"] == 299).sum() == (examples["labels"] >= 0).sum()
+    assert model(**examples).loss.item() == pytest.approx(ours["first_loss"], abs=1e-5)
+    assert ours["loss"] != ours["first_loss"]
+
+
+def test_the_peer_masks_by_itself_where_ours_failed() -> None:
+    import torch
+
+    cfg = steps.load("recipes/eurobert-210m.yaml", {}, SMALL)
+    tokens = torch.randint(0, 299, (8, 320))
+    batch = encoder_gpu.masked(tokens, cfg)
+    chosen = batch["labels"] >= 0
+    assert chosen.float().mean().item() == pytest.approx(cfg.objective.rate, abs=0.05)
+    assert torch.equal(batch["input_ids"] == 299, chosen)
+    assert torch.equal(torch.where(chosen, batch["labels"], batch["input_ids"]), tokens)
+
+
+@pytest.mark.parametrize("isolate", ["true", "false"])
+def test_the_peers_first_step_on_packed_rows_has_the_loss_of_ours(isolate, tiny, tmp_path: Path) -> None:
+    cfg = tiny(f"data.isolate={isolate}", "model.rope_theta=500.0")
+    take, ours = cpu.millrace_step(cfg, tmp_path)
+    peer, theirs = cpu.torch_step(cfg, tmp_path, compiled=False)
+    assert theirs == pytest.approx(ours, abs=1e-5)
+    assert (take(1), peer(1)) != (ours, theirs)
+
+
+def test_too_little_memory_is_told_in_one_line() -> None:
+    theirs = "CUDA out of memory. Tried to allocate 62.63 GiB. GPU 0 has a total capacity of 139.80 GiB"
+    ours = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 118.25GiB.\nmore"
+    assert steps.reason(RuntimeError(theirs)) == "out of memory, asking for 62.63 GiB more"
+    assert steps.reason(RuntimeError(ours)) == "out of memory, asking for 118.25GiB more"
+    assert steps.reason(ValueError("no\nmore")) == "ValueError: no"
+
+
+def test_a_process_that_fails_has_a_row_all_the_same() -> None:
+    assert steps.alone("llama_1b", "--only", "nobody") == {"failed": "exit code 2"}
+    assert steps.alone("llama_1b", limit=0.01) == {"failed": "not done after 0 s"}
+
+
+ROW = steps.measured([9.0, 1.0, 2.0], 100, [6.0, 5.0, 4.0], memory=2**30)
+
+
+def test_a_table_is_printed_when_the_peer_fails(capsys, monkeypatch) -> None:
+    def alone(script: str, *command: str, **options: Any) -> steps.Row:
+        return {"failed": "out of memory"} if any("torch" in word for word in command) else ROW
+
+    monkeypatch.setattr(steps, "alone", alone)
+    monkeypatch.setattr(sys, "argv", ["benchmark"])
+    assert long_gpu.main() == 0
+    assert encoder_gpu.main() == 1
+    llama_1b.main()
+    shown = capsys.readouterr().out
+    assert shown.count("out of memory") == 2 * 2 + 2 + 1
+    assert shown.count("no ratio") == 2 * 2 + 2 + 1
+    assert (
+        shown.count("67 tokens/s") == 3 + 2 + 1
+    )  # 100 tokens in the median of 1 s and 2 s, the first left out
+
+
+def test_ratios_of_steps_say_whether_they_are_what_is_wanted() -> None:
+    twice = ROW | {"tokens_per_second": 2 * ROW["tokens_per_second"]}
+    assert steps.spoken(twice, ROW, 1.2) == "2.000 (wanted 1.2: met)"
+    assert steps.spoken(ROW, twice, 1.2) == "0.500 (wanted 1.2: MISSED)"
+    assert steps.spoken(ROW, {"failed": "out of memory"}, 1.2) == "no ratio"
+
+
+def test_the_program_of_scanned_layers_has_one_size() -> None:
+    from millrace import build, module, step
+    from millrace.objective import Vocabulary, file, make_task
+
+    def lines(settings: dict[str, Any]) -> int:
+        cfg = steps.load(scaling.RECIPE, scaling.SMALL.settings | settings | {"batch.sequences": 8})
+        devices, task = build.make_mesh(cfg), make_task(cfg, Vocabulary(cfg.model.vocab, *[None] * 4))
+        update = build.make_update(cfg, task)
+        axes = module.axes(file("models", task.model).Model, task.model)
+        abstract, _ = build.make_state(cfg, task, update, devices)
+        one = step.train_step(task, update, axes)
+        return len(build.lowered(cfg, one, abstract, devices).as_text().splitlines())
+
+    sizes: dict[str, list[int]] = {}
+    for curve, layers, settings in scaling.sweeps(scaling.SMALL, ["layers"]):
+        if layers in (4, 8):
+            sizes.setdefault(curve, []).append(lines(settings))
+    assert sizes["scanned"][0] == sizes["scanned"][1]
+    assert sizes["unrolled"][1] > sizes["unrolled"][0] > sizes["scanned"][0]
+
+
+def test_a_sweep_goes_on_after_a_shape_that_fails(monkeypatch) -> None:
+    def fail(cfg: Any, count: int) -> steps.Row:
+        if cfg.data.sequence_length == 1024:
+            raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+        return ROW | {"tracing": 1.0, "compiling": 2.0, "making_cpu": 3.0, "program_lines": 4}
+
+    monkeypatch.setattr(steps, "millrace_steps", fail)
+    monkeypatch.setattr(sys, "argv", ["scaling", "--small"])
+    points = list(scaling.measured(scaling.SMALL, scaling.parse()))
+    assert len(points) == 2 * 5 + 5 + 5
+    assert [point["x"] for point in points if "failed" in point] == [1024]
+    assert "out of memory" in scaling.line(next(point for point in points if "failed" in point))
+    assert "1.00 times" in scaling.verdict(points)
+
+
+def test_what_was_measured_becomes_a_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    points = [
+        {"curve": curve, "x": x, "step_seconds": 0.1, "tracing": 1.0, "compiling": 2.0}
+        for curve in ("scanned", "unrolled", "length", "vocabulary")
+        for x in (1024, 2048)
+    ]
+    scaling.plot({"device": "cpu", "jax": "0", "points": points}, tmp_path / "docs" / "scaling.png")
+    assert (tmp_path / "docs" / "scaling.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,104 @@
+"""Masked language modelling at the shape of EuroBERT-210m, 1,024 and 8,192 tokens a row, against
+transformers' EuroBERT + torch.compile in one run.
+
+    python -m benchmarks.encoder_gpu       one GPU, about 2 minutes; prints tokens/s of both and their ratio
+
+Both: float32 master weights, bf16 compute, AdamW, clipping by global norm, one document a row, and the same
+weights and masked tokens in the first step, whose losses must be equal. Millrace draws what it masks within
+each step; torch gets its batch masked beforehand, and the faster of its fused attentions."""
+
+import argparse
+import functools
+import math
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks import steps
+
+GOAL = 1.2
+APART = 0.02  # nats that bf16 may put between the two first losses
+
+
+def main() -> int:
+    args = parse()
+    if args.only:
+        cfg, work = load(args, args.lengths[0]), {"torch": torch_steps, "millrace": millrace_steps}[args.only]
+        steps.tell(functools.partial(work, cfg, args))
+        return 0
+    return max(compare(args, length) for length in args.lengths)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", choices=["torch", "millrace"], help="run one of the two, in this process")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 8192])
+    parser.add_argument("--tokens", type=int, default=32768, help="in a batch")
+    parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument(
+        "--folder", type=Path, help="where weights and masked tokens go from one to the other"
+    )
+    parser.add_argument("--set", nargs="*", default=[], metavar="key=value", help="for the recipe of both")
+    return parser.parse_args()
+
+
+def load(args: argparse.Namespace, length: int) -> Any:
+    settings = {"batch.sequences": args.tokens // length, "data.sequence_length": length}
+    return steps.load("recipes/eurobert-210m.yaml", settings | {"memory.remat": "none"}, args.set)
+
+
+def compare(args: argparse.Namespace, length: int) -> int:
+    """Prints both, Millrace first: it leaves its weights for the other. 1 if one failed, the goal is missed,
+    or the two do not compute the same."""
+    cfg, rows = load(args, length), {}
+    print(f"{cfg.batch.sequences} rows of {length} tokens, of which {cfg.objective.rate:.0%} are masked")
+    with tempfile.TemporaryDirectory(prefix="millrace-bench-") as folder:
+        for name in ("millrace", "torch"):
+            same = ["--lengths", str(length), "--tokens", str(args.tokens), "--steps", str(args.steps)]
+            rows[name] = steps.alone(
+                "encoder_gpu", "--only", name, *same, "--folder", folder, "--set", *args.set
+            )
+            print("  " + steps.line(name, rows[name], steps.flops(cfg)), flush=True)
+    ours, theirs = rows["millrace"], rows["torch"]
+    print(f"  millrace / transformers + torch.compile: {steps.spoken(ours, theirs, GOAL)}")
+    found = steps.ratio(ours, theirs)
+    if found is None:
+        return 1
+    apart = abs(ours["first_loss"] - theirs["first_loss"])
+    verdict, chance = "agree" if apart < APART else "DIFFER", math.log(cfg.model.vocab)
+    print(
+        f"  first losses on the same weights {verdict}, {apart:.1e} apart; ln(vocabulary) is {chance:.4f}\n"
+    )
+    return int(apart >= APART or found < GOAL)
+
+
+def millrace_steps(cfg: Any, args: argparse.Namespace) -> steps.Row:
+    return steps.millrace_steps(cfg, args.steps, mask=cfg.model.vocab - 1, folder=args.folder)
+
+
+def torch_steps(cfg: Any, args: argparse.Namespace) -> steps.Row:
+    """The same batch again and again: which tokens it holds changes nothing about the time."""
+    from millrace.models.eurobert import HF
+
+    model, attention = steps.transformers_model(cfg), steps.fastest_attention(cfg)
+    if args.folder is not None and (args.folder / "examples.npz").is_file():
+        steps.take_weights(model, HF, args.folder)
+        batch = steps.take_examples(args.folder)
+    else:  # alone, or Millrace has failed
+        batch = masked(steps.random_tokens(cfg)[0]["input_ids"], cfg)
+    return steps.torch_steps(model, [batch], args.steps) | {"attention": attention}
+
+
+def masked(tokens: Any, cfg: Any) -> dict[str, Any]:
+    import torch
+
+    chosen = torch.rand(tokens.shape, device=tokens.device) < cfg.objective.rate
+    labels = tokens.masked_fill(~chosen, -100)
+    return {"input_ids": tokens.masked_fill(chosen, cfg.model.vocab - 1), "labels": labels}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,112 @@
+"""Long rows on one GPU against transformers + torch.compile in one run: 32,768 tokens through some layers of
+the shape of Gemma 2 9B, and 131,072 tokens through Llama-3.2-1B.
+
+    python -m benchmarks.long_gpu 32k      about 2 minutes
+    python -m benchmarks.long_gpu 131k     about 2 minutes; what does not fit the memory is told as such
+    python -m benchmarks.long_gpu          both
+
+Both: float32 master weights, bf16 compute, AdamW, clipping by global norm, random tokens, one row of one
+document. torch gets the faster of its fused attentions. Rows are named by what is computed again in the
+backward pass: none, or every layer in full (gradient checkpointing)."""
+
+import argparse
+import functools
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks import steps
+
+# Nothing is lost between pieces of torch's memory, and JAX may take nearly all of it as well.
+ENVIRONMENT = {
+    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+    "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92",
+}
+
+
+@dataclass(frozen=True)
+class Part:
+    recipe: str
+    settings: dict[str, Any]
+    remats: tuple[str, ...]  # of Millrace, each a row
+    steps: int
+
+
+PARTS = {
+    # The soft cap goes: transformers' Llama has none.
+    "32k": Part(
+        "recipes/gemma2-9b-32k.yaml",
+        {"model.layers": 8, "data.sequence_length": 32_768, "loss.soft_cap": "null"},
+        ("full", "none"),
+        steps=6,
+    ),
+    "131k": Part("recipes/llama3.2-1b.yaml", {"data.sequence_length": 131_072}, ("full",), steps=3),
+}
+
+
+def main() -> int:
+    args = parse()
+    if args.only:
+        steps.tell(functools.partial(run, args))
+        return 0
+    return max(compare(name, args) for name in args.parts or PARTS)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("parts", nargs="*", metavar="PART", help=" or ".join(PARTS))
+    parser.add_argument("--only", metavar="ROW", help="run one row of a part, in this process: torch full")
+    parser.add_argument("--steps", type=int, help="else 6 and 3")
+    parser.add_argument("--limit", type=float, default=150, help="seconds for a row")
+    parser.add_argument("--set", nargs="*", default=[], metavar="key=value", help="for the recipe of both")
+    args = parser.parse_args()
+    for part in args.parts:
+        if part not in PARTS:
+            parser.error(f"{part} is none of {', '.join(PARTS)}")
+    return args
+
+
+def load(name: str, remat: str, args: argparse.Namespace) -> Any:
+    part = PARTS[name]
+    return steps.load(part.recipe, {"batch.sequences": 1, "memory.remat": remat} | part.settings, args.set)
+
+
+def compare(name: str, args: argparse.Namespace) -> int:
+    """Prints every row of a part; 1 if Millrace has none."""
+    part, cfg = PARTS[name], load(name, "full", args)
+    model, length = cfg.model, cfg.data.sequence_length
+    print(f"{length:,} tokens, {model.layers} layers, {model.embed} wide, vocabulary {model.vocab:,}")
+    rows: dict[str, steps.Row] = {}
+    wanted = ["torch none", "torch full", *(f"millrace {remat}" for remat in part.remats)]
+    for row in wanted:
+        more = [] if args.steps is None else ["--steps", str(args.steps)]
+        command = [name, "--only", row, *more, "--set", *args.set]
+        rows[row] = steps.alone("long_gpu", *command, limit=args.limit, environment=ENVIRONMENT)
+        print("  " + steps.line(row, rows[row], steps.flops(cfg)), flush=True)
+    peers, ours = ([row for row in wanted if row.startswith(who)] for who in ("torch", "millrace"))
+    alike = steps.spoken(rows["millrace full"], rows["torch full"])
+    best = [max((rows[row] for row in names), key=speed) for names in (ours, peers)]
+    print(f"  millrace / torch: {alike} with full checkpointing, {steps.spoken(*best)} the best of each\n")
+    return int(speed(best[0]) == 0)
+
+
+def speed(row: steps.Row) -> float:
+    return row.get("tokens_per_second", 0.0)
+
+
+def run(args: argparse.Namespace) -> steps.Row:
+    who, remat = args.only.split()
+    name = args.parts[0]
+    cfg, count = load(name, remat, args), args.steps or PARTS[name].steps
+    if who == "millrace":
+        return steps.millrace_steps(cfg, count)
+    model, attention = steps.transformers_model(cfg), steps.fastest_attention(cfg)
+    if remat == "full":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return steps.torch_steps(model, steps.random_tokens(cfg), count) | {"attention": attention}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

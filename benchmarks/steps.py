@@ -1,0 +1,351 @@
+"""What the benchmarks of whole training steps share: Millrace's step by a recipe, torch's by the same recipe
+as a model of transformers, each in a process of its own, and how they are set side by side. No device is
+touched but by the process that runs steps, and torch is imported by none but its own."""
+
+import contextlib
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+Row = dict[str, Any]  # what a process tells of its steps, or `failed`: why it has nothing to tell
+DIFFERENT = 4  # batches that steps take in turn
+WARM = 3  # steps that are left out of the median
+
+
+def alone(script: str, *arguments: str, limit: float = 300, environment: dict[str, str] | None = None) -> Row:
+    """What `python -m benchmarks.SCRIPT` tells when run for itself, so that it finds no other's memory taken.
+    Whatever becomes of it, there is a row."""
+    command = [sys.executable, "-m", f"benchmarks.{script}", *arguments]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=limit, env=os.environ | (environment or {})
+        )
+    except subprocess.TimeoutExpired:
+        return {"failed": f"not done after {limit:.0f} s"}
+    told = [line for line in done.stdout.splitlines() if line.startswith("ROW ")]
+    row = json.loads(told[-1].removeprefix("ROW ")) if told else {"failed": f"exit code {done.returncode}"}
+    if "failed" in row:
+        print("\n".join(done.stderr.splitlines()[-12:]), file=sys.stderr, flush=True)
+    return row
+
+
+def tell(work: Callable[[], Row]) -> None:
+    """Does the work in this process, and prints its row for the one that waits; or why there is none."""
+    try:
+        row = work()
+    except Exception as error:
+        traceback.print_exc()
+        row = {"failed": reason(error)}
+    print("ROW", json.dumps(row), flush=True)
+
+
+def reason(error: Exception) -> str:
+    """In one line. Both frameworks say how much they asked for when there is too little memory."""
+    text = str(error)
+    if re.search("out of memory|RESOURCE_EXHAUSTED", text, re.IGNORECASE):
+        asked = re.search(r"(?:allocate|allocating) ([\d.]+ ?\w+)", text)
+        return "out of memory" + (f", asking for {asked[1]} more" if asked else "")
+    return f"{type(error).__name__}: {text.strip().partition(chr(10))[0][:120]}"
+
+
+def line(name: str, row: Row, flops: float) -> str:
+    """`flops` are those of a token, forward and backward."""
+    if "failed" in row:
+        return f"{name:20} {row['failed']}"
+    rate = row["tokens_per_second"]
+    if "attention" in row:
+        name = f"{name}, {row['attention']}"
+    return (
+        f"{name:20}{rate:10,.0f} tokens/s {rate * flops / 1e12:6.0f} model TFLOP/s   "
+        f"first step {row['first_step']:5.1f} s {row['memory'] / 2**30:6.1f} GiB   "
+        f"loss {row['first_loss']:.4f} to {row['loss']:.4f}"
+    )
+
+
+def ratio(ours: Row, peer: Row) -> float | None:
+    """Of the tokens a second; None where one of the two has failed."""
+    if "failed" in ours or "failed" in peer:
+        return None
+    return ours["tokens_per_second"] / peer["tokens_per_second"]
+
+
+def spoken(ours: Row, peer: Row, least: float | None = None) -> str:
+    """The ratio, and whether it is what is wanted."""
+    found = ratio(ours, peer)
+    if found is None:
+        return "no ratio"
+    verdict = "" if least is None else f" (wanted {least:g}: {'met' if found >= least else 'MISSED'})"
+    return f"{found:.3f}{verdict}"
+
+
+def measured(seconds: list[float], tokens: int, losses: list[float], **more: Any) -> Row:
+    """The row of some steps. Of a few, only the first is left out, which may compile."""
+    settled = seconds[WARM:] or seconds[1:] or seconds
+    per_step = statistics.median(settled)
+    return {
+        "tokens_per_second": tokens / per_step,
+        "step_seconds": per_step,
+        "first_step": seconds[0],
+        "first_loss": losses[0],
+        "loss": losses[-1],
+    } | more
+
+
+def load(recipe: str, settings: dict[str, Any], overrides: Sequence[str] = ()) -> Any:
+    """A recipe as the benchmarks take it: one document a row, all rows at once, the whole rate of learning
+    from the first step; the rest by `settings`, and by what the command line says."""
+    from millrace.recipe import load
+
+    common: dict[str, Any] = {"batch.accumulate": 1, "data.isolate": "false"}
+    common |= {"schedule.warmup": 0, "schedule.steps": 1000, "optimizer.learning_rate": 1e-4}
+    chosen = common | settings | dict(item.split("=", 1) for item in overrides)
+    return load(recipe, [f"{key}={value}" for key, value in chosen.items()])
+
+
+def flops(cfg: Any) -> float:
+    """Of a token, forward and backward, by shapes alone."""
+    from millrace.objective import file
+
+    return file("models", cfg.model).flops(cfg.model, cfg.data.sequence_length)
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A recipe's step, compiled, with the weights it begins from."""
+
+    cfg: Any
+    task: Any
+    devices: Any
+    step: Callable[..., Any]
+    state: Any
+    times: dict[str, float]  # seconds of tracing and of compiling, by the clock and of CPU
+    lines: int  # of the program as it goes to the compiler
+
+
+def ready(cfg: Any, vocabulary: Any) -> Ready:
+    import jax
+
+    from millrace import build, module, programs, step
+    from millrace.objective import file, make_task
+
+    devices, task = build.make_mesh(cfg), make_task(cfg, vocabulary)
+    with jax.set_mesh(devices):
+        update = build.make_update(cfg, task)
+        abstract, fresh = build.make_state(cfg, task, update, devices)
+        axes = module.axes(file("models", task.model).Model, task.model)
+        begun, cpu = time.perf_counter(), time.process_time()
+        lowered = build.lowered(cfg, step.train_step(task, update, axes), abstract, devices)
+        traced = time.perf_counter()
+        train_step = programs.compiled(lowered, devices, None, print)
+        times = {"tracing": traced - begun, "compiling": time.perf_counter() - traced}
+        times["making_cpu"] = time.process_time() - cpu
+        state = jax.block_until_ready(fresh())
+    return Ready(cfg, task, devices, train_step, state, times, len(lowered.as_text().splitlines()))
+
+
+def random_batches(made: Ready) -> list[Any]:
+    """Rows of random tokens, the mask token not among them."""
+    import jax
+
+    from millrace.mesh import row_sharding
+    from millrace.objective import Batch
+
+    shape = (made.cfg.batch.sequences, made.cfg.data.sequence_length)
+    mask = made.task.vocabulary.mask
+    put = lambda rows: jax.device_put(rows, row_sharding(made.devices, shape))
+    ones = put(jax.numpy.ones(shape, "int32"))
+    keys = jax.random.split(jax.random.key(1), DIFFERENT)
+    most = made.cfg.model.vocab if mask is None else mask
+    return [Batch(put(jax.random.randint(key, shape, 0, most)), ones, ones) for key in keys]
+
+
+def millrace_steps(cfg: Any, steps: int, *, mask: int | None = None, folder: Path | None = None) -> Row:
+    """Some steps by a recipe, on random tokens. A folder is for a peer: it gets the weights and the examples
+    these steps begin from."""
+    import jax
+
+    from millrace import metrics
+    from millrace.objective import Vocabulary
+
+    made = ready(cfg, Vocabulary(cfg.model.vocab, None, None, None, mask))
+    batches, state = random_batches(made), made.state
+    if folder is not None:
+        keep(made, batches[0], folder)
+    seconds, losses = [], []
+    for number in range(steps):
+        begun = time.perf_counter()
+        state, values = made.step(state, batches[number % DIFFERENT])
+        jax.block_until_ready((state, values))
+        seconds.append(time.perf_counter() - begun)
+        losses.append(float(values["nll"]))
+    seconds[0] += made.times["tracing"] + made.times["compiling"]
+    tokens = cfg.batch.sequences * cfg.data.sequence_length
+    more = made.times | {"program_lines": made.lines}
+    return measured(seconds, tokens, losses, memory=metrics.memory() or 0, **more)
+
+
+def keep(made: Ready, batch: Any, folder: Path) -> None:
+    """Fresh weights, and what the first step makes of its batch: inputs, targets and which of them count."""
+    import jax
+
+    from millrace import module
+    from millrace.objective import file
+
+    state = made.state
+    key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
+    examples = file("objectives", made.task.objective).prepare(made.task, batch, key)
+    np.savez(folder / "weights.npz", **{name: np.asarray(leaf) for name, leaf in module.named(state.params)})
+    rows = {name: np.asarray(getattr(examples, name)) for name in ("inputs", "targets", "weights")}
+    np.savez(folder / "examples.npz", **rows)
+
+
+def transformers_model(cfg: Any) -> Any:
+    """The recipe's model as transformers has it, with weights of its own."""
+    import torch
+    import transformers
+
+    from millrace.objective import file
+
+    settings = file("models", cfg.model).to_hf(cfg.model, cfg.data.sequence_length)
+    settings |= dict.fromkeys(
+        ("bos_token_id", "eos_token_id", "pad_token_id")
+    )  # else those of a published one
+    kind, name = settings.pop("model_type"), settings.pop("architectures")[0]
+    theirs = transformers.AutoConfig.for_model(kind, **settings, attn_implementation="sdpa", use_cache=False)
+    with torch.device(torch_device()):
+        return getattr(transformers, name)(theirs)
+
+
+def take_weights(model: Any, table: dict[str, tuple[str, str]], folder: Path) -> None:
+    """Puts the weights that Millrace has kept into a model of transformers; `table` is the HF of ours."""
+    import torch
+
+    kept, found = np.load(folder / "weights.npz"), model.state_dict()
+    for path in kept.files:
+        theirs, pattern = table[path]
+        left, right = (re.findall(r"\w+", side) for side in pattern.split(" -> "))
+        turn = [right.index(axis) for axis in left]
+        array = kept[path]
+        for number, layer in enumerate(array if "{}" in theirs else [array]):
+            tensor = found[theirs.format(number)]
+            with torch.no_grad():
+                tensor.copy_(torch.from_numpy(layer.transpose(turn).reshape(tensor.shape)))
+
+
+def take_examples(folder: Path) -> dict[str, Any]:
+    """What a model of transformers is called with to answer what Millrace's first step asked."""
+    import torch
+
+    kept = np.load(folder / "examples.npz")
+    labels = np.where(kept["weights"] > 0, kept["targets"], -100)
+    names = {"input_ids": kept["inputs"], "labels": labels}
+    return {name: torch.from_numpy(rows.astype(np.int64)).to(torch_device()) for name, rows in names.items()}
+
+
+def random_tokens(cfg: Any) -> list[dict[str, Any]]:
+    """Batches for a causal model of transformers, which moves the labels by one itself."""
+    import torch
+
+    shape = (cfg.batch.sequences, cfg.data.sequence_length)
+    drawn = (torch.randint(0, cfg.model.vocab, shape, device=torch_device()) for _ in range(DIFFERENT))
+    return [{"input_ids": ids, "labels": ids} for ids in drawn]
+
+
+def torch_device() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def torch_steps(model: Any, batches: Sequence[dict[str, Any]], steps: int) -> Row:
+    """Some steps of a model of transformers with torch.compile: bf16 by autocast over float32 weights (on a
+    CPU float32), fused AdamW, clipping by global norm."""
+    import torch
+
+    device = torch_device()
+    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+    torch.set_float32_matmul_precision("high")
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+    )
+
+    def loss_of(batch: dict[str, Any]) -> Any:
+        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+            return model(**batch).loss
+
+    loss_of = torch.compile(loss_of)
+    seconds, losses = [], []
+    for number in range(steps):
+        wait()
+        begun = time.perf_counter()
+        loss = loss_of(batches[number % len(batches)])
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        wait()
+        seconds.append(time.perf_counter() - begun)
+        losses.append(loss.item())
+    tokens = batches[0]["input_ids"].numel()
+    memory = torch.cuda.max_memory_allocated() if device == "cuda" else 0
+    return measured(seconds, tokens, losses, memory=memory)
+
+
+def fastest_attention(cfg: Any) -> str:
+    """Leaves torch the faster of its fused attentions for a recipe's shapes, flash's or cuDNN's. By itself it
+    takes the first that it can. Nothing to choose from on a CPU."""
+    import torch
+    from torch.nn.attention import SDPBackend
+
+    if torch_device() == "cpu":
+        return "sdpa"
+    backends = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+    times = {}
+    for name, backend in backends.items():
+        with contextlib.suppress(RuntimeError):  # where it does not take these shapes
+            times[name] = attention_seconds(cfg, backend)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    if not times:
+        return "sdpa"
+    best = min(times, key=lambda name: times[name])
+    torch.backends.cuda.enable_flash_sdp(best == "flash")
+    torch.backends.cuda.enable_cudnn_sdp(best == "cudnn")
+    return best
+
+
+def attention_seconds(cfg: Any, backend: Any) -> float:
+    """Of one layer, forward and backward, laid out in memory as transformers does it."""
+    import torch
+    from torch.nn.attention import sdpa_kernel
+
+    model, shape = cfg.model, (cfg.batch.sequences, cfg.data.sequence_length)
+
+    def draw(heads: int) -> Any:
+        made = torch.randn(*shape, heads, model.head_dim, device="cuda", dtype=torch.bfloat16)
+        return made.transpose(1, 2).requires_grad_()
+
+    q, k, v = (draw(heads) for heads in (model.heads, model.kv_heads, model.kv_heads))
+    seconds = []
+    for _ in range(3):
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        with sdpa_kernel(backend):
+            out = torch.nn.functional.scaled_dot_product_attention(
+                q, k, v, is_causal=model.causal, enable_gqa=model.heads != model.kv_heads
+            )
+        torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - begun)
+    return min(seconds)
