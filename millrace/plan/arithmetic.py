@@ -192,7 +192,7 @@ def layer_weights(model: Any) -> int:
 
 def matrix_seconds(cfg: recipe.Run, where: Slice, flops_per_token: float) -> float:
     """Forward, backward and what is computed again, at the share of the peak that products reach; those that
-    are in 8 bits at theirs. What matrices give is kept by some policies, and what attention gives by others."""
+    are in 8 bits at theirs. What matrices give is kept by some policies, what attention gives by others."""
     model, chip, remat = cfg.model, where.chip, cfg.memory.remat
     tokens = cfg.batch.sequences * cfg.data.sequence_length
     head = 6 * model.vocab * model.embed
