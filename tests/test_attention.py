@@ -315,7 +315,8 @@ def test_splash_sees_from_the_right_place_when_the_sequence_is_split(
         assert_same(computed(SPLASH, inputs, case), definition(inputs, case), 2e-5)
 
 
-@pytest.mark.parametrize("name", ["bidirectional", "causal window", "packed bidirectional"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["bidirectional", "causal window", "packed", "packed bidirectional"])
 def test_eight_parts_of_a_sequence_give_the_output_and_gradients_of_the_whole(name: str) -> None:
     inputs, case = Inputs(batch=1), CASES[name]
     with jax.set_mesh(mesh.make(dict(data=1, fsdp=1, tensor=1, context=8))):
