@@ -72,6 +72,7 @@ bench: .venv/gpu
 	$(BIN)/python -m benchmarks.llama_1b
 	$(BIN)/python -m benchmarks.loss_gpu
 	$(BIN)/python -m benchmarks.attention_gpu
+	$(BIN)/python -m benchmarks.low_precision
 	$(BIN)/python -m benchmarks.encoder_gpu
 	$(BIN)/python -m benchmarks.long_gpu
 	$(BIN)/python -m benchmarks.scaling
