@@ -5,7 +5,8 @@
 All in float32 with the same number of threads, the same packed rows and the same weights in the first step,
 whose losses must be equal. Each in a process of its own that waits while another has its turn. Rounds go
 around, and of each the best median counts, by the clock and by CPU time: other work on the machine takes time
-from whoever has the turn."""
+from whoever has the turn. Where there is much of it, take --threads 1: torch's threads wait for each other by
+going round, which counts as CPU time, and two threads on a busy machine flatter Millrace."""
 
 import argparse
 import contextlib

@@ -8,12 +8,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from millrace.mesh import constrain
+from millrace.layers.attention import device
+from millrace.mesh import constrain, current
 
 
 @functools.singledispatch
 def project(w: Any, x: Any, spec: str) -> jax.Array:
     """`spec` is an einsum over (x, w), e.g. "bsd,dnh->bsnh". The product has x's dtype."""
+    if spec.startswith("bs") and current() is None and device().platform == "cpu":
+        # Rows end to end: the gradient of w then sums over one axis. Over two, this compiler transposes both
+        # factors, and what is fused with the copy is computed again with every stride against the cache
+        # (demo recipe, one core, 2026-11: 495 ms of CPU a step, and 378 ms this way).
+        rows = jnp.einsum(spec.replace("bs", "s"), x.reshape(-1, *x.shape[2:]), w.astype(x.dtype))
+        return rows.reshape(*x.shape[:2], *rows.shape[1:])
     return jnp.einsum(spec, x, w.astype(x.dtype))
 
 
