@@ -98,9 +98,10 @@ def attend(
     )
     whole = jax.sharding.PartitionSpec(keys[0], None)
     split = jax.sharding.PartitionSpec(keys[0], queries[1])
+    held = jax.sharding.PartitionSpec(keys[0], queries[1], *keys[2:])
     return jax.shard_map(
         _local(cfg, name, how, queries[1]),
-        in_specs=(queries, keys, keys, split, whole),
+        in_specs=(queries, held, held, split, whole),
         out_specs=queries,
         # The loops of the backends start from plain zeros, which this check would call a change of type.
         check_vma=False,
@@ -195,6 +196,8 @@ def _local(cfg: Any, name: str, how: dict[str, Any], rows: Any) -> Callable[...,
     def local(q: Array, k: Array, v: Array, q_segments: Array | None, kv_segments: Array | None) -> Array:
         if rows is None:
             return one(q, k, v, q_segments, kv_segments, 0)
+        # By hand: the compiler would gather the states, which are wider, and make keys of them everywhere.
+        k, v = (jax.lax.all_gather(x, rows, axis=1, tiled=True) for x in (k, v))
         order, device = chunks(k.shape[1]), jax.lax.axis_index(rows)
         if len(order) == 1:
             return one(q, k, v, q_segments, kv_segments, device * q.shape[1])
