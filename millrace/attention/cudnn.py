@@ -1,7 +1,7 @@
-"""The flash attention of NVIDIA's cuDNN. Packed documents go in as a list of where each begins and ends, so
-that nothing outside of a document is visited. Short rows, rows of more documents than there is memory for,
-windows that look both ways and GPUs before Hopper get an explicit mask instead, which is of the length
-squared in memory (no heads in it) and hides what it does not skip."""
+"""The flash attention of NVIDIA's cuDNN. Packed documents can go in as a list of where each begins and ends
+(`LISTS`), so that nothing outside of a document is visited. Short rows, rows of more documents than there is
+memory for, windows that look both ways and GPUs before Hopper get an explicit mask instead, which is of the
+length squared in memory (no heads in it) and hides what it does not skip."""
 
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -25,6 +25,7 @@ SHORT = 4096  # tokens of a row up to which a mask, then of 32 MiB, is taken
 # for, as if each were as long as the row (XLA does not tell it that they share one). So room costs memory.
 LARGEST_SUM = 2**33  # bytes
 MOST_DOCUMENTS = 64  # in a row
+LISTS = False  # until a GPU has shown that they are right: python -m benchmarks.attention_gpu
 SHARES_KEYS = (0, 11, 2)  # before this JAX, documents of grouped heads were looked for at the wrong place
 
 
@@ -160,7 +161,7 @@ def _form(platform: str, q: Any, k: Any, mask: Mask, segments: bool) -> Form:
     if not segments:
         return "masked" if both_ways else "plain"
     # JAX takes room for one document as no list at all.
-    listed = q.shape[1] > SHORT and not both_ways and room(q) > 1
+    listed = LISTS and q.shape[1] > SHORT and not both_ways and room(q) > 1
     if not listed or _try(platform, q, k, mask, segments, "packed") is not None:
         return "masked"
     return "packed"
