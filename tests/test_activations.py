@@ -163,3 +163,22 @@ def test_the_compiler_takes_less_memory_for_each() -> None:
 
     separate = temporaries(lambda x, g, u, w: glu("swiglu", x @ g, x @ u) @ w, two, x)
     assert temporaries(swiglu, two, x) <= separate - 0.9 * tensor
+
+
+def test_without_a_loop_the_compiler_is_held_back_from_keeping_hidden_units() -> None:
+    layers, width, hidden = 3, 16, 256
+    sides = ((width, hidden), (width, hidden), (hidden, width))
+    weights = [jax.ShapeDtypeStruct((layers, *side), jnp.float32) for side in sides]
+    x = jax.ShapeDtypeStruct((2, 128, width), jnp.float32)
+
+    def unrolled(body: Callable[..., jax.Array]) -> int:
+        def loss(weights: list[Any], x: Any) -> jax.Array:
+            for layer in range(layers):
+                x = x + body(x, *(w[layer] for w in weights))
+            return jnp.sum(x)
+
+        found: Any = jax.jit(jax.grad(loss)).lower(weights, x).compile().memory_analysis()
+        return found.temp_size_in_bytes
+
+    guarded = unrolled(lambda x, g, u, w: gated("swiglu", x @ g, x @ u, w, merges=True))
+    assert guarded < unrolled(lambda x, g, u, w: glu("swiglu", x @ g, x @ u) @ w) - 2 * 128 * hidden * 4

@@ -104,10 +104,21 @@ def test_what_is_kept_of_layers_grows_from_full_to_none() -> None:
         arithmetic.estimate(
             recipe.load("recipes/llama3-8b.yaml", [*ONE_A_CHIP, f"memory.remat={name}"]), where
         )
-        for name in ("full", "dots", "none")
+        for name in ("full", "attention", "offload", "dots", "none")
     ]
-    assert sizes[0].temp_bytes < sizes[1].temp_bytes < sizes[2].temp_bytes
-    assert sizes[0].step_seconds > sizes[2].step_seconds
+    for less, more in zip(sizes, sizes[1:], strict=False):
+        assert less.temp_bytes < more.temp_bytes
+    assert sizes[0].step_seconds > sizes[-1].step_seconds and sizes[0].step_seconds > sizes[1].step_seconds
+    # Of 8,192 tokens in each of 32 layers: two products of the width, two of the MLP, queries, keys, values.
+    assert sizes[2].host_bytes == 2 * 8192 * 32 * (2 * 4096 + 2 * 14336 + 6144)
+    assert not any(one.host_bytes for one in sizes if one is not sizes[2])
+
+
+def test_bytes_in_the_hosts_memory_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--slice", "v5p-32", "--fast", "memory.remat=offload", *ONE_A_CHIP]
+    code, said = plan(capsys, "recipes/llama3-8b.yaml", *words)
+    assert code == 0 and "21.00 GiB in the host's memory, 84.00 GiB for its 4 chips" in said
+    assert "to the host and back, not hidden" in said
 
 
 def test_a_plan_is_told_and_written_for_machines(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

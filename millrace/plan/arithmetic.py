@@ -32,6 +32,8 @@ KEPT = {
     "none": (5.0, 3.0, 3.0),
 }
 OFFLOADED = {"offload": KEPT["dots"]}
+# Layers whose share is on its way to or from the host, by libtpu (docs/performance/activations.md).
+IN_FLIGHT = 4
 
 
 # How many of the three products of a matrix are in 8 bits (products/fp8.py, products/int8.py).
@@ -158,7 +160,8 @@ class Local:
 
     def kept(self, cfg: recipe.Run) -> int:
         """For the backward pass: the inputs of all layers, and what else `memory.remat` lets stay."""
-        return self.numbers(cfg, KEPT[cfg.memory.remat], inputs=1) * cfg.model.layers
+        moving = self.offloaded(cfg) * min(IN_FLIGHT, cfg.model.layers) // cfg.model.layers
+        return self.numbers(cfg, KEPT[cfg.memory.remat], inputs=1) * cfg.model.layers + moving
 
     def offloaded(self, cfg: recipe.Run) -> int:
         """For the backward pass, in the host's memory."""
