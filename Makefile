@@ -71,6 +71,7 @@ bench: .venv/gpu
 	$(BIN)/python -m benchmarks.llama_1b
 	$(BIN)/python -m benchmarks.loss_gpu
 	$(BIN)/python -m benchmarks.attention_gpu
+	$(BIN)/python -m benchmarks.low_precision
 
 # Two environments: mosaicml-streaming wants an older huggingface_hub than the others.
 .venv/peers/ready: .venv/core

@@ -8,11 +8,15 @@ import jax
 import jax.numpy as jnp
 
 from millrace.module import Axes
+from millrace.products.dot import KEPT
 from millrace.products.weight import round_weight
 
 # What the backward pass finds in memory; all else it computes again.
 REMAT: dict[str, Callable[..., bool]] = {
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "dots": jax.checkpoint_policies.save_from_both_policies(
+        jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+        jax.checkpoint_policies.save_only_these_names(KEPT),
+    ),
     "full": jax.checkpoint_policies.nothing_saveable,
 }
 

@@ -9,6 +9,7 @@ import pytest
 
 from millrace import recipe
 from millrace.errors import UserError
+from millrace.execution import Execution, cast, layers
 from millrace.module import Axes
 from millrace.products import fp8, int8
 from millrace.products.support import emulated, multiplies
@@ -245,3 +246,18 @@ def test_formats_that_do_not_exist_are_refused(tiny):
         tiny("memory.products=fp4")
     assert tiny().memory.products == "compute"
     assert recipe.Memory(products="fp8").compute == "bfloat16"
+
+
+@pytest.mark.parametrize(("remat", "count"), [("dots", 3), ("full", 4)])
+@pytest.mark.parametrize("format", FORMATS)
+def test_products_that_are_kept_are_not_made_again(format, remat, count):
+    """One forward and two backward; of the weight, of x and of the gradient the largest number."""
+    how = Execution(None, "float32", remat=remat, products=format)
+    axes, w, x = Axes(("layers", "mlp", "embed"), 1, 1), drawn(0, 3, 16, 16), drawn(1, 2, 8, 16)
+
+    def loss(w: jax.Array) -> jax.Array:
+        body = lambda w, x: jnp.tanh(project(w, x, "bsf,fd->bsd"))
+        return layers(how, body, x, cast(w, axes, how)).sum()
+
+    text = str(jax.make_jaxpr(jax.grad(loss))(w))
+    assert text.count("dot_general[") == text.count("reduce_max[") == count

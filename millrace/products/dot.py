@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 Array = jax.Array
 
@@ -19,6 +20,7 @@ class How:
     inputs: int
 
 
+KEPT = "product"  # the name of what `memory.remat: dots` keeps beside plain products
 LEAST = 2.0**-60  # of a scale: that of zeros, and such that no two of them multiply to zero
 
 
@@ -28,6 +30,12 @@ def largest(x: Array, axis: tuple[int, ...]) -> Array:
     it does on CPUs."""
     bits = jax.lax.bitcast_convert_type(jnp.abs(x.astype(jnp.float32)), jnp.int32)
     return jax.lax.bitcast_convert_type(jnp.max(bits, axis=axis, keepdims=True), jnp.float32)
+
+
+def kept(x: Array) -> Array:
+    """Marks what the backward pass may find in memory: products in 8 bits, which a rule for products does not
+    see, and scales, without which the largest number would be looked for again."""
+    return checkpoint_name(x, KEPT)
 
 
 def dot(how: How, a: Array, b: Array, over: tuple[Any, Any], dtype: Any, *, precise: bool = False) -> Array:

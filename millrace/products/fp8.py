@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from millrace.module import Axes
-from millrace.products.dot import LEAST, How, dot, first, largest, last
+from millrace.products.dot import LEAST, How, dot, first, kept, largest, last
 
 Array = jax.Array
 
@@ -32,7 +32,7 @@ def round_input(x: Array, inputs: int) -> tuple[Array, Array]:
 
 def rounded(x: Array, dtype: Any, axis: tuple[int, ...]) -> tuple[Array, Array]:
     """x in 8 bits and what these are to be multiplied by, one number for all along `axis`."""
-    scale = power_of_two(largest(x, axis) / float(jnp.finfo(dtype).max))
+    scale = kept(power_of_two(largest(x, axis) / float(jnp.finfo(dtype).max)))
     return (x.astype(jnp.float32) * (1 / scale)).astype(dtype), scale
 
 
@@ -56,8 +56,8 @@ def _forward(how: How, x: Array, w: Array, x8: Any, w8: Any) -> tuple[Array, Any
     return multiply(how, x, w, x8, w8), (x8, w8)
 
 
-def _backward(how: How, kept: Any, d: Array) -> tuple[Array, Array, None, None]:
-    (x_values, x_scale), (w_values, w_scale) = kept
+def _backward(how: How, held: Any, d: Array) -> tuple[Array, Array, None, None]:
+    (x_values, x_scale), (w_values, w_scale) = held
     d_values, d_scale = rounded(d, GRADIENT, axis=tuple(range(d.ndim)))
     d_scale = d_scale.reshape(())
     outputs = w_values.ndim - how.inputs

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from millrace.module import Axes
-from millrace.products.dot import LEAST, How, dot, first, largest, last
+from millrace.products.dot import LEAST, How, dot, first, kept, largest, last
 
 Array = jax.Array
 
@@ -38,7 +38,7 @@ def rounded(x: Array, axis: tuple[int, ...]) -> tuple[Array, Array]:
     """x in 8 bits and what these are to be multiplied by, one number for all along `axis`. A NaN makes the
     scale NaN, infinity makes it infinite: the loss shows it, and the step is skipped."""
     scale = largest(x, axis) / MOST
-    scale = jnp.where(scale < LEAST, LEAST, scale)  # a maximum may pass over NaN
+    scale = kept(jnp.where(scale < LEAST, LEAST, scale))  # a maximum may pass over NaN
     return jnp.clip(jnp.round(x.astype(jnp.float32) / scale), -MOST, MOST).astype(jnp.int8), scale
 
 
@@ -55,8 +55,8 @@ def _forward(how: How, x: Array, w: Array, x8: Any, w8: Any) -> tuple[Array, Any
     return multiply(how, x, w, x8, w8), (x, w8)
 
 
-def _backward(how: How, kept: Any, d: Array) -> tuple[Array, Array, None, None]:
-    x, (w_values, w_scale) = kept
+def _backward(how: How, held: Any, d: Array) -> tuple[Array, Array, None, None]:
+    x, (w_values, w_scale) = held
     outputs = w_values.ndim - how.inputs
     d_values, d_scale = rounded(d.astype(jnp.float32) * w_scale, axis=last(d, outputs))
     d_x = dot(how, d_values, w_values, (last(d, outputs), last(w_values, outputs)), d.dtype)

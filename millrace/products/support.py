@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from millrace.execution import compile_fast
 from millrace.plan.chips import of_device
 
 # Rows and columns of the product that is tried: on TPUs so many that matrix units, not memory, set its time.
@@ -70,8 +71,7 @@ def _compiled(device: Any, dtype: Any, wanted: Any) -> str:
     def product(x: jax.Array, w: jax.Array) -> jax.Array:
         return jax.lax.dot(x, w, preferred_element_type=wanted)
 
-    options = {"xla_gpu_enable_triton_gemm": False} if device.platform == "gpu" else None
-    return jax.jit(product, compiler_options=options).lower(shape, shape).compile().as_text() or ""
+    return compile_fast(jax.jit(product).lower(shape, shape), device.platform).as_text() or ""
 
 
 def _cycles(program: str) -> int:

@@ -8,7 +8,7 @@ import jax
 
 from millrace.module import Axes
 from millrace.products import fp8, int8
-from millrace.products.dot import How
+from millrace.products.dot import How, kept
 from millrace.project import prepared, project
 
 Array = jax.Array
@@ -50,7 +50,7 @@ def _(w: Weight, x: Array) -> Input:
 def _(w: Weight, x: Array | Input, spec: str) -> Array:
     assert _is_matrix_product(spec, w.how.inputs), spec
     x = x if isinstance(x, Input) else prepared(w, x)
-    return FORMATS[w.how.format].multiply(w.how, x.x, w.w, (x.values, x.scale), (w.values, w.scale))
+    return kept(FORMATS[w.how.format].multiply(w.how, x.x, w.w, (x.values, x.scale), (w.values, w.scale)))
 
 
 def _is_matrix_product(spec: str, inputs: int) -> bool:
