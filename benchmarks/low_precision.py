@@ -8,11 +8,10 @@ and of Python's standard library, one row in twenty held out. The loss of a step
 one above it in the table. Each runs in a process of its own, so that none finds another's memory taken.
 Tokens/s are of the middle step; on a CPU, where 8 bits are emulated, they say nothing.
 
-`nudged` is the control: no 8 bits, but a learning rate that is a hundredth of a per cent higher. What a format
-differs by means something only where it is more than that."""
+`nudged` is the control: no 8 bits, but a learning rate that is a hundredth of a per cent higher. What a
+format differs by means something only where it is more than that."""
 
 import argparse
-import dataclasses
 import hashlib
 import json
 import statistics

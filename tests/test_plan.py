@@ -232,11 +232,11 @@ def test_settings_that_the_compiler_refuses_are_tried_in_more_parts_and_the_best
         asked.append(tried)
         if tried.batch.accumulate < 32:
             return None
-        tiles = getattr(tried.attention, "block_q", 512)
-        return arithmetic.estimate(tried, where).step_seconds - (0.1 if tiles == 1024 else 0.0)
+        tiles = getattr(tried.attention, "block_q", 1024)
+        return arithmetic.estimate(tried, where).step_seconds - (0.1 if tiles == 2048 else 0.0)
 
     best, seconds = search.search(cfg, where, judge, tmp_path, exact=False)
-    assert best.batch.accumulate >= 32 and best.attention.block_q == 1024
+    assert best.batch.accumulate >= 32 and best.attention.block_q == 2048
     refused = [one for one in asked if one.batch.accumulate < 32]
     assert refused
     for one in refused:  # each was asked about again, in the next larger number of parts
@@ -247,8 +247,8 @@ def test_settings_that_the_compiler_refuses_are_tried_in_more_parts_and_the_best
     assert len(asked) - len(refused) - len(tiled) == search.ASKED
     assert search.overrides(cfg, best)[-3:] == [
         "attention.use=splash",
-        "attention.block_q=1024",
-        "attention.block_kv=1024",
+        "attention.block_q=2048",
+        "attention.block_kv=2048",
     ]
 
 

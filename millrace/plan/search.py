@@ -15,7 +15,7 @@ from millrace.plan.slices import Slice
 ASKED = 3  # candidates that the compiler is asked about
 ROOM = 1.15  # times the memory that a candidate may take by arithmetic, which is not exact
 SPLITS = (1, 2, 4, 8, 16, 32, 64)
-TILES = (1024, 2048)  # sides of the tiles of attention that the compiler is asked about beside the usual 512
+TILES = (512, 2048)  # sides of tiles of attention that the compiler is asked about beside the usual ones
 
 
 class NoneFits(UserError):
@@ -96,7 +96,7 @@ def candidates(cfg: recipe.Run, where: Slice, room: float = ROOM) -> Iterator[tu
 
 
 def tiled(cfg: recipe.Run) -> Iterator[recipe.Run]:
-    """The recipe with larger tiles of attention, where the kernel for TPUs has to do it."""
+    """The recipe with other tiles of attention, where the kernel for TPUs has to do it."""
     splash = config.part_class("attention", "splash")
     for side in TILES if cfg.attention.use in ("auto", "splash") else ():
         attention = splash(block_q=side, block_kv=side)
