@@ -88,7 +88,7 @@ def lines(one: Outcome, cfg: recipe.Run, days: float, *, own_prices: bool = Fals
         yield f"    hidden behind these: {', '.join(beside)}"
     if one.cycle_seconds:
         cycles = f"{one.cycle_seconds:.3g} s by the compiler's own cycles"
-        yield f"    for comparison: {cycles}, without attention kernels and traffic"
+        yield f"    for comparison: {cycles}, without kernels and traffic"
     for doubt in one.doubts:
         yield f"    not certain: {escape(doubt)}"
     costs = [f"{money(cost)} {name}" for name, cost in named(one.dollars) if cost is not None]
