@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding
 
 from millrace.errors import UserError
 from millrace.mesh import RULES, current, spec
+from millrace.probe import device
 
 Array = jax.Array
 
@@ -148,12 +149,6 @@ def complaint(platform: str, function: Callable[..., Array], *arguments: Any) ->
     # In a thread of its own: the caller's trace and mesh, which belong to its thread, stay out of it.
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(trial).result()
-
-
-def device() -> Any:
-    """One that is compiled for: the mesh's, which need not be attached here, or else our own."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return (None if mesh.empty else mesh.abstract_device) or jax.devices()[0]
 
 
 def _local(cfg: Any, name: str, how: dict[str, Any], rows: Any) -> Callable[..., Array]:
