@@ -1,10 +1,18 @@
-"""What a compiler says against a program, before anything depends on it."""
+"""What is compiled for, and what its compiler says against a program before anything depends on it."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
+
+OLD_TPUS = ("TPU v2", "TPU v3")  # without products of bfloat16 in kernels
+
+
+def device() -> Any:
+    """One that is compiled for: the mesh's, which need not be attached here, or else our own."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return (None if mesh.empty else mesh.abstract_device) or jax.devices()[0]
 
 
 def complaint(platform: str, function: Callable[..., Any], *arguments: Any) -> str | None:

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from millrace.layers.attention import device
 from millrace.mesh import constrain, current
+from millrace.probe import device
 
 
 @functools.singledispatch

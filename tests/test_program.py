@@ -361,6 +361,42 @@ custom_call_target="tpu_custom_call", frontend_attributes={{{noted}}}""")
     assert step(made, ideal).kernel_flops == products * 2 * (2 * 8) * tiles * 512 * 512 * 128
 
 
+KERNEL = """
+  %x = bf16[1000,500]{1,0} parameter(0)
+  ROOT %k = bf16[500,1000]{1,0} custom-call(%x), custom_call_target="tpu_custom_call"NOTED"""
+
+
+@pytest.mark.parametrize(
+    "flops, read, seconds",
+    [
+        (3 * 10**12, 5 * 10**8, 3.0),  # products
+        (10**9, 5 * 10**8, 0.5),  # blocks that are read many times
+        (10**9, 10, 2e6 / 1e9),  # never less than every array once
+    ],
+)
+def test_a_kernel_is_counted_by_the_estimate_that_it_carries(ideal, flops, read, seconds):
+    estimate = f'"flops":"{flops}","bytes_accessed":"{read}","transcendentals":"0"'
+    found = step(
+        program(KERNEL.replace("NOTED", f', backend_config={{"cost_estimate":{{{estimate}}}}}')), ideal
+    )
+    assert found.kernel_flops == flops and found.seconds == found.pallas == pytest.approx(seconds)
+    assert not found.doubts
+
+
+def test_a_kernel_takes_its_exponentials_and_its_tiles_like_attention_does(ideal):
+    noted = (
+        ', frontend_attributes={kernel_metadata={"tiles":"4"}}'
+        ', backend_config={"cost_estimate":{"flops":"1","transcendentals":"1024000000"}}'
+    )
+    cycles = 1e6 * timing.VECTOR + 4 * timing.TILE
+    assert step(program(KERNEL.replace("NOTED", noted)), ideal).pallas == pytest.approx(cycles / 1e9)
+
+
+def test_a_kernel_without_an_estimate_is_doubted(ideal):
+    (doubt,) = step(program(KERNEL.replace("NOTED", "")), ideal).doubts
+    assert "a Pallas kernel whose products are not known" in doubt
+
+
 def test_products_take_what_the_compiler_reckons_for_them():
     """On v5p, v5e and v6e in the middle 1.12 times what they take at the peak."""
     made = program(DOT.replace("%ab", "ROOT %ab"))

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from jax._src.cudnn.fused_attention_stablehlo import MaskType, dot_product_attention
 
 from millrace.attention import blockwise
-from millrace.layers.attention import Mask, complaint, device
+from millrace.layers.attention import Mask, complaint
+from millrace.probe import device
 
 Array = jax.Array
 Form = Literal["plain", "packed", "masked"]

@@ -19,11 +19,11 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 
-from millrace.layers.attention import KERNEL, Mask, complaint, device, ends, meetings
+from millrace.layers.attention import KERNEL, Mask, complaint, ends, meetings
+from millrace.probe import OLD_TPUS, device
 
 Array = jax.Array
 
-OLD = ("TPU v2", "TPU v3")
 LANES = 128  # a TPU register's width: sequences and tiles are multiples of it
 
 
@@ -105,7 +105,7 @@ def refuses(
         return f"each device's chunks of the sequence, of {q.shape[1]}, are not multiples of {LANES}"
     if platform != "tpu":
         return None
-    if device().device_kind in OLD:
+    if device().device_kind in OLD_TPUS:
         return f"{device().device_kind} has no products of bfloat16 in kernels"
     return _try(Config(cfg.block_q, cfg.block_kv), platform, q, k, mask, segments, soft_cap)
 

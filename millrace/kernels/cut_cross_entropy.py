@@ -15,8 +15,7 @@ from jax.sharding import PartitionSpec as P
 from millrace import mesh
 from millrace.errors import UserError
 from millrace.kernels.head import Array, Head, PerToken, Split, Stats, Totals
-
-WAYS = {"tokens": "cut_tokens", "vocabulary": "cut_vocabulary", "kernel": "cut_hopper"}
+from millrace.probe import device
 
 
 def bind(per_token: Callable[[Any, Stats], Array], cfg: Any) -> PerToken:
@@ -95,19 +94,26 @@ def _on_mesh(
 
 def _work(trains: bool, head: Head, way: str, split: Split, hidden: Any, unembed: Any) -> Callable[..., Any]:
     """By tokens it is a product less, so that is the way, unless the matrix is in parts on many devices: they
-    would gather all of it, and each hold its whole gradient. Kernels are ahead where they can skip."""
+    would gather all of it, and each hold its whole gradient. Kernels are ahead where they can skip on a GPU,
+    and on most TPUs of what goes by the vocabulary (docs/performance/loss.md)."""
+    kernel = "mosaic" if device().platform == "tpu" else "hopper"
+    if kernel == "mosaic":
+        ahead = bool(split.width) and _part(kernel).ahead(hidden.shape[2])
+    else:
+        ahead = head.filter > 0
     reason = None
-    if way == "kernel" or way == "auto" and head.filter:
-        reason = _part("kernel").refuses(head, split, hidden, unembed)
+    if way == "kernel" or way == "auto" and ahead:
+        reason = _part(kernel).refuses(head, split, hidden, unembed)
         if reason is not None and way == "kernel":
             raise UserError(f"loss.split: kernels cannot be used here: {reason}. Set loss.split to auto")
     if way == "auto":
-        way = "kernel" if head.filter and reason is None else "vocabulary" if split.width else "tokens"
-    return _part(way).totals_and_gradients if trains else _part(way).totals
+        way = "kernel" if ahead and reason is None else "vocabulary" if split.width else "tokens"
+    part = _part(kernel if way == "kernel" else way)
+    return part.totals_and_gradients if trains else part.totals
 
 
 def _part(way: str) -> Any:
-    return importlib.import_module(f"millrace.kernels.{WAYS[way]}")
+    return importlib.import_module(f"millrace.kernels.cut_{way}")
 
 
 def _axes(entry: Any) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding
 from millrace import probe
 from millrace.errors import UserError
 from millrace.mesh import RULES, chunks, current, restore, spec
+from millrace.probe import device
 
 Array = jax.Array
 
@@ -168,12 +169,6 @@ def complaint(platform: str, function: Callable[..., Array], *arguments: Any) ->
         return function(q, k, v, *rest), pull(out)
 
     return probe.complaint(platform, both, *arguments)
-
-
-def device() -> Any:
-    """One that is compiled for: the mesh's, which need not be attached here, or else our own."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return (None if mesh.empty else mesh.abstract_device) or jax.devices()[0]
 
 
 def _local(cfg: Any, name: str, how: dict[str, Any], rows: Any) -> Callable[..., Array]:

@@ -175,7 +175,7 @@ def compiled(cfg: recipe.Run, where: Slice, folder: Path) -> Compiled:
         parts={
             "matrix units": time_.matrix,
             "memory": time_.memory,
-            "attention kernels": time_.pallas,
+            "kernels": time_.pallas,
             "other": time_.other,
         }
         | {f"{kind}, in the open": traffic.exposed for kind, traffic in time_.collectives.items()},

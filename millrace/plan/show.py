@@ -91,7 +91,7 @@ def lines(one: Outcome, cfg: recipe.Run, days: float, *, own_prices: bool = Fals
         yield f"    hidden behind these: {', '.join(beside)}"
     if one.cycle_seconds:
         cycles = f"{one.cycle_seconds:.3g} s by the compiler's own cycles"
-        yield f"    for comparison: {cycles}, without attention kernels and traffic"
+        yield f"    for comparison: {cycles}, without kernels and traffic"
     products = cfg.memory.products
     if products != "compute":
         gains = f"MFU is relative to the {chip.flops / 1e12:,.0f} TFLOP/s of bf16, in {products} as well"

@@ -1,4 +1,4 @@
-"""What one instruction of a compiled program has to do: products for the matrix units, tiles of attention,
+"""What one instruction of a compiled program has to do: products for the matrix units, tiles of kernels,
 and bytes that go to and from HBM."""
 
 import math
@@ -24,7 +24,7 @@ class Work:
     int8: float = 0
     bytes: float = 0  # to and from HBM
     kernel: str = ""  # the Pallas kernel that it is
-    scores: float = 0  # that an attention kernel puts through its softmax
+    scores: float = 0  # that a kernel takes exponentials of
     tiles: float = 0  # of its grid
     alone: bool = False  # one core of a device does it all
 
@@ -46,8 +46,7 @@ def _kernel(computation: Computation, i: Instruction) -> Work:
     moved = sum(array.bytes for array in (*given, *i.shape) if array.space == HBM)
     found = re.search(r"splash_m[hq]a_(fwd|dq|dkv)", i.name + i.op_name)
     if not found:
-        estimate = re.search(r'"flops":"?(\d+)', i.attributes.get("backend_config", ""))
-        return Work(float(estimate[1]) if estimate else 0, bytes=moved, kernel=i.name)
+        return _estimated(i, moved)
     kind = found[1]
     queries, keys = [array.dims for array in given if array.dtype[0] in "bf" and len(array.dims) >= 3][:2]
     (*batch, heads, rows, width), columns = queries, keys[-2]
@@ -69,6 +68,20 @@ def _kernel(computation: Computation, i: Instruction) -> Work:
     # The cores of a device share heads in `fwd`, rows of the batch in all.
     alone = kind != "fwd" and math.prod(batch) == 1
     return Work(flops, flops, bytes=moved, kernel=i.name, scores=scores, tiles=every * tiles, alone=alone)
+
+
+def _estimated(i: Instruction, moved: float) -> Work:
+    """Any other kernel, by the pl.CostEstimate that it carries: products, bytes (blocks may be read more than
+    once), and what goes through the exponential unit, counted as the scores of attention are. Its metadata
+    may say how many tiles its grid has."""
+    noted = i.attributes.get("backend_config", "")
+
+    def number(key: str, text: str = noted) -> float:
+        found = re.search(rf"{key}\W+(\d+)", text)
+        return float(found[1]) if found else 0.0
+
+    flops, tiles = number("flops"), number("tiles", i.attributes.get("frontend_attributes", ""))
+    return Work(flops, flops, max(moved, number("bytes_accessed")), i.name, number("transcendentals"), tiles)
 
 
 def _block(i: Instruction, name: str) -> int:

@@ -1,0 +1,172 @@
+"""The kernels for TPUs beyond what tests/test_losses.py asks of every way: which blocks they take, whom they
+refuse, that they are lowered for a TPU and, with its compiler, that they fit the chips and the memory."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from millrace.errors import UserError
+from millrace.kernels import cut_cross_entropy, cut_mosaic, cut_tokens
+from millrace.kernels.cut_cross_entropy import bind, cut
+from millrace.kernels.cut_mosaic import Blocks, blocks
+from millrace.kernels.head import Head, Split
+from millrace.losses import cross_entropy
+
+SMOOTHED = bind(cross_entropy.per_token, SimpleNamespace(label_smoothing=0.1, z_loss=1e-3))
+V4, V6E = (SimpleNamespace(platform="tpu", device_kind=kind) for kind in ("TPU v4", "TPU v6 lite"))
+
+
+def arrays(tokens: int = 512, vocab: int = 1000, width: int = 128, dtype: Any = jnp.float32) -> list[Any]:
+    keys = jax.random.split(jax.random.key(0), 4)
+    return [
+        jax.random.normal(keys[0], (1, tokens, width)).astype(dtype),
+        (0.3 * jax.random.normal(keys[1], (vocab, width))).astype(dtype),
+        jax.random.randint(keys[2], (1, tokens), 0, vocab),
+        jnp.where(jax.random.uniform(keys[3], (1, tokens)) < 0.2, 0.0, 1.0),
+    ]
+
+
+@pytest.mark.parametrize("width", [0, 128])
+def test_blocks_of_a_tpu_make_the_same_whether_the_width_is_whole_or_in_parts(
+    monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    monkeypatch.setattr(cut_mosaic, "SHAPES", (Blocks(256, 256, width),))
+    p, head = arrays(width=256), Head(SMOOTHED, 20.0)
+    ours = jax.jit(lambda *p: cut_mosaic.totals_and_gradients(head, Split(), *p))(*p)
+    theirs = jax.jit(lambda *p: cut_tokens.totals_and_gradients(head, Split(), *p))(*p)
+    for one, other in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=2e-6 * np.abs(other).max())
+
+
+@pytest.mark.parametrize("device, room", [(V4, 16 * 2**20), (V6E, 32 * 2**20)], ids=["v4", "v6e"])
+def test_blocks_fit_the_chip_and_divide_the_arrays(
+    monkeypatch: pytest.MonkeyPatch, device: Any, room: int
+) -> None:
+    monkeypatch.setattr(cut_mosaic, "device", lambda: device)
+    for tokens in (128, 384, 1024, 8192, 12_288):
+        for width in range(128, cut_mosaic.WIDEST + 1, 128):
+            for rows in (256, 2560, 4096):
+                found = blocks(tokens, rows, width)
+                assert not any(size % block for size, block in zip((tokens, rows, width), found, strict=True))
+                assert found.bytes < 0.9 * room and not found.width % 128 and not found.tokens % 128
+                assert tokens % 256 or found.tokens <= tokens // 2
+
+
+def test_wide_models_get_blocks_that_keep_a_v6e_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cut_mosaic, "device", lambda: V6E)
+    assert blocks(8192, 4096, 4096) == (1024, 512, 4096)
+    assert blocks(8192, 4096, 8192) == (2048, 1024, 512)
+    monkeypatch.setattr(cut_mosaic, "device", lambda: V4)
+    assert blocks(8192, 4096, 2304) == (1024, 256, 2304)
+    assert blocks(8192, 4096, 4096) == (512, 256, 4096)
+    assert blocks(8192, 4096, 8192) == (1024, 1024, 512)
+
+
+def test_the_kernels_are_lowered_for_a_tpu_with_what_they_cost() -> None:
+    p = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays(1024, 1024, 256, jnp.bfloat16)]
+    for soft_cap, rows in ((None, 1024), (30.0, 1000)):
+        unembed = jax.ShapeDtypeStruct((rows, 256), jnp.float32)
+        step = jax.jit(lambda *p, cap=soft_cap: cut(SMOOTHED, *p, soft_cap=cap, split="mosaic").loss)
+        grad = jax.jit(jax.grad(step, argnums=(0, 1)))
+        text = grad.trace(p[0], unembed, *p[2:]).lower(lowering_platforms=("tpu",)).as_text()
+        assert text.count("tpu_custom_call") == 2
+        assert set(re.findall(r"flops\\22:(\d+)", text)) == {str(2 * 1024 * 1024 * 256)}
+
+
+def test_what_the_kernels_cannot_do_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    p = arrays(width=256, dtype=jnp.bfloat16)
+    assert cut_mosaic.refuses(Head(SMOOTHED), Split(), *p[:2]) == "they are for TPUs"
+    monkeypatch.setattr(cut_mosaic, "device", lambda: V4)
+    assert cut_mosaic.refuses(Head(SMOOTHED, 30.0), Split(), *p[:2]) is None
+    for head, hidden, unembed, why in (
+        (Head(SMOOTHED), p[0].astype(jnp.float32), p[1], "for bfloat16, and the activations are float32"),
+        (Head(SMOOTHED), p[0][:, :500], p[1], "500 tokens are not a multiple of 128"),
+        (Head(SMOOTHED), p[0][..., :200], p[1][:, :200], "200 columns are not a multiple of 128"),
+        (Head(SMOOTHED), jnp.zeros((1, 128, 16_512), jnp.bfloat16), p[1], "16512 columns are more than"),
+        (Head(SMOOTHED, chunk=100), p[0], p[1], "loss.chunk is 100, and they take 256 rows"),
+    ):
+        assert why in str(cut_mosaic.refuses(head, Split(), hidden, unembed))
+    old = SimpleNamespace(platform="tpu", device_kind="TPU v3")
+    monkeypatch.setattr(cut_mosaic, "device", lambda: old)
+    assert "TPU v3 has no products of bfloat16" in str(cut_mosaic.refuses(Head(SMOOTHED), Split(), *p[:2]))
+
+
+def test_on_a_tpu_a_width_in_parts_is_for_the_kernels_if_they_do_not_refuse(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    p = arrays(width=256, dtype=jnp.bfloat16)
+    for module in (cut_mosaic, cut_cross_entropy):
+        monkeypatch.setattr(module, "device", lambda: V4)
+    chosen = lambda way, split, hidden=p[0]: cut_cross_entropy._work(
+        True, Head(SMOOTHED), way, split, hidden, p[1]
+    ).__module__.rpartition(".")[2]
+    split = Split(width=("fsdp",))
+    assert chosen("auto", split) == "cut_mosaic"
+    assert chosen("auto", Split()) == "cut_tokens"
+    assert chosen("kernel", Split()) == "cut_mosaic"
+    assert chosen("vocabulary", split) == "cut_vocabulary"
+    assert chosen("auto", split, p[0][:, :500]) == "cut_vocabulary"
+    for module in (cut_mosaic, cut_cross_entropy):
+        monkeypatch.setattr(module, "device", lambda: V6E)
+    assert chosen("auto", split) == "cut_vocabulary"  # planned to be faster at this width
+    assert chosen("kernel", split) == "cut_mosaic"
+    with pytest.raises(UserError, match="loss.split: kernels cannot be used here: 500 tokens are not"):
+        chosen("kernel", split, p[0][:, :500])
+
+
+FITS = """
+import sys
+from functools import partial
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
+from jax.sharding import SingleDeviceSharding
+from millrace import mesh
+from millrace.kernels import cut_mosaic
+from millrace.kernels.head import Head, Split
+
+chip = topologies.get_topology_desc(topology_name=sys.argv[1], platform="tpu").devices[0]
+array = lambda *shape, dtype=jnp.float32: jax.ShapeDtypeStruct(
+    shape, dtype, sharding=SingleDeviceSharding(chip)
+)
+with jax.set_mesh(mesh.make(dict(data=1, fsdp=1, tensor=1, context=1), [chip])):
+    for width in map(int, sys.argv[2:]):
+        hidden, tokens = array(1, 8192, width, dtype=jnp.bfloat16), array(1, 8192)
+        numbers = array(1, 8192, dtype=jnp.int32)
+        head = Head(lambda stats: stats.lse - stats.target + stats.mean, 30.0, 2048)
+        step = jax.jit(partial(cut_mosaic.totals_and_gradients, head, Split()))
+        step.lower(hidden, array(4000, width), numbers, tokens).compile()
+        print("fits", width)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", ["v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
+def test_the_widest_of_each_kind_of_block_fits_the_chip(libtpu: None, chip: str) -> None:
+    widths = ["1664", "2432", "4096", "4352", "5248", "16384"]
+    done = run("-c", FITS, chip, *widths)
+    assert re.findall(r"fits (\d+)", done) == widths
+
+
+@pytest.mark.slow
+def test_the_head_of_gemma_takes_200_mebibytes_beside_its_gradients(libtpu: None) -> None:
+    found = json.loads(run("-m", "benchmarks.loss_tpu", "--json").splitlines()[-1])
+    rows = {row["name"]: row for row in found}
+    assert rows["vocabulary"]["extra_mib"] <= 200 and rows["kernel"]["extra_mib"] <= 200
+    assert rows["kernel"]["ms"] < rows["vocabulary"]["ms"]
+
+
+def run(*command: str) -> str:
+    env = os.environ | {"XLA_FLAGS": "", "TPU_WORKER_HOSTNAMES": "localhost"}
+    done = subprocess.run([sys.executable, *command], env=env, capture_output=True, text=True, timeout=1200)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
