@@ -78,7 +78,7 @@ def sample(run: Opened, ids: list[int], tokens: int, sampling: Sampling) -> Iter
     how = Execution(run.cfg.attention, run.cfg.memory.compute)
     # Once and not in every step, which would read all weights in float32 for each token.
     names = axes(file("models", cfg).Model, cfg)
-    model = jax.jit(lambda params: cast(params, names, how.dtype))(run.params)
+    model = jax.jit(lambda params: cast(params, names, how))(run.params)
     # A round number, so that texts of about the same length share a program.
     cache = model.cache(cfg, 1, 128 * math.ceil((len(ids) + tokens) / 128), how.dtype)
     given = jnp.asarray([ids], jnp.int32)

@@ -347,7 +347,7 @@ def test_the_order_of_a_mesh_gives_every_device_as_many_tiles(devices: int) -> N
     def splash_tiles(offset: int) -> int:
         shards = 2 * devices
         whole = splash._mask(mask, 256, length)
-        kernel = splash._kernel(SPLASH, whole, shards, soft_cap=None, interpret=True)
+        kernel = splash._kernel(SPLASH, whole, shards, 64, soft_cap=None, interpret=True)
         info = splash._shard(kernel, shards, jnp.int32(offset // 256)).fwd_mask_info
         return int((info.block_mask > 0).sum())
 

@@ -1,5 +1,6 @@
 """Data from end to end: what goes in comes out, whoever does the work and however often it is stopped."""
 
+import contextlib
 import gzip
 import hashlib
 import json
@@ -480,7 +481,8 @@ def kill_and_restart(tmp_path: Path, kills: int, seed: int, *overrides: str) -> 
             process.wait(draw.uniform(0.15, 1.0) * whole)
         except subprocess.TimeoutExpired:
             struck += 1
-        os.killpg(process.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # it had ended
+            os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
         if (tmp_path / "killed" / "index.json").exists():
             subprocess.run(["rm", "-rf", str(tmp_path / "killed")], check=True)

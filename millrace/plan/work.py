@@ -81,7 +81,14 @@ def _estimated(i: Instruction, moved: float) -> Work:
         return float(found[1]) if found else 0.0
 
     flops, tiles = number("flops"), number("tiles", i.attributes.get("frontend_attributes", ""))
-    return Work(flops, flops, max(moved, number("bytes_accessed")), i.name, number("transcendentals"), tiles)
+    return Work(
+        flops,
+        flops,
+        bytes=max(moved, number("bytes_accessed")),
+        kernel=i.name,
+        scores=number("transcendentals"),
+        tiles=tiles,
+    )
 
 
 def _block(i: Instruction, name: str) -> int:
