@@ -144,11 +144,12 @@ class Local:
 
     tokens: int  # at a time
     tensor: int
+    fsdp: int
 
     @classmethod
     def of(cls, cfg: recipe.Run, sizes: dict[str, int]) -> "Local":
         rows = cfg.batch.sequences // cfg.batch.accumulate // (sizes["data"] * sizes["fsdp"])
-        return cls(rows * cfg.data.sequence_length // sizes["context"], sizes["tensor"])
+        return cls(rows * cfg.data.sequence_length // sizes["context"], sizes["tensor"], sizes["fsdp"])
 
     def temporaries(self, cfg: recipe.Run, weights: int) -> int:
         """All but the state at the worst moment, which is either at the head, or amid the layers with all
@@ -179,8 +180,11 @@ class Local:
         return int(item * self.tokens * each)
 
     def head(self, cfg: recipe.Run) -> int:
-        """Logits of a chunk and, twice, the gradient of the vocabulary's matrix before it is shared out."""
+        """By tokens logits of a chunk and, twice, the gradient of the vocabulary's matrix; by the vocabulary,
+        where the matrix is split, logits and their gradient, and the hidden states' in float32."""
         vocab = cfg.model.vocab // self.tensor
+        if self.fsdp > 1:
+            return 2 * 2**26 + 4 * self.tokens * cfg.model.embed
         return min(2**30, 4 * vocab * self.tokens) + 2 * 4 * vocab * cfg.model.embed
 
     def gathered(self, cfg: recipe.Run) -> int:
