@@ -1,7 +1,7 @@
 """Products in int8, symmetric, rounded to nearest: the forward product and the one for the gradient of x.
-That of the weight stays in the compute dtype, as in SwitchBack (arXiv 2304.13013), and in MaxText by default:
-what rounding leaves of a product is the less exact the longer its sum, and this one goes over all tokens of a
-batch.
+That of the weight stays in the compute dtype, as in SwitchBack (arXiv 2304.13013), which rounds to nearest as
+well: what rounding leaves of a product is the less exact the longer its sum, and this one goes over all
+tokens of a batch. MaxText can leave it alone, too, or cut the sum into parts with scales of their own.
 
 x has a scale for each token, which stays outside of the sum, and w one for each output. Backward, outputs are
 what is summed over: there the scales of w are multiplied into the gradient before that is rounded, a token at
