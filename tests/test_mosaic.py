@@ -61,6 +61,22 @@ def test_blocks_fit_the_chip_and_divide_the_arrays(
                 assert tokens % 256 or found.tokens <= tokens // 2
 
 
+@pytest.mark.parametrize(
+    "kind, narrow, wide",
+    [
+        ("TPU v4", True, True),
+        ("TPU v5 lite", True, True),
+        ("TPU v5", False, False),
+        ("TPU v6 lite", False, True),
+    ],
+)
+def test_kernels_are_taken_where_the_plan_has_them_ahead(
+    monkeypatch: pytest.MonkeyPatch, kind: str, narrow: bool, wide: bool
+) -> None:
+    monkeypatch.setattr(cut_mosaic, "device", lambda: SimpleNamespace(platform="tpu", device_kind=kind))
+    assert (cut_mosaic.ahead(2304), cut_mosaic.ahead(4096)) == (narrow, wide)
+
+
 def test_wide_models_get_blocks_that_keep_a_v6e_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cut_mosaic, "device", lambda: V6E)
     assert blocks(8192, 4096, 4096) == (1024, 512, 4096)
