@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from test_hopper import arrays as drawn
 
 from millrace.errors import UserError
 from millrace.kernels import cut_cross_entropy, cut_mosaic, cut_tokens
@@ -25,14 +27,7 @@ SMOOTHED = bind(cross_entropy.per_token, SimpleNamespace(label_smoothing=0.1, z_
 V4, V6E = (SimpleNamespace(platform="tpu", device_kind=kind) for kind in ("TPU v4", "TPU v6 lite"))
 
 
-def arrays(tokens: int = 512, vocab: int = 1000, width: int = 128, dtype: Any = jnp.float32) -> list[Any]:
-    keys = jax.random.split(jax.random.key(0), 4)
-    return [
-        jax.random.normal(keys[0], (1, tokens, width)).astype(dtype),
-        (0.3 * jax.random.normal(keys[1], (vocab, width))).astype(dtype),
-        jax.random.randint(keys[2], (1, tokens), 0, vocab),
-        jnp.where(jax.random.uniform(keys[3], (1, tokens)) < 0.2, 0.0, 1.0),
-    ]
+arrays = partial(drawn, vocab=1000)  # not a multiple of a chunk
 
 
 @pytest.mark.parametrize("width", [0, 128])
@@ -88,7 +83,7 @@ def test_wide_models_get_blocks_that_keep_a_v6e_busy(monkeypatch: pytest.MonkeyP
 
 
 def test_the_kernels_are_lowered_for_a_tpu_with_what_they_cost() -> None:
-    p = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays(1024, 1024, 256, jnp.bfloat16)]
+    p = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in drawn(1024, 1024, 256, jnp.bfloat16)]
     for soft_cap, rows in ((None, 1024), (30.0, 1000)):
         unembed = jax.ShapeDtypeStruct((rows, 256), jnp.float32)
         step = jax.jit(lambda *p, cap=soft_cap: cut(SMOOTHED, *p, soft_cap=cap, split="mosaic").loss)

@@ -191,14 +191,7 @@ def logsumexp(x: Array, w: Array, soft_cap: float | None) -> tuple[Array, Array]
                     for smem, gmem in zip(out, refs, strict=True):
                         plgpu.copy_smem_to_gmem(smem.at[wg], gmem.at[j, rows])
 
-                _product(
-                    x.shape[1] // STEP,
-                    [(x_ref, (TOKENS, STEP), lambda k: (i, k)), (w_ref, (VOCAB, STEP), lambda k: (j, k))],
-                    lambda a, b: (a.at[pl.ds(wg * half, half)], _turned(b)),
-                    (half, VOCAB),
-                    feed,
-                    end,
-                )
+                _tile(x_ref, w_ref, i, j, feed, end)
 
             _each(blocks * tiles, tile)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -248,15 +241,7 @@ def d_logits(x: Array, w: Array, rows: Array, work: Work, soft_cap: float | None
                     plgpu.commit_smem()
                     plgpu.copy_smem_to_gmem(out.at[wg], out_ref.at[pl.ds(slot * TOKENS + wg * half, half)])
 
-                _product(
-                    x.shape[1] // STEP,
-                    [(x_ref, (TOKENS, STEP), lambda k: (i, k)), (w_ref, (VOCAB, STEP), lambda k: (j, k))],
-                    lambda a, b: (a.at[pl.ds(wg * half, half)], _turned(b)),
-                    (half, VOCAB),
-                    feed,
-                    end,
-                    begin,
-                )
+                _tile(x_ref, w_ref, i, j, feed, end, begin)
 
             _each(count_ref[0], tile)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -385,6 +370,29 @@ def add_to_hidden(high_ref: Any, low_ref: Any, d: Array, w: Array, work: Work) -
 
     words, mine = (work.tiles[work.mine] // blocks).reshape(lists), work.mine.reshape(lists)
     _kernel(body, ())(d, w, words, mine, work.first, high_ref, low_ref)
+
+
+def _tile(
+    x: Any,
+    w: Any,
+    i: Array,
+    j: Array,
+    feed: Any,
+    end: Callable[[Array], None],
+    begin: Callable[[], None] = lambda: None,
+) -> None:
+    """The logits of tile [i j], half of its tokens for each of two groups of threads."""
+    half = TOKENS // GROUPS
+    mine = pl.ds(lax.axis_index("wg") * half, half)
+    _product(
+        x.shape[1] // STEP,
+        [(x, (TOKENS, STEP), lambda k: (i, k)), (w, (VOCAB, STEP), lambda k: (j, k))],
+        lambda a, b: (a.at[mine], _turned(b)),
+        (half, VOCAB),
+        feed,
+        end,
+        begin,
+    )
 
 
 def _product(
