@@ -69,7 +69,7 @@ test-all: .venv/libtpu lint
 	@touch $@
 
 bench: .venv/gpu
-	$(BIN)/python -m benchmarks.llama_1b
+	$(BIN)/python -m benchmarks.llama_gpu
 	$(BIN)/python -m benchmarks.loss_gpu
 	$(BIN)/python -m benchmarks.attention_gpu
 	$(BIN)/python -m benchmarks.low_precision

@@ -25,6 +25,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.data_measure import measured
+from millrace.plan import program as instructions
+from millrace.plan import slices, timing
+from millrace.plan.compiler import ENVIRONMENT
 
 ROOT = Path(__file__).parent.parent
 GIB = 2**30
@@ -84,6 +87,7 @@ class Published:
     settings: str
     model: str = ""
     near: bool = True  # whether ours is wanted within 15 %
+    depths: tuple[int, int] = (4, 8)
 
 
 WIDE = "model.embed=8192 model.heads=64 model.mlp=28672"
@@ -109,22 +113,22 @@ PUBLISHED = [
             f"mesh.fsdp=64 mesh.tensor=8 batch.sequences=1024 memory.remat={remat}",
             "model.embed=16384 model.heads=128 model.mlp=53248",
             near,
+            depths,
         )
-        for remat, near in (("dots", True), ("full", False))
+        for remat, near, depths in (("dots", True, (2, 4)), ("full", False, (4, 8)))
     ),
 ]
-DEPTHS = 4, 8
-
 TABLES: dict[str, list[Any]] = {
     "published": PUBLISHED,
-    "maxtext": [
+    "maxtext": [  # each with the slice's 16 chips
         Row(
             "Llama 3 8B",
             "llama3-8b",
-            "v5p-32",
+            where,
             "batch.sequences=32 batch.accumulate=1 memory.remat=full",
-            most=12e9,
+            most=most,
         )
+        for where, most in (("v5p-32", 12e9), ("v6e-16", None), ("v4-32", None))
     ],
     "lunaris": [
         lunaris("1B", "v3-8", "batch.accumulate=8"),
@@ -215,11 +219,12 @@ def main() -> int:
 
 
 def measure(name: str, rows: list[Any]) -> Iterator[Line]:
-    yield from map(extended if name == "published" else plan, rows)
-    if name == "maxtext":
-        for compiler, library in (("its own libtpu", None), ("the libtpu of Millrace", libtpu())):
-            for tiling in ("", "num_vocab_tiling=8"):
-                yield maxtext(compiler, library, tiling)
+    for row in rows:
+        yield extended(row) if name == "published" else plan(row)
+        if name == "maxtext":
+            for compiler, library in (("its own libtpu", None), ("the libtpu of Millrace", libtpu())):
+                for tiling in ("", "num_vocab_tiling=8"):
+                    yield maxtext(row.slice, compiler, library, tiling)
 
 
 def plan(row: Row) -> Line:
@@ -250,14 +255,15 @@ def extended(row: Published) -> Line:
     settings = f"{row.settings} batch.accumulate=1"
     lines = [
         plan(Row(row.what, "llama3-8b", row.slice, settings, model=f"{row.model} model.layers={depth}"))
-        for depth in DEPTHS
+        for depth in row.depths
     ]
     cpu, line = sum(one.cpu for one in lines), partial(Line, row.what, row.slice, settings)
     seconds = [one.found.step for one in lines if one.found and one.found.step]
-    if len(seconds) < len(DEPTHS):
+    if len(seconds) < 2:
         return line(None, cpu, "; ".join(one.missed or "" for one in lines))
-    layer = (seconds[1] - seconds[0]) / (DEPTHS[1] - DEPTHS[0])
-    step = seconds[0] + layer * (row.layers - DEPTHS[0])
+    few, more = row.depths
+    layer = (seconds[1] - seconds[0]) / (more - few)
+    step = seconds[0] + layer * (row.layers - few)
     off = step / row.seconds - 1
     told = f"{step:.4g} s, MaxText {row.seconds} s: {off:+.1%}"
     return line(None, cpu, ("" if abs(off) <= 0.15 else told) if row.near else None, told)
@@ -275,33 +281,51 @@ def faults(row: Row, found: Found, code: int) -> str:
     return "; ".join(wrong)
 
 
-def maxtext(compiler: str, library: str | None, tiling: str) -> Line:
-    """The same model, slice, batch, dtypes and remat, which but for these are MaxText's defaults."""
+def maxtext(where: str, compiler: str, library: str | None, tiling: str) -> Line:
+    """The same model, slice, batch, dtypes and remat, which but for these are MaxText's defaults, and its
+    program timed as ours is."""
     python = os.environ.get("MAXTEXT_PYTHON", str(ROOT / ".venv/maxtext/bin/python"))
     settings = f"per_device_batch_size=2 max_target_length=8192 {tiling}".strip()
-    line = partial(Line, f"{MAXTEXT}, {compiler}", "v5p-32", settings)
+    line = partial(Line, f"{MAXTEXT}, {compiler}", where, settings)
     if not Path(python).exists():
         return line(None, 0.0, note=f"not there: {python}; make .venv/maxtext/ready, or set MAXTEXT_PYTHON")
     command = [python, "-m", "maxtext.trainers.pre_train.train_compile", "model_name=llama3-8b"]
-    command += ["compile_topology=v5p-32", "compile_topology_num_slices=1", *settings.split()]
+    command += [f"compile_topology={where}", "compile_topology_num_slices=1", *settings.split()]
     with tempfile.TemporaryDirectory(prefix="millrace-bench-") as folder:
-        done, cost = measured(lambda: run(command, library=library, folder=folder))
+        done, cost = measured(lambda: run(command, library=library, folder=folder, dump=f"{folder}/dump"))
+        programs = sorted(Path(folder, "dump").glob("*jit_train_step*after_codegen.txt"))
+        time = counted(programs[-1], where) if programs else None
     size = dict(re.findall(r"\b(\w+)_size_in_bytes=(\d+)", done.stdout.rpartition("Memory analysis:")[2]))
     if not size:
         return line(None, cost.cpu, note=last(done))
     code, given, back, shared, temp = (
         int(size[part]) for part in ("generated_code", "argument", "output", "alias", "temp")
     )
-    return line(Found(True, "compiler", given, temp, given + back - shared + temp + code), cost.cpu)
+    hbm = given + back - shared + temp + code
+    seconds, doubts = (time.seconds, time.doubts) if time else (None, ())
+    return line(Found(True, "compiler", given, temp, hbm, step=seconds, doubts=doubts), cost.cpu)
+
+
+def counted(program: Path, where: str) -> timing.Breakdown:
+    """The time of a program whose weights are split over all chips, along the torus."""
+    os.environ.update(ENVIRONMENT)  # before JAX reads it
+    os.environ.setdefault("TPU_LIBRARY_PATH", libtpu() or "")
+    from jax.experimental import mesh_utils, topologies
+
+    one = slices.parse(where)
+    chips = topologies.get_topology_desc(one.topology, "tpu", **one.options).devices
+    ring = mesh_utils.create_device_mesh((len(chips),), chips)
+    return timing.step(instructions.read(program), timing.rates(one, list(ring)))
 
 
 def run(
-    command: list[str], *, library: str | None, folder: str | Path = ROOT
+    command: list[str], *, library: str | None, folder: str | Path = ROOT, dump: str = ""
 ) -> subprocess.CompletedProcess[str]:
-    """With `library` for TPUs, else the one that the interpreter has."""
+    """With `library` for TPUs, else the one that the interpreter has; programs go to `dump`."""
     environment = {key: value for key, value in os.environ.items() if key != "TPU_LIBRARY_PATH"}
-    # As millrace.plan.compiler sets them for itself.
-    environment |= {"JAX_PLATFORMS": "cpu", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_SKIP_MDS_QUERY": "1"}
+    environment |= ENVIRONMENT
+    if dump:
+        environment["XLA_FLAGS"] = f"--xla_dump_to={dump} --xla_dump_hlo_as_text"
     if library is not None:
         environment["TPU_LIBRARY_PATH"] = library
     return subprocess.run(
@@ -331,9 +355,11 @@ def shown(line: Line) -> str:
         cells[3] = verdict + (", by arithmetic" if found.by == "arithmetic" else "")
         cells[4:6] = [f"{size / 1e9:.2f}" for size in (found.arguments, found.temporaries)]
         cells[6] = f"{found.hbm / GIB:.2f}" + (f" of {found.limit / GIB:.2f}" if found.limit else "")
-        if found.step is not None and found.mfu is not None:
-            about = "about " if found.doubts else ""
-            cells[7:9] = [f"{about}{found.step:.3g}", f"{about}{found.mfu:.1%}"]
+        about = "about " if found.doubts else ""
+        if found.step is not None:
+            cells[7] = f"{about}{found.step:.3g}"
+        if found.mfu is not None:
+            cells[8] = f"{about}{found.mfu:.1%}"
     end = {None: "", "": "met"}.get(line.missed, f"MISSED: {line.missed}")
     last = ", ".join(part for part in (line.note, end) if part)
     return "| " + " | ".join([*cells, f"{line.cpu:.0f}", last]) + " |"

@@ -211,18 +211,26 @@ def keep(made: Ready, batch: Any, folder: Path) -> None:
 
 
 def transformers_model(cfg: Any) -> Any:
-    """The recipe's model as transformers has it, with weights of its own."""
+    """The recipe's model as transformers has it, with weights of its own. Where a row is one document, its
+    attention gets no mask: torch.compile would make one of the row's length squared for an encoder."""
     import torch
     import transformers
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     from millrace.objective import file
+
+    transformers.AttentionInterface.register("unmasked", sdpa_attention_forward)
+    transformers.AttentionMaskInterface.register("unmasked", lambda *_, **__: None)
 
     settings = file("models", cfg.model).to_hf(cfg.model, cfg.data.sequence_length)
     settings |= dict.fromkeys(
         ("bos_token_id", "eos_token_id", "pad_token_id")
     )  # else those of a published one
     kind, name = settings.pop("model_type"), settings.pop("architectures")[0]
-    theirs = transformers.AutoConfig.for_model(kind, **settings, attn_implementation="sdpa", use_cache=False)
+    attention = "sdpa" if cfg.data.isolate else "unmasked"
+    theirs = transformers.AutoConfig.for_model(
+        kind, **settings, attn_implementation=attention, use_cache=False
+    )
     with torch.device(torch_device()):
         return getattr(transformers, name)(theirs)
 

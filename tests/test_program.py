@@ -132,6 +132,17 @@ def test_the_trips_of_a_loop_follow_from_its_condition(how, count):
     assert trips(made, main, main.instructions["w"], Scope()) == count
 
 
+def test_a_place_in_a_tuple_can_be_named_without_a_line_of_its_own(ideal):
+    plain = """
+  %p = (f32[1024,512], f32[512,256]) parameter(0)
+  %a = f32[1024,512] get-tuple-element(%p), index=0
+  %b = f32[512,256] get-tuple-element(%p), index=1
+  ROOT %d = f32[1024,256] dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}"""
+    _, first, *_, last = plain.splitlines()
+    short = "\n".join(("", first, last.replace("%a", "%p#0").replace("%b", "%p#1")))
+    assert step(program(short), ideal) == step(program(plain), ideal)
+
+
 def test_products_in_nested_loops_count_as_often_as_they_run(ideal):
     # The inner bound is a constant that the outer loop hands on: the seven of START.
     inner = loop("inner", lines=DOT, bound="get-tuple-element(%p), index=1")

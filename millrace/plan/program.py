@@ -142,6 +142,7 @@ def parse(text: str) -> Program:
             if instruction is None:
                 unread.append(stripped)
                 continue
+            body |= {part.name: part for part in _elements(instruction, body)}
             body[instruction.name] = instruction
             root = instruction.name if stripped.startswith("ROOT ") else root
     if body is not None:
@@ -375,6 +376,15 @@ def _instruction(line: str) -> Instruction | None:
         attributes={key.strip(): value for key, _, value in pairs},
         literal=inner if plain else "",
     )
+
+
+def _elements(i: Instruction, body: dict[str, Instruction]) -> Iterator[Instruction]:
+    """The operands that are named as a place in a tuple, `%a#2`, which has no line of its own."""
+    for operand in i.operands:
+        name, _, index = operand.partition("#")
+        if index.isdigit() and name in body and operand not in body:
+            shape = body[name].shape[int(index) : int(index) + 1]
+            yield Instruction(operand, "get-tuple-element", shape, (name,), {"index": index})
 
 
 def _lines(text: str) -> Iterator[str]:
