@@ -6,6 +6,7 @@ fp8 against bf16: Llama-3.2-1B, and as many layers of Llama-3-8B as both can hol
     python -m benchmarks.llama_gpu         both
 
 Both: float32 master weights, bf16 compute, AdamW, clipping by global norm, random tokens, one document a row.
+torch is measured as transformers runs it, and tuned: no mask, and the faster of torch's fused attentions.
 Each runs in a process of its own, so that none finds another's memory taken."""
 
 import argparse
@@ -22,6 +23,7 @@ PARTS: dict[str, Part] = {
     "1b": ("recipes/llama3.2-1b.yaml", {"batch.sequences": 8}),
     "8b": ("recipes/llama3-8b.yaml", {"batch.sequences": 4, "model.layers": 10, "memory.remat": "none"}),
 }
+PEERS = ("torch", "tuned")
 FORMATS = {"millrace": "compute", "fp8": "fp8"}  # memory.products of our rows
 
 
@@ -38,7 +40,7 @@ def parse() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("parts", nargs="*", metavar="PART", help=" or ".join(PARTS))
-    parser.add_argument("--only", choices=["torch", *FORMATS], help="run one row of a part, in this process")
+    parser.add_argument("--only", choices=[*PEERS, *FORMATS], help="run one row of a part, in this process")
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--set", nargs="*", default=[], metavar="key=value", help="for the recipe of all")
     args = parser.parse_args()
@@ -58,21 +60,24 @@ def compare(name: str, args: argparse.Namespace) -> int:
     """Prints every row of a part; 1 if one failed or a goal is missed."""
     cfg, rows = load(name, "compute", args), {}
     print(f"{cfg.batch.sequences} rows of {LENGTH:,}, {cfg.model.layers} layers, {cfg.model.embed} wide")
-    for row in ("torch", *FORMATS):
+    for row in (*PEERS, *FORMATS):
         command = [name, "--only", row, "--steps", str(args.steps), "--set", *args.set]
         rows[row] = steps.alone("llama_gpu", *command)
         print("  " + steps.line(row, rows[row], steps.flops(cfg)), flush=True)
     ours, torch, fp8 = rows["millrace"], rows["torch"], rows["fp8"]
     print(f"  millrace / transformers + torch.compile: {steps.spoken(ours, torch, GOAL)}")
+    print(f"  millrace / the same, tuned: {steps.spoken(ours, rows['tuned'])}")
     print(f"  fp8 / bf16: {steps.spoken(fp8, ours, GOAL_FP8)}\n")
     return int((steps.ratio(ours, torch) or 0) < GOAL or (steps.ratio(fp8, ours) or 0) < GOAL_FP8)
 
 
 def run(args: argparse.Namespace) -> steps.Row:
     cfg = load(args.parts[0], FORMATS.get(args.only, "compute"), args)
-    if args.only != "torch":
+    if args.only in FORMATS:
         return steps.millrace_steps(cfg, args.steps)
-    model, attention = steps.transformers_model(cfg), steps.fastest_attention(cfg)
+    tuned = args.only == "tuned"
+    model = steps.transformers_model(cfg, unmasked=tuned)
+    attention = steps.fastest_attention(cfg) if tuned else "sdpa"
     return steps.torch_steps(model, steps.random_tokens(cfg), args.steps) | {"attention": attention}
 
 

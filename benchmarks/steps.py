@@ -115,9 +115,9 @@ def load(recipe: str, settings: dict[str, Any], overrides: Sequence[str] = ()) -
 
 def flops(cfg: Any) -> float:
     """Of a token, forward and backward, by shapes alone."""
-    from millrace.objective import file
+    from millrace import objective
 
-    return file("models", cfg.model).flops(cfg.model, cfg.data.sequence_length)
+    return objective.flops(cfg)
 
 
 @dataclass(frozen=True)
@@ -210,9 +210,10 @@ def keep(made: Ready, batch: Any, folder: Path) -> None:
     np.savez(folder / "examples.npz", **rows)
 
 
-def transformers_model(cfg: Any) -> Any:
+def transformers_model(cfg: Any, *, unmasked: bool = True) -> Any:
     """The recipe's model as transformers has it, with weights of its own. Where a row is one document, its
-    attention gets no mask: torch.compile would make one of the row's length squared for an encoder."""
+    attention gets no mask, or torch.compile would make one of the row's length squared for an encoder, and
+    for a decoder repeat its keys and values for every head; unless it is to be as it comes."""
     import torch
     import transformers
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -227,7 +228,7 @@ def transformers_model(cfg: Any) -> Any:
         ("bos_token_id", "eos_token_id", "pad_token_id")
     )  # else those of a published one
     kind, name = settings.pop("model_type"), settings.pop("architectures")[0]
-    attention = "sdpa" if cfg.data.isolate else "unmasked"
+    attention = "unmasked" if unmasked and not cfg.data.isolate else "sdpa"
     theirs = transformers.AutoConfig.for_model(
         kind, **settings, attn_implementation=attention, use_cache=False
     )

@@ -93,12 +93,17 @@ def current() -> Any | None:
     return None if mesh.empty or mesh.size == 1 else mesh
 
 
+def parts_of_a_row() -> int:
+    """Over how many devices the positions of a row are split."""
+    mesh = current()
+    return 1 if mesh is None else math.prod(mesh.shape[axis] for axis in RULES["sequence"])
+
+
 def chunks(length: int) -> tuple[int, ...]:
     """The chunks of a row of so many positions in the order in which the devices of `context` hold them: of
     n devices, number i has chunks i and 2n - 1 - i of 2n. Causally the last chunk sees 2n times as much as
     the first, and so all devices have equally much to do. In order, (0,), where nothing is split in two."""
-    mesh = current()
-    devices = 1 if mesh is None else math.prod(mesh.shape[axis] for axis in RULES["sequence"])
+    devices = parts_of_a_row()
     if devices == 1 or length % (2 * devices):
         return (0,)
     return tuple(chunk for i in range(devices) for chunk in (i, 2 * devices - 1 - i))

@@ -1,4 +1,6 @@
-"""What every training objective works with: a batch, the examples made of it, and the task they belong to."""
+"""What every training objective works with: a batch, the examples made of it, and the task they belong to.
+An objective is a file with `prepare`, which makes the examples, `loss`, and `most`: how many answers of a row
+can have a weight."""
 
 import importlib
 from dataclasses import dataclass
@@ -11,6 +13,7 @@ from millrace import mesh
 from millrace.execution import Execution, default_unroll
 from millrace.kernels.cut_cross_entropy import bind, cut
 from millrace.kernels.head import Totals
+from millrace.layers.pick import weighted
 from millrace.module import Array, module
 from millrace.products.support import multiplies
 
@@ -82,11 +85,21 @@ def token_loss(task: Task, model: Any, examples: Examples) -> Totals:
     hidden = model(
         task.model, examples.inputs, how=task.how, segments=examples.segments, positions=examples.positions
     )
+    targets, weights = examples.targets, examples.weights
+    most = file("objectives", task.objective).most(task.objective, targets.shape[1])
+    if most < targets.shape[1] and mesh.parts_of_a_row() == 1:
+        hidden, targets, weights = weighted(most, hidden, targets, weights)
     cfg = task.loss
     per_token = bind(file("losses", cfg).per_token, cfg)
-    targets, weights = examples.targets, examples.weights
     how = dict(soft_cap=cfg.soft_cap, split=cfg.split, chunk=cfg.chunk, filter=cfg.filter)
     return cut(per_token, hidden, model.unembed, targets, weights, **how)
+
+
+def flops(run: Any) -> float:
+    """What a token of a recipe takes, forward and backward; the head multiplies only what is to be told."""
+    model, length = run.model, run.data.sequence_length
+    told = file("objectives", run.objective).most(run.objective, length) / length
+    return file("models", model).flops(model, length) - 6 * (1 - told) * model.vocab * model.embed
 
 
 def seen(task: Task, batch: Batch) -> tuple[Array | None, Array]:

@@ -19,7 +19,7 @@ from millrace.errors import UserError
 from millrace.evaluate import evaluate, place, vocabulary
 from millrace.folder import keep_tokenizer, lock
 from millrace.metrics import Late, Meter, peak_flops
-from millrace.objective import Batch, Task, file, make_task
+from millrace.objective import Batch, Task, file, flops, make_task
 from millrace.products.support import emulated
 from millrace.state import State
 from millrace.tracing import Trace
@@ -124,7 +124,7 @@ def run(cfg: recipe.Run, program: Path | None = None) -> int:
                 fit.check(abstract)
                 meter = Meter(
                     tokens_per_step=cfg.batch.sequences * cfg.data.sequence_length,
-                    flops_per_token=family.flops(task.model, cfg.data.sequence_length),
+                    flops_per_token=flops(cfg),
                     total_steps=steps,
                     devices=devices.size,
                     peak=peak_flops(jax.devices()[0]),

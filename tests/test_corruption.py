@@ -15,9 +15,10 @@ import pytest
 from test_step import ENCODER, Bench, assert_close
 
 from millrace import config, mesh, recipe
-from millrace.corruption import choosable, choose, choose_spans, diffuse, replace
+from millrace.corruption import choosable, choose, choose_spans, diffuse, most_chosen, replace
 from millrace.errors import UserError
 from millrace.execution import Execution
+from millrace.kernels.cut_cross_entropy import cut
 from millrace.mesh import row_sharding
 from millrace.module import init
 from millrace.objective import Batch, Examples, Task, Vocabulary, file
@@ -32,6 +33,7 @@ KINDS = {
     "replaced": (*ENCODER, "objective.masked=0.0", "objective.random=1.0"),
     "diffusion": ("objective.use=diffusion", *ENCODER[1:]),
 }
+BERT = dict(span=3, masked=0.8, random=0.1)
 ROWS, LENGTH = 20_000, 24
 
 
@@ -145,10 +147,53 @@ def test_lengths_of_dense_spans_are_those_of_spans_that_overlap_by_chance():
     assert (np.abs(found - expected) < bound).all()
 
 
-def test_spans_of_one_token_are_single_tokens():
-    key, may = jax.random.key(5), choosable(VOCABULARY, texts(64))
-    alone = choose_spans(key, may, segments=texts(64).segments, rate=0.4, longest=1)
-    np.testing.assert_array_equal(alone, choose(key, may, rate=0.4))
+@pytest.mark.parametrize("rate", [0.15, 0.3, 0.5, 1.0])
+def test_rows_have_as_many_chosen_tokens_as_the_rate_says_give_or_take_one(rate):
+    may = jax.random.uniform(jax.random.key(0), (2000, 50)) < 0.7
+    found, wanted = (
+        np.asarray(choose(jax.random.key(1), may, rate=rate).sum(1)),
+        rate * np.asarray(may.sum(1)),
+    )
+    assert (np.abs(found - wanted) < 1).all()
+    assert (found - wanted).mean() == pytest.approx(0, abs=0.05)  # neither up nor down on the whole
+    assert found.max() <= most_chosen(50, rate=rate) == math.ceil(rate * 50)
+
+
+def test_no_row_has_more_spans_than_were_reckoned_with(monkeypatch):
+    batch, most = long_texts(500, 400), most_chosen(400, rate=0.15, longest=3)
+    assert 60 < most < 160
+    found = spans(7, 0.15, 3, batch)
+    assert found.sum(1).max() <= most
+    monkeypatch.setattr("millrace.corruption.most_chosen", lambda length, **_: 60)
+    fewer = spans(7, 0.15, 3, batch)
+    np.testing.assert_array_equal(fewer, found & (np.cumsum(found, axis=1) <= 60))
+    assert fewer.sum(1).max() == 60
+
+
+@pytest.mark.parametrize("kind", [dict(rate=0.3), BERT | dict(rate=0.15)], ids=["tokens", "spans"])
+def test_the_head_sees_only_what_is_to_be_told_and_the_loss_is_the_same(tiny, kind, monkeypatch):
+    """The other way: every position goes through the head, and those without weight count for nothing."""
+    settings = [f"objective.{key}={value}" for key, value in kind.items()]
+    its = Bench(tiny(*ENCODER, *settings, "data.sequence_length=64"))
+    examples = prepare(its.task, its.batch(), 0)
+
+    def both():
+        def total(params):
+            return file("objectives", its.task.objective).loss(its.task, params, examples).loss
+
+        return jax.jit(jax.value_and_grad(total))(its.state().params)
+
+    seen = []
+    monkeypatch.setattr(
+        "millrace.objective.cut", lambda *args, **how: seen.append(args[1]) or cut(*args, **how)
+    )
+    few = both()
+    monkeypatch.setattr(file("objectives", its.task.objective), "most", lambda cfg, length: length)
+    every = both()
+    assert seen[0].shape[1] == most_chosen(64, rate=kind["rate"], longest=kind.get("span", 1)) < 64
+    assert seen[1].shape[1] == 64
+    for one, other in zip(jax.tree.leaves(few), jax.tree.leaves(every), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=2e-5 * np.abs(other).max())
 
 
 def test_chosen_tokens_are_shown_in_the_shares_asked_for():
@@ -318,9 +363,6 @@ def test_with_one_token_hidden_diffusion_tells_it_like_a_masked_model():
     masked = dataclasses.replace(masked, counts=examples.counts)
     assert float(total(model, masked)) / 512 == pytest.approx(expected, rel=1e-5)
     assert float(total(model, examples) / examples.weights.sum()) == pytest.approx(expected, rel=1e-5)
-
-
-BERT = dict(span=3, masked=0.8, random=0.1)
 
 
 @pytest.mark.parametrize(

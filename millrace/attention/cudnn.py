@@ -26,7 +26,7 @@ SHORT = 4096  # tokens of a row up to which a mask, then of 32 MiB, is taken
 # for, as if each were as long as the row (XLA does not tell it that they share one). So room costs memory.
 LARGEST_SUM = 2**33  # bytes
 MOST_DOCUMENTS = 64  # in a row
-LISTS = False  # until a GPU has shown that they are right: python -m benchmarks.attention_gpu
+LISTS = False  # right on an H200, but not shown to be faster: python -m benchmarks.attention_gpu long
 SHARES_KEYS = (0, 11, 2)  # before this JAX, documents of grouped heads were looked for at the wrong place
 
 

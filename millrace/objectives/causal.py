@@ -15,6 +15,10 @@ class Config:
     pass
 
 
+def most(cfg: Config, length: int) -> int:
+    return length
+
+
 def prepare(task: Task, batch: Batch, key: Array) -> Examples:
     segments, positions = seen(task, batch)
     targets = jnp.roll(batch.tokens, -1, axis=1)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from millrace.corruption import choosable, choose, choose_spans, replace
+from millrace.corruption import choosable, choose, choose_spans, most_chosen, replace
 from millrace.errors import UserError
 from millrace.module import Array
 from millrace.objective import Batch, Examples, Task, seen, token_loss
@@ -32,6 +32,10 @@ class Config:
             raise ValueError("random: expected masked + random to be at most 1")
         if not 1 <= self.span <= 32:
             raise ValueError("span: expected a number of tokens from 1 to 32")
+
+
+def most(cfg: Config, length: int) -> int:
+    return most_chosen(length, rate=cfg.rate, longest=cfg.span)
 
 
 def prepare(task: Task, batch: Batch, key: Array) -> Examples:

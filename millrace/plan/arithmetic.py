@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType
 
-from millrace import build, fit, mesh, module, recipe, state
+from millrace import build, fit, mesh, module, objective, recipe, state
 from millrace.errors import UserError
 from millrace.objective import file
 from millrace.plan.slices import Slice
@@ -74,7 +74,7 @@ def estimate(cfg: recipe.Run, where: Slice) -> Estimate:
         raise UserError("model.vocab: expected the size of the vocabulary, since no data is read to plan")
     sizes = build.mesh_sizes(cfg, where.devices, where.slices if where.chip.is_tpu else 1)
     there = held(cfg, sizes)
-    flops = file("models", cfg.model).flops(cfg.model, cfg.data.sequence_length)
+    flops = objective.flops(cfg)
     local = Local.of(cfg, sizes)
     matrix = matrix_seconds(cfg, where, flops)
     traffic = traffic_seconds(cfg, where, sizes, there.parameters)
@@ -202,9 +202,8 @@ def matrix_seconds(cfg: recipe.Run, where: Slice, flops_per_token: float) -> flo
     are in 8 bits at theirs. What matrices give is kept by some policies, what attention gives by others."""
     model, chip, remat = cfg.model, where.chip, cfg.memory.remat
     tokens = cfg.batch.sequences * cfg.data.sequence_length
-    head = 6 * model.vocab * model.embed
-    scores = flops_per_token - file("models", model).flops(model, 0)
-    products = flops_per_token - head - scores
+    whole, none = (file("models", model).flops(model, length) for length in (cfg.data.sequence_length, 0))
+    scores, products = whole - none, none - 6 * model.vocab * model.embed
     again = products / 3 if remat in ("full", "attention") else 0.0
     count = NARROW[cfg.memory.products]
     narrow = (count + bool(count and again)) * 2 * model.layers * layer_weights(model)

@@ -103,7 +103,7 @@ def compiled(cfg: recipe.Run, where: Slice, folder: Path) -> Compiled:
     from millrace.data.stream import Dataset
     from millrace.evaluate import vocabulary
     from millrace.fit import held
-    from millrace.objective import Vocabulary, file, make_task
+    from millrace.objective import Vocabulary, file, flops, make_task
     from millrace.plan import program as instructions
     from millrace.plan import timing
 
@@ -130,7 +130,7 @@ def compiled(cfg: recipe.Run, where: Slice, folder: Path) -> Compiled:
             slice=where.name,
             mesh=dict(devices.shape),
             parameters=sum(leaf.size for leaf in jax.tree.leaves(abstract.params)),
-            flops_per_token=family.flops(task.model, cfg.data.sequence_length),
+            flops_per_token=flops(cfg),
             weight_bytes=weights,
             optimizer_bytes=rest,
         )
