@@ -3,6 +3,7 @@
 import argparse
 import difflib
 import io
+import math
 import os
 import re
 import sys
@@ -83,16 +84,17 @@ def plan(args: argparse.Namespace) -> int:
 
     cfg = recipe.load(args.recipe, args.overrides)
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # what is planned for is elsewhere
+    check_plan(args)
     from millrace.plan import command
 
-    check_plan(args)
+    cfg = command.sized(cfg)
     if args.recommend:
         wish = dict(tokens=args.tokens, days=args.days, budget=args.budget)
         return command.recommend(cfg, args.slice, **wish, prices=args.prices)
     options = dict(fast=args.fast, out=args.json, prices=args.prices, save=args.save)
     if args.search:
         return command.tune(cfg, args.slice[0], **options, write=args.write)
-    return command.run(cfg, args.slice, **options, days=args.days or command.MONTH)
+    return command.run(cfg, args.slice, **options, days=args.days)
 
 
 def check_plan(args: argparse.Namespace) -> None:
@@ -114,12 +116,16 @@ def check_plan(args: argparse.Namespace) -> None:
     for option in (option for option, is_idle in idle.items() if is_idle):
         raise UserError(f"plan: {option} has no effect with the other options; leave it out")
     for option, value in (("--days", args.days), ("--budget", args.budget)):
-        if value is not None and not value > 0:
+        if value is not None and not 0 < value < math.inf:
             raise UserError(f"plan: {option}: found {value:g}, expected a number above 0")
     for option, file in (("--json", args.json), ("--write", args.write)):
+        if file is not None and file.is_dir():
+            raise UserError(f"plan: {option}: found the folder {file}, expected a file")
         if file is not None and not file.absolute().parent.is_dir():
             raise UserError(f"plan: {option}: no such folder: {file.parent}")
-    if args.tokens is not None and not re.fullmatch(r"[0-9.]+[KMBT]?", args.tokens):
+    if args.write is not None and args.write.exists():
+        raise UserError(f"plan: --write: {args.write} is there already; name a new file")
+    if args.tokens is not None and not re.fullmatch(r"0*[1-9]\d*(\.\d+)?[KMBT]?", args.tokens):
         raise UserError(f"plan: --tokens: found {args.tokens}, expected a number, as in 20B")
 
 

@@ -1,5 +1,6 @@
 """Evaluation: mean loss a token over the held-out split, as perplexity and bits a byte."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -8,7 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from millrace import module
+from millrace import module, recipe
 from millrace.data.stream import Dataset
 from millrace.errors import UserError
 from millrace.folder import Opened
@@ -85,6 +86,13 @@ def spoken(result: dict[str, float]) -> str:
         f"perplexity {result['perplexity']:,.2f}"
     )
     return said + (f", {result['bits_per_byte']:.3f} bits a byte" if "bits_per_byte" in result else "")
+
+
+def with_vocabulary(cfg: recipe.Run, dataset: Dataset) -> recipe.Run:
+    """The vocabulary comes from the data unless the recipe names one."""
+    if cfg.model.vocab:
+        return cfg
+    return dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, vocab=dataset.vocab))
 
 
 def vocabulary(dataset: Dataset) -> Vocabulary:

@@ -58,7 +58,7 @@ def resolve(sizes: dict[str, int | str], devices: int) -> dict[str, int]:
     if devices % product or (not free and product != devices):
         asked = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
         raise ValueError(f"{asked} cannot be laid over {devices} device{'s' * (devices > 1)}")
-    return known | {axis: devices // product for axis in free}
+    return {axis: known.get(axis, devices // product) for axis in sizes}
 
 
 def spec(names: Sequence[str | None], shape: Sequence[int], mesh: Any) -> P:

@@ -2,6 +2,7 @@
 gives each axis its size, mesh.py its sharding, and the initialiser stands beside it."""
 
 import dataclasses
+import functools
 import math
 import zlib
 from collections.abc import Callable, Iterator
@@ -116,6 +117,7 @@ def init(cls: type[T], cfg: Any, key: Array) -> T:
     return build(cls, cfg, leaf)
 
 
+@functools.cache
 def count(cls: type, cfg: Any) -> int:
     """The number of parameters, from shapes alone."""
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes(cls, cfg)))

@@ -16,7 +16,7 @@ from millrace import build, config, fit, module, programs, recipe, step, writers
 from millrace.checkpoint import Checkpoints
 from millrace.data.stream import Dataset, read_ahead
 from millrace.errors import UserError
-from millrace.evaluate import evaluate, place, vocabulary
+from millrace.evaluate import evaluate, place, vocabulary, with_vocabulary
 from millrace.folder import keep_tokenizer, lock
 from millrace.metrics import Late, Meter, peak_flops
 from millrace.objective import Batch, Task, file, flops, make_task
@@ -190,13 +190,6 @@ ADVICE = (
     "To go on from the last checkpoint, run the command again with a lower optimizer.learning_rate, a longer "
     "schedule.warmup or a lower optimizer.clip, or look at the data of those steps"
 )
-
-
-def with_vocabulary(cfg: recipe.Run, dataset: Dataset) -> recipe.Run:
-    """The vocabulary comes from the data unless the recipe names one."""
-    if cfg.model.vocab:
-        return cfg
-    return dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, vocab=dataset.vocab))
 
 
 def restored(checkpoints: Checkpoints, abstract: State, fresh: Callable[[], State]) -> State:

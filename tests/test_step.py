@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from millrace import build, config, mesh, module, programs, step, train
+from millrace import build, config, mesh, module, programs, step
 from millrace.data.stream import Dataset
-from millrace.evaluate import place, vocabulary
+from millrace.evaluate import place, vocabulary, with_vocabulary
 from millrace.objective import Batch, Vocabulary, file, make_task
 from millrace.state import State
 
@@ -27,7 +27,7 @@ class Bench:
         sizes = {axis: 1 for axis in mesh.AXES} | (sizes or {})
         self.devices = mesh.make(sizes, jax.devices()[: math.prod(sizes.values())])
         self.dataset = Dataset.open(cfg.data.path, sequence_length=cfg.data.sequence_length)
-        self.cfg = train.with_vocabulary(cfg, self.dataset)
+        self.cfg = with_vocabulary(cfg, self.dataset)
         self.task = make_task(self.cfg, vocabulary(self.dataset))
         self.axes = module.axes(file("models", self.task.model).Model, self.task.model)
         with jax.set_mesh(self.devices):

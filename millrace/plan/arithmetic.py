@@ -11,7 +11,6 @@ import jax
 from jax.sharding import AbstractMesh, AxisType
 
 from millrace import build, fit, mesh, module, objective, recipe, state
-from millrace.errors import UserError
 from millrace.objective import file
 from millrace.plan.slices import Slice
 from millrace.plan.timing import HOST
@@ -70,8 +69,6 @@ class Estimate:
 
 
 def estimate(cfg: recipe.Run, where: Slice) -> Estimate:
-    if not cfg.model.vocab:
-        raise UserError("model.vocab: expected the size of the vocabulary, since no data is read to plan")
     sizes = build.mesh_sizes(cfg, where.devices, where.slices if where.chip.is_tpu else 1)
     there = held(cfg, sizes)
     flops = objective.flops(cfg)

@@ -8,13 +8,25 @@ from pathlib import Path
 from typing import Any
 
 from millrace import config, recipe
+from millrace.data.stream import Dataset
 from millrace.errors import UserError
+from millrace.evaluate import with_vocabulary
 from millrace.plan import advise, arithmetic, chips, compiler, memory, outcome, search, show
 from millrace.plan.outcome import Outcome
 from millrace.plan.slices import Slice, parse
 
 DOES_NOT_FIT = 3
-MONTH = 30.0
+
+
+def sized(cfg: recipe.Run) -> recipe.Run:
+    """The recipe with the vocabulary of its data, where that is there."""
+    if cfg.model.vocab:
+        return cfg
+    if not (Path(cfg.data.path) / "index.json").is_file():
+        raise UserError(
+            f"model.vocab: expected the size of the vocabulary, since the data, {cfg.data.path}, is not there"
+        )
+    return with_vocabulary(cfg, Dataset.open(cfg.data.path, sequence_length=cfg.data.sequence_length))
 
 
 def run(
@@ -25,10 +37,12 @@ def run(
     out: Path | None = None,
     prices: Path | None = None,
     save: Path | None = None,
-    days: float = MONTH,
+    days: float | None = None,
 ) -> int:
     """Plans for each slice, one after the other. Returns the exit code."""
     slices, table = [parse(name) for name in names], chips.prices(prices)
+    for where in slices:
+        arithmetic.estimate(cfg, where)  # a mistake is told before the first is compiled
     found = []
     for where in slices:
         one = plan(cfg, where, table[where.chip.name], fast=fast, save=save)
@@ -73,7 +87,7 @@ def tune(
         except search.NoneFits as error:
             show.say(str(error))
             return DOES_NOT_FIT
-    show.outcome(outcomes[best], best, MONTH, own_prices=prices is not None)
+    show.outcome(outcomes[best], best, None, own_prices=prices is not None)
     if out is not None:
         out.write_text(json.dumps([outcomes[best].as_json()], indent=2) + "\n")
     show.say("the best settings: " + (" ".join(search.overrides(cfg, best)) or "those of the recipe"))
@@ -94,7 +108,7 @@ def recommend(
 ) -> int:
     """Which slice for this model; for given slices, which model and tokens they train best."""
     for name in names:
-        show.optimal(parse(name), days or MONTH)
+        show.optimal(parse(name), days or show.MONTH)
     if not names:
         if tokens is not None:
             cfg = dataclasses.replace(
@@ -102,8 +116,10 @@ def recommend(
             )
         limits = [] if days is None else [f"in {days:g} days"]
         limits += [] if budget is None else [f"for ${budget:,.0f}"]
-        found = advise.offers(cfg, chips.prices(prices), days=days, budget=budget)
-        show.offers(found, cfg, "".join(f" {limit}" for limit in limits))
+        table = chips.prices(prices)
+        found = advise.offers(cfg, table, days=days, budget=budget)
+        every = found or advise.offers(cfg, table, days=None, budget=None)
+        show.offers(found, every, cfg, "".join(f" {limit}" for limit in limits))
         return 0 if found else DOES_NOT_FIT
     return 0
 

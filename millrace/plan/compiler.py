@@ -58,7 +58,10 @@ class Compiled:
 def compile(cfg: recipe.Run, where: Slice, folder: Path) -> Compiled:
     """Compiles the step for a slice. What the compiler writes down lies in `folder` afterwards."""
     if " " in str(folder):
-        raise UserError(f"--save: {folder}: expected a path without spaces, which the compiler cuts it at")
+        raise UserError(
+            f"the compiler cuts paths at spaces, and would write to {folder}; name a folder without with "
+            "--save, or by TMPDIR"
+        )
     folder.mkdir(parents=True, exist_ok=True)
     # What an earlier plan left says nothing of this one.
     shutil.rmtree(folder / "dump", ignore_errors=True)
@@ -107,8 +110,6 @@ def compiled(cfg: recipe.Run, where: Slice, folder: Path) -> Compiled:
     from millrace.plan import program as instructions
     from millrace.plan import timing
 
-    if not cfg.model.vocab:
-        raise UserError("model.vocab: expected the size of the vocabulary, since no data is read to plan")
     try:
         topology = topologies.get_topology_desc(where.topology, "tpu", **where.options)
     except RuntimeError as error:

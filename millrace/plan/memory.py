@@ -60,14 +60,19 @@ def meaning(dtype: str, shape: tuple[int, ...], cfg: recipe.Run, mesh: dict[str,
     model, tensor = cfg.model, mesh["tensor"]
     rows = cfg.batch.sequences // cfg.batch.accumulate // (mesh["data"] * mesh["fsdp"])
     length = cfg.data.sequence_length // mesh["context"]
-    sides, tokens = set(shape), rows * length
-    of_tokens = length in sides or tokens in sides or math.prod(shape) % tokens == 0 and tokens > 1
+    sides, tokens, size = set(shape), rows * length, math.prod(shape)
+    head_widths = [heads * model.head_dim // tensor for heads in (model.heads, model.kv_heads)]
+    of_tokens = (
+        length in sides or tokens in sides or size in [tokens * n for n in (model.embed, *head_widths)]
+    )
+    whole = model.vocab * model.embed
+    parts = {whole // n for n in (1, tensor, mesh["fsdp"], tensor * mesh["fsdp"])}
     layered = bool(shape) and shape[0] == model.layers and len(shape) > 2
     vocab = {model.vocab, model.vocab // tensor} & sides
     if shape and shape[-1] in vocab:
         return "logits", "loss.chunk"
     hidden = {model.mlp, model.mlp // tensor} & sides
-    if vocab:
+    if vocab or size in parts and not {length, tokens} & sides:
         kind = "gradient and copies of" if dtype == "f32" else "copies of"
         return f"{kind} the vocabulary's matrix", "mesh.tensor"
     if layered and length in sides:

@@ -1,10 +1,10 @@
 """What a plan says of a recipe on a slice: does it fit, how fast is it, what does it cost."""
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from millrace import recipe
-from millrace.plan.chips import Price, Range
+from millrace.plan.chips import PRICES_DATE, Price, Range
 from millrace.plan.memory import Buffer
 from millrace.plan.slices import Slice
 
@@ -80,14 +80,17 @@ class Outcome:
             "hbm_limit_bytes": self.where.chip.usable,
             "step_seconds": self.step_seconds,
             "seconds_by_part": self.parts,
-            "hidden_seconds": self.hidden,
+            "hidden_seconds": {kind: seconds for kind, seconds in self.hidden.items() if seconds > 1e-6},
+            "buffers": [asdict(buffer) for buffer in self.buffers],
             "doubts": self.doubts,
             "cycle_seconds": self.cycle_seconds,
             "tokens_per_second_per_chip": self.tokens_per_second_per_chip,
             "mfu": self.mfu,
             "tokens": self.tokens,
+            "tokens_per_step": self.tokens_per_step,
             "days": self.days,
             "dollars": self.dollars,
+            "prices_of": PRICES_DATE,
             "compile_seconds": self.compile_seconds,
         }
 

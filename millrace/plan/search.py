@@ -86,13 +86,20 @@ def candidates(cfg: recipe.Run, where: Slice, room: float = ROOM) -> Iterator[tu
             continue
         mesh = recipe.Mesh(data=where.slices, fsdp=over, tensor=tensor, context=context)
         memory = dataclasses.replace(cfg.memory, remat=remat)
-        for parts in parts_of(cfg, over * where.slices):
-            batch = dataclasses.replace(cfg.batch, accumulate=parts)
-            tried = dataclasses.replace(cfg, mesh=mesh, memory=memory, batch=batch)
-            guess = arithmetic.estimate(tried, where)
-            if guess.hbm_bytes <= limit:
-                yield guess.step_seconds, tried
+        split = dataclasses.replace(cfg, mesh=mesh, memory=memory)
+        numbers = list(parts_of(cfg, over * where.slices))
+        # Where the most parts do not help, fewer need not be tried.
+        for parts in numbers if any(fits(split, where, count, limit) for count in numbers[-1:]) else ():
+            if guess := fits(split, where, parts, limit):
+                yield guess
                 break
+
+
+def fits(cfg: recipe.Run, where: Slice, parts: int, limit: float) -> tuple[float, recipe.Run] | None:
+    """The recipe with its batch in so many parts, and the seconds of a step; None where that is too large."""
+    tried = dataclasses.replace(cfg, batch=dataclasses.replace(cfg.batch, accumulate=parts))
+    guess = arithmetic.estimate(tried, where)
+    return (guess.step_seconds, tried) if guess.hbm_bytes <= limit else None
 
 
 def tiled(cfg: recipe.Run) -> Iterator[recipe.Run]:

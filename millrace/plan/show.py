@@ -14,10 +14,11 @@ from millrace.plan.slices import Slice
 
 GIB = 2**30
 SHOWN = 12  # offers
+MONTH = 30.0  # days, where nobody has said how many there are
 
 
-def outcome(one: Outcome, cfg: recipe.Run, days: float, *, own_prices: bool = False) -> None:
-    """`days` are what a wish that cannot be fulfilled is measured by."""
+def outcome(one: Outcome, cfg: recipe.Run, days: float | None, *, own_prices: bool = False) -> None:
+    """`days` are those that there are, if that was said."""
     console = Console(highlight=False, soft_wrap=True)
     for line in lines(one, cfg, days, own_prices=own_prices):
         console.print(line)
@@ -27,12 +28,18 @@ def say(line: str) -> None:
     Console(highlight=False, soft_wrap=True).print(line, markup=False)
 
 
-def offers(found: list[advise.Offer], cfg: recipe.Run, wish: str) -> None:
+def offers(found: list[advise.Offer], every: list[advise.Offer], cfg: recipe.Run, wish: str) -> None:
+    """`every` offer, whatever it takes, is for a wish that none fulfils."""
     console = Console(highlight=False, soft_wrap=True)
     tokens, _ = tokens_of(cfg)
     console.print(f"{count(tokens)} tokens{wish}, by arithmetic; the cheapest first:")
     if not found:
         console.print("  no slice does it: allow more days or dollars, fewer tokens, or a smaller model")
+        least = {"cheapest": every[0], "fastest": min(every, key=lambda one: one.days)} if every else {}
+        for what, one in least.items():
+            costs = [f"{money(cost)} {name}" for name, cost in named(one.dollars) if cost is not None]
+            told = " or ".join(costs) or "price not known"
+            console.print(f"  the {what} is {one.where.name}: {time(one.days)}, {told}")
     for one in found[:SHOWN]:
         costs = [f"{money(cost)} {name}" for name, cost in named(one.dollars) if cost is not None]
         told = " or ".join(costs) or "price not known"
@@ -47,12 +54,15 @@ def optimal(where: Slice, days: float) -> None:
     console.print(best(where, days))
 
 
-def lines(one: Outcome, cfg: recipe.Run, days: float, *, own_prices: bool = False) -> Iterator[str]:
+def lines(one: Outcome, cfg: recipe.Run, days: float | None, *, own_prices: bool = False) -> Iterator[str]:
     where, chip = one.where, one.where.chip
     split = " x ".join(f"{axis} {size}" for axis, size in one.mesh.items() if size > 1) or "one device"
     chips = f"{where.chips} chip{'s' * (where.chips > 1)} of {chip.name}"
-    rows = cfg.batch.sequences // cfg.batch.accumulate
-    yield f"[bold]{where.name}[/bold]: {chips}, {split}; {rows} rows of {cfg.data.sequence_length} at a time"
+    chips += ", each two devices" if chip.devices == 2 else ""
+    rows, parts = cfg.batch.sequences // cfg.batch.accumulate, cfg.batch.accumulate
+    often = f", {parts} times a step" if parts > 1 else ""
+    rows_at_a_time = f"{rows} rows of {cfg.data.sequence_length} at a time{often}"
+    yield f"[bold]{where.name}[/bold]: {chips}, {split}; {rows_at_a_time}"
     verdict = "[green]fits[/green]" if one.fits else "[red]does not fit[/red]"
     about = "" if one.by == "compiler" else "about "
     yield f"  {verdict}: {about}{gib(one.hbm_bytes)} of {gib(chip.usable)} a chip, by {by(one)}"
@@ -75,7 +85,7 @@ def lines(one: Outcome, cfg: recipe.Run, days: float, *, own_prices: bool = Fals
             less = f"; less with {buffer.key}" if buffer.key else ""
             yield f"    {each + gib(buffer.bytes):>14}  {buffer.what}, {escape(buffer.shape)}{less}"
     if one.step_seconds is None:
-        yield from (f"  {line}" for line in refusal(one, cfg, days))
+        yield from (f"  {line}" for line in refusal(one, cfg, days or MONTH))
         yield ""
         return
     assert one.tokens_per_second_per_chip is not None and one.mfu is not None and one.days is not None
@@ -99,9 +109,11 @@ def lines(one: Outcome, cfg: recipe.Run, days: float, *, own_prices: bool = Fals
     for doubt in one.doubts:
         yield f"    not certain: {escape(doubt)}"
     costs = [f"{money(cost)} {name}" for name, cost in named(one.dollars) if cost is not None]
-    when = "your prices" if own_prices else f"prices of {PRICES_DATE}"
+    when = f"prices of {PRICES_DATE}" + (", but for yours" if own_prices else "")
     told = f"{' or '.join(costs)} ({when})" if costs else "prices of this chip are not known (--prices FILE)"
     yield f"  {count(one.tokens)} tokens: {time(one.days)}, {told}"
+    if days is not None and one.days > days:
+        yield f"  that is {one.days / days:,.1f} times the {days:g} days there are"
     yield ""
 
 
@@ -123,11 +135,10 @@ def refusal(one: Outcome, cfg: recipe.Run, days: float) -> Iterator[str]:
     if need <= have:
         yield advice(one, cfg)
         return
-    billions, each = one.parameters / 1e9, need / one.parameters
+    each, chips = need / one.parameters, f"{where.chips} chips have" if where.chips > 1 else "the chip has"
     yield (
-        f"memory: {billions:,.0f}B parameters of {each:.0f} bytes (weights, gradients, optimizer) are "
-        f"{need / 1e12:,.2f} TB, {where.chips} chips have {have / 1e12:,.2f} TB: "
-        f"{need / have:,.1f} times too much"
+        f"memory: {count(one.parameters)} parameters of {each:.0f} bytes (weights, gradients, optimizer) are "
+        f"{gib(need)} by themselves, {chips} {gib(have)}: {need / have:,.1f} times too much"
     )
     flops = one.tokens * one.flops_per_token
     takes = flops / (where.chips * where.chip.flops * advise.MFU) / outcomes.DAY
