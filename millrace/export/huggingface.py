@@ -33,12 +33,15 @@ SHARD_BYTES = 5 * 10**9  # what the Hub's tools expect of one file
 def export(run: Opened, folder: str, dtype: str) -> list[Path]:
     """Writes the weights so that transformers' AutoModel loads them. Returns the files."""
     family, cfg = file("models", run.cfg.model), run.cfg
-    if cfg.loss.soft_cap is not None:
+    cap = soft_cap_name(family)
+    if cfg.loss.soft_cap is not None and cap is None:
         raise UserError(
             f"loss.soft_cap: found {cfg.loss.soft_cap}, which transformers has not for this model; take it "
             f"out of {cfg.run}/recipe.yaml to export the weights without it"
         )
     settings = family.to_hf(cfg.model, cfg.data.sequence_length) | {"dtype": dtype, "torch_dtype": dtype}
+    if cap is not None:
+        settings[cap] = cfg.loss.soft_cap
     with whole_or_nothing(folder) as made:
         (made / "config.json").write_text(json.dumps(settings | special_ids(run), indent=2) + "\n")
         save_shards(to_tensors(family.HF, run.params, dtype), made)
@@ -48,6 +51,11 @@ def export(run: Opened, folder: str, dtype: str) -> list[Path]:
             if not (made / "tokenizer.json").is_file() or tokenise.sha256(made) != run.tokenizer_sha256:
                 tokenise.save(run.tokenizer, made)
     return sorted(Path(folder).iterdir())
+
+
+def soft_cap_name(family: Any) -> str | None:
+    """How config.json calls the cap on the logits, `loss.soft_cap`, for the families that have one there."""
+    return getattr(family, "HF_SOFT_CAP", None)
 
 
 def special_ids(run: Opened) -> dict[str, int | None]:
@@ -106,7 +114,7 @@ def import_(folder: str, run: str) -> recipe.Run:
     source = Path(folder)
     settings = read_config(source)
     family = family_of(settings)
-    tree = {
+    tree: dict[str, Any] = {
         "run": run,
         "model": family.from_hf(settings),
         "data": {
@@ -117,6 +125,9 @@ def import_(folder: str, run: str) -> recipe.Run:
         "optimizer": {"use": "adamw", "learning_rate": 1e-5, "weight_decay": 0.1},
         "schedule": {"use": "cosine", "steps": 1000, "warmup": 100},
     }
+    cap = soft_cap_name(family)
+    if cap is not None and settings.get(cap) is not None:
+        tree["loss"] = {"use": "cross_entropy", "soft_cap": config_json.number(settings, cap)}
     with whole_or_nothing(run) as made:
         (made / "recipe.yaml").write_text(config.dump(tree))
         cfg = recipe.load(made / "recipe.yaml")
