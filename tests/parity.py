@@ -1,4 +1,4 @@
-"""Models of transformers and ours on the same random weights: logits, loss, gradients and exports are equal."""
+"""Models of transformers and ours on the same random weights: logits, loss, gradients, exports are equal."""
 
 import json
 from pathlib import Path

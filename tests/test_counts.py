@@ -20,6 +20,8 @@ PUBLISHED = {
     "gemma2-9b-32k": 9_241_705_984,
     "gemma3-1b": 999_885_952,
     "gemma3-270m": 268_098_176,
+    "modernbert-base": 149_655_232,
+    "modernbert-large": 395_881_664,
 }
 BODIES = {
     "eurobert-210m": 211_766_016,

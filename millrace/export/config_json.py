@@ -75,12 +75,16 @@ def read(settings: dict[str, Any], config: type, **own: Any) -> dict[str, Any]:
         "activation": read_activation(settings),
         "tied": truth(settings, "tie_word_embeddings"),
     }
-    found |= read_rope(settings) | own
+    return section(found | read_rope(settings) | own, settings, config)
+
+
+def section(found: dict[str, Any], settings: dict[str, Any], config: type) -> dict[str, Any]:
+    """Of all that was found, what the family's Config takes; the rest must be as it has it."""
     refuse_extras(settings)
     keys = {field.name for field in dataclasses.fields(config)}
-    section = {key: value for key, value in found.items() if key in keys}
+    taken = {key: value for key, value in found.items() if key in keys}
     try:
-        cfg = config(**section)
+        cfg = config(**taken)
     except ValueError as error:
         raise UserError(f"config.json: these sizes cannot be imported: {error}") from None
     for key, value in found.items():
@@ -89,7 +93,7 @@ def read(settings: dict[str, Any], config: type, **own: Any) -> dict[str, Any]:
             raise UserError(
                 f"config.json: {settings['model_type']} with {key} {value}: only {fixed} can be imported"
             )
-    return section
+    return taken
 
 
 def read_activation(settings: dict[str, Any]) -> str:

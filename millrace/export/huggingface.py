@@ -25,7 +25,10 @@ from millrace.export import config_json
 from millrace.folder import Opened, keep_tokenizer
 from millrace.objective import file
 
-Table = dict[str, tuple[str, str]]
+# Our weight -> their tensor, and its axes in terms of ours. In the name {} is the layer, {+1} the one after;
+# with several names the first of their axes counts the tensors.
+Table = dict[str, tuple[str | tuple[str, ...], str]]
+TIED = ("lm_head.weight", "decoder.weight")  # often stored beside the embedding that they equal
 
 SHARD_BYTES = 5 * 10**9  # what the Hub's tools expect of one file
 
@@ -72,10 +75,22 @@ def to_tensors(table: Table, params: Any, dtype: str) -> Iterator[tuple[str, np.
         theirs, pattern = table[path]
         left, right = pattern.split(" -> ")
         array = np.asarray(jax.device_get(leaf.astype(jnp.dtype(dtype))))
-        layers = array if "{}" in theirs else [array]
-        for number, layer in enumerate(layers):
+        for number, layer in enumerate(array if is_stacked(theirs) else [array]):
             sizes = dict(zip(right.split(), layer.shape, strict=True))
-            yield theirs.format(number), np.ascontiguousarray(rearrange(layer, f"{right} -> {left}", sizes))
+            made = rearrange(layer, f"{right} -> {left}", sizes)
+            parts = made if isinstance(theirs, tuple) else [made]
+            for name, part in zip(names(theirs, number), parts, strict=True):
+                yield name, np.ascontiguousarray(part)
+
+
+def is_stacked(theirs: str | tuple[str, ...]) -> bool:
+    return "{" in str(theirs)
+
+
+def names(theirs: str | tuple[str, ...], number: int) -> list[str]:
+    """Of one layer's tensors."""
+    all_of_them = theirs if isinstance(theirs, tuple) else (theirs,)
+    return [re.sub(r"{(\+\d+)?}", lambda m: str(number + int(m[1] or 0)), name) for name in all_of_them]
 
 
 def save_shards(tensors: Iterator[tuple[str, np.ndarray]], target: Path) -> None:
@@ -170,11 +185,12 @@ def from_tensors(table: Table, shapes: Any, source: Path) -> Any:
 
     def leaf(path: Any, wanted: Any) -> np.ndarray:
         theirs, pattern = table[module.dotted(path)]
-        if "{}" not in theirs:
-            return tensors.read(theirs, pattern, wanted.shape)
+        several = isinstance(theirs, tuple)
+        if not is_stacked(theirs):
+            return tensors.read(names(theirs, 0), pattern, wanted.shape, several=several)
         array = np.empty(wanted.shape, np.float32)
         for number in range(wanted.shape[0]):
-            array[number] = tensors.read(theirs.format(number), pattern, wanted.shape[1:])
+            array[number] = tensors.read(names(theirs, number), pattern, wanted.shape[1:], several=several)
         return array
 
     params = jax.tree_util.tree_map_with_path(leaf, shapes)
@@ -199,23 +215,22 @@ class Tensors:
             self.places |= dict.fromkeys(opened.keys(), opened)
         self.unread = set(self.places)
 
-    def read(self, name: str, pattern: str, shape: tuple[int, ...]) -> np.ndarray:
-        """The tensor in float32, rearranged by `pattern` to `shape`."""
-        if name not in self.places:
-            raise UserError(f"{self.folder}: no tensor {name} in its .safetensors files")
-        self.unread.discard(name)
-        tensor = np.asarray(self.places[name].get_tensor(name)).astype(np.float32)
+    def read(self, names: list[str], pattern: str, shape: tuple[int, ...], *, several: bool) -> np.ndarray:
+        """The tensor in float32, or several as one, rearranged by `pattern` to `shape`."""
+        for name in names:
+            if name not in self.places:
+                raise UserError(f"{self.folder}: no tensor {name} in its .safetensors files")
+        self.unread.difference_update(names)
+        tensors = [np.asarray(self.places[name].get_tensor(name)).astype(np.float32) for name in names]
         sizes = dict(zip(pattern.split(" -> ")[1].split(), shape, strict=True))
         try:
-            return rearrange(tensor, pattern, sizes)
+            return rearrange(np.stack(tensors) if several else tensors[0], pattern, sizes)
         except ValueError:
-            raise UserError(
-                f"{self.folder}: {name} is of shape {tensor.shape}, and by config.json its parts are {shape}"
-            ) from None
+            found = f"{names[0]} is of shape {tensors[0].shape}"
+            raise UserError(f"{self.folder}: {found}, and by config.json its parts are {shape}") from None
 
     def check_all_read(self) -> None:
-        # A tied head is often stored beside the embedding it equals.
-        left = sorted(name for name in self.unread if name != "lm_head.weight" and "rotary_emb" not in name)
+        left = sorted(name for name in self.unread if name not in TIED and "rotary_emb" not in name)
         if left:
             more = f" and {len(left) - 1} more" if len(left) > 1 else ""
             raise UserError(f"{self.folder}: no place in this model for the tensor {left[0]}{more}")

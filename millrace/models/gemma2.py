@@ -14,6 +14,7 @@ from millrace.errors import UserError
 from millrace.execution import Execution, layers_in_turn, scan_in_turn
 from millrace.export import config_json
 from millrace.layers.attention import Mask, attend
+from millrace.layers.kinds import Kind, keys_seen
 from millrace.layers.mlp import gated
 from millrace.layers.norm import rms_norm_around_one as norm
 from millrace.layers.rope import Rope, rotate
@@ -69,14 +70,6 @@ class Config:
     @property
     def local_theta(self):
         return self.rope_theta
-
-
-@dataclass(frozen=True)
-class Kind:
-    """What tells one layer from another."""
-
-    mask: Mask
-    rope: Rope
 
 
 def kinds(cfg: Any) -> list[Kind]:
@@ -189,9 +182,8 @@ def scores(cfg: Any) -> dict[str, Any]:
 
 def flops(cfg: Any, sequence: int) -> float:
     """Forward and backward FLOPs a token: 6 a weight that multiplies, and the scores of what is seen."""
-    turns = kinds(cfg)
-    keys = sum(turns[layer % len(turns)].mask.keys(sequence) for layer in range(cfg.layers))
-    return 6 * count(Model, cfg) + 12 * cfg.heads * cfg.head_dim * keys
+    scores = 12 * cfg.heads * cfg.head_dim * keys_seen(kinds(cfg), cfg.layers, sequence)
+    return 6 * count(Model, cfg) + scores
 
 
 # Our weight -> their tensor ({} is the layer) and their axes in terms of ours.
