@@ -115,7 +115,7 @@ def test_the_bias_of_the_head_is_added_to_the_logits():
 def test_fresh_weights_stay_within_two_deviations():
     cfg = modernbert.Config(**SMALL, vocab=640)
     params = module.init(modernbert.Model, cfg, jax.random.key(0))
-    for w, std in ((params.embedding, 0.02), (params.blocks.w_out, 0.02 / np.sqrt(8))):
+    for w, std in ((params.embedding, 0.02), (params.blocks.w_down, 0.02 / np.sqrt(8))):
         assert 1.9 * std < jnp.abs(w).max() <= 2 * std
         assert jnp.std(w) == pytest.approx(0.88 * std, rel=0.05)  # of a normal that is cut there
 
@@ -152,13 +152,13 @@ def test_a_run_starts_from_the_weights_of_a_smaller_one(tiny, tmp_path):
     before, after = (open_run(recipe.load_run(cfg.run)).params for cfg in (small, large))
     wider = np.pad(np.asarray(before.embedding), [(0, 0), (8, 8)], mode="wrap")
     np.testing.assert_array_equal(after.embedding, wider)
-    layer, heads = np.asarray(before.blocks.w_qkv[1]), [(8, 8), (0, 0), (1, 1), (0, 0)]
-    np.testing.assert_array_equal(after.blocks.w_qkv[2], np.pad(layer, heads, mode="wrap"))
+    layer, heads = np.asarray(before.blocks.w_q[1]), [(8, 8), (1, 1), (0, 0)]
+    np.testing.assert_array_equal(after.blocks.w_q[2], np.pad(layer, heads, mode="wrap"))
     assert train.run(large) == 0  # which is finished, and looks at no other run
 
     for sizes, message in (
         ({"vocab": 320}, "start: .*small has a vocabulary of 300, expected one of 320"),
-        ({"vocab": 300, "mlp": 40}, "blocks.w_in is 48 along mlp in .*small, expected at most 40"),
+        ({"vocab": 300, "mlp": 40}, "blocks.w_gate is 48 along mlp in .*small, expected at most 40"),
     ):
         with pytest.raises(UserError, match=message):
             enlarge.check(small.run, config.part_class("models", "modernbert")(**SMALL | sizes))

@@ -25,9 +25,9 @@ from millrace.export import config_json
 from millrace.folder import Opened, keep_tokenizer
 from millrace.objective import file
 
-# Our weight -> their tensor, and its axes in terms of ours. In the name {} is the layer, {+1} the one after;
-# with several names the first of their axes counts the tensors.
-Table = dict[str, tuple[str | tuple[str, ...], str]]
+# Our weight -> their tensor, and its axes in terms of ours. In the name {} is the layer, {+1} the one after,
+# and [0/3] the first of three equal parts of the tensor.
+Table = dict[str, tuple[str, str]]
 TIED = ("lm_head.weight", "decoder.weight")  # often stored beside the embedding that they equal
 
 SHARD_BYTES = 5 * 10**9  # what the Hub's tools expect of one file
@@ -70,27 +70,31 @@ def special_ids(run: Opened) -> dict[str, int | None]:
 
 
 def to_tensors(table: Table, params: Any, dtype: str) -> Iterator[tuple[str, np.ndarray]]:
-    """Their names and tensors, one stacked weight in memory at a time."""
-    for path, leaf in module.named(params):
-        theirs, pattern = table[path]
-        left, right = pattern.split(" -> ")
-        array = np.asarray(jax.device_get(leaf.astype(jnp.dtype(dtype))))
-        for number, layer in enumerate(array if is_stacked(theirs) else [array]):
-            sizes = dict(zip(right.split(), layer.shape, strict=True))
-            made = rearrange(layer, f"{right} -> {left}", sizes)
-            parts = made if isinstance(theirs, tuple) else [made]
-            for name, part in zip(names(theirs, number), parts, strict=True):
-                yield name, np.ascontiguousarray(part)
+    """Their names and tensors, one stacked weight in memory at a time, or those that are one tensor there."""
+    weights = [(*part_of(table[path][0]), table[path][1], leaf) for path, leaf in module.named(params)]
+    for theirs in dict.fromkeys(name for name, *_ in weights):
+        same = [(part, pattern, leaf) for name, part, _, pattern, leaf in weights if name == theirs]
+        parts = sorted(same, key=lambda one: one[0])
+        arrays = [np.asarray(jax.device_get(leaf.astype(jnp.dtype(dtype)))) for *_, leaf in parts]
+        for number in range(len(arrays[0]) if "{" in theirs else 1):
+            layers = [array[number] if "{" in theirs else array for array in arrays]
+            made = [_theirs(layer, part[1]) for layer, part in zip(layers, parts, strict=True)]
+            yield in_layer(theirs, number), np.ascontiguousarray(np.concatenate(made))
 
 
-def is_stacked(theirs: str | tuple[str, ...]) -> bool:
-    return "{" in str(theirs)
+def _theirs(array: np.ndarray, pattern: str) -> np.ndarray:
+    left, right = pattern.split(" -> ")
+    return rearrange(array, f"{right} -> {left}", dict(zip(right.split(), array.shape, strict=True)))
 
 
-def names(theirs: str | tuple[str, ...], number: int) -> list[str]:
-    """Of one layer's tensors."""
-    all_of_them = theirs if isinstance(theirs, tuple) else (theirs,)
-    return [re.sub(r"{(\+\d+)?}", lambda m: str(number + int(m[1] or 0)), name) for name in all_of_them]
+def part_of(theirs: str) -> tuple[str, int, int]:
+    """A name of the table without its part, which part it is and of how many."""
+    found = re.fullmatch(r"(.*)\[(\d+)/(\d+)\]", theirs)
+    return (found[1], int(found[2]), int(found[3])) if found else (theirs, 0, 1)
+
+
+def in_layer(theirs: str, number: int) -> str:
+    return re.sub(r"{(\+\d+)?}", lambda found: str(number + int(found[1] or 0)), theirs)
 
 
 def save_shards(tensors: Iterator[tuple[str, np.ndarray]], target: Path) -> None:
@@ -185,12 +189,12 @@ def from_tensors(table: Table, shapes: Any, source: Path) -> Any:
 
     def leaf(path: Any, wanted: Any) -> np.ndarray:
         theirs, pattern = table[module.dotted(path)]
-        several = isinstance(theirs, tuple)
-        if not is_stacked(theirs):
-            return tensors.read(names(theirs, 0), pattern, wanted.shape, several=several)
+        name, *part = part_of(theirs)
+        if "{" not in name:
+            return tensors.read(name, pattern, wanted.shape, *part)
         array = np.empty(wanted.shape, np.float32)
         for number in range(wanted.shape[0]):
-            array[number] = tensors.read(names(theirs, number), pattern, wanted.shape[1:], several=several)
+            array[number] = tensors.read(in_layer(name, number), pattern, wanted.shape[1:], *part)
         return array
 
     params = jax.tree_util.tree_map_with_path(leaf, shapes)
@@ -215,19 +219,19 @@ class Tensors:
             self.places |= dict.fromkeys(opened.keys(), opened)
         self.unread = set(self.places)
 
-    def read(self, names: list[str], pattern: str, shape: tuple[int, ...], *, several: bool) -> np.ndarray:
-        """The tensor in float32, or several as one, rearranged by `pattern` to `shape`."""
-        for name in names:
-            if name not in self.places:
-                raise UserError(f"{self.folder}: no tensor {name} in its .safetensors files")
-        self.unread.difference_update(names)
-        tensors = [np.asarray(self.places[name].get_tensor(name)).astype(np.float32) for name in names]
+    def read(self, name: str, pattern: str, shape: tuple[int, ...], part: int, parts: int) -> np.ndarray:
+        """The tensor in float32, or one of its equal parts, rearranged by `pattern` to `shape`."""
+        if name not in self.places:
+            raise UserError(f"{self.folder}: no tensor {name} in its .safetensors files")
+        self.unread.discard(name)
+        tensor = np.asarray(self.places[name].get_tensor(name)).astype(np.float32)
         sizes = dict(zip(pattern.split(" -> ")[1].split(), shape, strict=True))
         try:
-            return rearrange(np.stack(tensors) if several else tensors[0], pattern, sizes)
+            return rearrange(np.split(tensor, parts)[part], pattern, sizes)
         except ValueError:
-            found = f"{names[0]} is of shape {tensors[0].shape}"
-            raise UserError(f"{self.folder}: {found}, and by config.json its parts are {shape}") from None
+            raise UserError(
+                f"{self.folder}: {name} is of shape {tensor.shape}, and by config.json its parts are {shape}"
+            ) from None
 
     def check_all_read(self) -> None:
         left = sorted(name for name in self.unread if name not in TIED and "rotary_emb" not in name)

@@ -19,7 +19,7 @@ from millrace.layers.rope import Rope, rotate
 from millrace.mesh import constrain
 from millrace.models.llama import Cache
 from millrace.module import Array, count, module, ones, residual_truncated, stack, truncated, weight, zeros
-from millrace.project import lookup, project
+from millrace.project import lookup, prepared, project
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,6 @@ class Config:
     # Fixed by the architecture; the block reads them.
     causal = False
     tied = True
-    qkv = 3
-    halves = 2
     rope_scaling = "none"
     rope_factor = 1.0
     rope_original = 8192
@@ -92,24 +90,28 @@ class Norm:
 
 @module
 class Block:
-    w_qkv: Array = weight("embed", "qkv", "heads", "head_dim", init=truncated(0.02))
+    w_q: Array = weight("embed", "heads", "head_dim", init=truncated(0.02))
+    w_k: Array = weight("embed", "kv_heads", "head_dim", init=truncated(0.02))
+    w_v: Array = weight("embed", "kv_heads", "head_dim", init=truncated(0.02))
     w_o: Array = weight("heads", "head_dim", "embed", init=residual_truncated(0.02), inputs=2)
     mlp_norm: Array = weight("embed", init=ones)
-    w_in: Array = weight("embed", "halves", "mlp", init=truncated(0.02))
-    w_out: Array = weight("mlp", "embed", init=residual_truncated(0.02))
+    w_gate: Array = weight("embed", "mlp", init=truncated(0.02))
+    w_up: Array = weight("embed", "mlp", init=truncated(0.02))
+    w_down: Array = weight("mlp", "embed", init=residual_truncated(0.02))
 
     def heads(self, kind: Kind, x: Array, positions: Array) -> tuple[Array, Array, Array]:
         """Queries, keys and values [b s n h] of what is normed already."""
-        mixed = project(self.w_qkv, x, "bsd,dcnh->bscnh")
-        q, k, v = (mixed[:, :, part] for part in range(3))
+        h = prepared(self.w_q, x)
+        q, k, v = (project(w, h, "bsd,dnh->bsnh") for w in (self.w_q, self.w_k, self.w_v))
         return rotate(q, positions, kind.rope), rotate(k, positions, kind.rope), v
 
     def rest(self, cfg: Any, x: Array, mixed: Array, how: Execution) -> Array:
         """What follows once the values are mixed: output projection and MLP, each added to the stream."""
         x = x + project(self.w_o, mixed, "bsnh,nhd->bsd")
-        both = project(self.w_in, layer_norm(x, self.mlp_norm, cfg.norm_eps), "bsd,dcf->bscf")
+        h = prepared(self.w_gate, layer_norm(x, self.mlp_norm, cfg.norm_eps))
+        gate, up = project(self.w_gate, h, "bsd,df->bsf"), project(self.w_up, h, "bsd,df->bsf")
         merges = how.merges(cfg.layers, cfg.global_every)
-        out = gated("geglu_erf", both[:, :, 0], both[:, :, 1], self.w_out, merges=merges)
+        out = gated("geglu_erf", gate, up, self.w_down, merges=merges)
         return constrain(x + out, "batch", "sequence", None)
 
 
@@ -211,15 +213,18 @@ def flops(cfg: Any, sequence: int) -> float:
 
 
 # Our weight -> their tensor ({} is the layer) and their axes in terms of ours.
-HF: dict[str, Any] = {
+HF = {
     "embedding": ("model.embeddings.tok_embeddings.weight", "v d -> v d"),
     "embed_norm": ("model.embeddings.norm.weight", "d -> d"),
     "attn_norms.weight": ("model.layers.{+1}.attn_norm.weight", "d -> d"),
-    "blocks.w_qkv": ("model.layers.{}.attn.Wqkv.weight", "(c n h) d -> d c n h"),
+    "blocks.w_q": ("model.layers.{}.attn.Wqkv.weight[0/3]", "(n h) d -> d n h"),
+    "blocks.w_k": ("model.layers.{}.attn.Wqkv.weight[1/3]", "(n h) d -> d n h"),
+    "blocks.w_v": ("model.layers.{}.attn.Wqkv.weight[2/3]", "(n h) d -> d n h"),
     "blocks.w_o": ("model.layers.{}.attn.Wo.weight", "d (n h) -> n h d"),
     "blocks.mlp_norm": ("model.layers.{}.mlp_norm.weight", "d -> d"),
-    "blocks.w_in": ("model.layers.{}.mlp.Wi.weight", "(c f) d -> d c f"),
-    "blocks.w_out": ("model.layers.{}.mlp.Wo.weight", "d f -> f d"),
+    "blocks.w_gate": ("model.layers.{}.mlp.Wi.weight[0/2]", "f d -> d f"),
+    "blocks.w_up": ("model.layers.{}.mlp.Wi.weight[1/2]", "f d -> d f"),
+    "blocks.w_down": ("model.layers.{}.mlp.Wo.weight", "d f -> f d"),
     "final_norm": ("model.final_norm.weight", "d -> d"),
     "w_head": ("head.dense.weight", "e d -> d e"),
     "head_norm": ("head.norm.weight", "d -> d"),

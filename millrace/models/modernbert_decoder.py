@@ -9,9 +9,10 @@ from millrace.models import modernbert
 Model = modernbert.Model
 flops = modernbert.flops
 HF_TYPES = ("modernbert-decoder",)
-PARTS = tuple(f"model.layers.{{}}.attn.{part}_proj.weight" for part in "qkv")
 HF = modernbert.HF | {
-    "blocks.w_qkv": (PARTS, "c (n h) d -> d c n h"),
+    "blocks.w_q": ("model.layers.{}.attn.q_proj.weight", "(n h) d -> d n h"),
+    "blocks.w_k": ("model.layers.{}.attn.k_proj.weight", "(n h) d -> d n h"),
+    "blocks.w_v": ("model.layers.{}.attn.v_proj.weight", "(n h) d -> d n h"),
     "w_head": ("lm_head.dense.weight", "e d -> d e"),
     "head_norm": ("lm_head.norm.weight", "d -> d"),
 }
@@ -33,8 +34,6 @@ class Config:
     # Fixed by the architecture; the block reads them.
     causal = True
     tied = True
-    qkv = 3
-    halves = 2
     rope_scaling = "none"
     rope_factor = 1.0
     rope_original = 8192
