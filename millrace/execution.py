@@ -1,6 +1,6 @@
 """How a model is run, as opposed to what it computes: dtype, what the backward pass keeps, which kernel."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,10 +65,11 @@ class Execution:
     def dtype(self) -> Any:
         return jnp.dtype(self.compute)
 
-    def merges(self, layers: int) -> bool:
+    def merges(self, layers: int, period: int = 1) -> bool:
         """Without a loop between forward and backward, the compiler would merge what is computed twice, and
-        keep it in memory after all. Inside a loop it cannot, and guarding against it costs time."""
-        return self.unroll >= layers
+        keep it in memory after all. Inside a loop it cannot, and guarding against it costs time. A loop is
+        over whole periods of layers, where these differ."""
+        return max(self.unroll // period, 1) >= layers // period
 
 
 def default_unroll() -> int:
@@ -81,11 +82,62 @@ def layers(
     how: Execution, body: Callable[[Any, jax.Array], jax.Array], x: jax.Array, blocks: Any
 ) -> jax.Array:
     """Runs x through a stack of layers, `body(block, x)` each, compiled once."""
-    count = jax.tree.leaves(blocks)[0].shape[0]
+    return layers_in_turn(how, [body], x, blocks)
+
+
+def layers_in_turn(
+    how: Execution, bodies: Sequence[Callable[[Any, jax.Array], jax.Array]], x: jax.Array, blocks: Any
+) -> jax.Array:
+    """Runs x through a stack of layers that differ in what is fixed when compiling, such as the reach of
+    their attention: layer i by body i, and from the start again after the last of them."""
+    period, count = len(bodies), depth(blocks)
     if how.remat != "none":
-        body = jax.checkpoint(body, policy=REMAT[how.remat], prevent_cse=how.merges(count))
-    x, _ = jax.lax.scan(lambda x, block: (body(block, x), None), x, blocks, unroll=min(how.unroll, count))
-    return x
+        # What is left over of the periods is in no loop.
+        guard = how.merges(count, period) or count % period > 0
+        bodies = [jax.checkpoint(body, policy=REMAT[how.remat], prevent_cse=guard) for body in bodies]
+    steps = [lambda x, block, body=body: (body(block, x), None) for body in bodies]
+    return scan_in_turn(steps, x, blocks, unroll=how.unroll)[0]
+
+
+def scan_in_turn(bodies: Sequence[Callable[..., Any]], carry: Any, stack: Any, *, unroll: int = 1) -> Any:
+    """`jax.lax.scan` over a stack of layers by several bodies in turn. The loop goes over whole periods, each
+    body compiled once; the layers that are left follow it."""
+    period, count = len(bodies), depth(stack)
+    if period == 1:
+        return jax.lax.scan(bodies[0], carry, stack, unroll=min(unroll, count))
+
+    def run(carry: Any, parts: list[Any]) -> Any:
+        made = []
+        for body, part in zip(bodies, parts, strict=False):
+            carry, out = body(carry, part)
+            made.append(out)
+        return carry, jax.tree.map(lambda *outs: jnp.stack(outs), *made)
+
+    # Split and not indexed: the gradient of a part is then no addition to zeros as large as the whole.
+    def apart(stack: Any, sizes: Sequence[int]) -> list[Any]:
+        pieces = jax.tree.map(lambda w: jax.lax.split(w, sizes), stack)
+        return [jax.tree.map(lambda _, piece, i=i: piece[i], stack, pieces) for i in range(len(sizes))]
+
+    def single(stack: Any) -> list[Any]:
+        return [jax.tree.map(lambda w: w[0], part) for part in apart(stack, [1] * depth(stack))]
+
+    periods, rest = divmod(count, period)
+    outs = []
+    if periods:
+        looped = apart(stack, [periods * period, rest])[0] if rest else stack
+        looped = jax.tree.map(lambda w: w.reshape(periods, period, *w.shape[1:]), looped)
+        step = lambda carry, parts: run(carry, single(parts))
+        carry, out = jax.lax.scan(step, carry, looped, unroll=min(max(unroll // period, 1), periods))
+        outs.append(jax.tree.map(lambda w: w.reshape(-1, *w.shape[2:]), out))
+    if rest:
+        carry, out = run(carry, single(apart(stack, [count - rest, rest])[1]))
+        outs.append(out)
+    return carry, jax.tree.map(lambda *parts: jnp.concatenate(parts), *outs)
+
+
+def depth(stack: Any) -> int:
+    """How many layers are in it."""
+    return jax.tree.leaves(stack)[0].shape[0]
 
 
 def check_offload(devices: Mesh) -> None:

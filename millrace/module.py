@@ -50,8 +50,21 @@ def residual_normal(std: float) -> Initialiser:
     )
 
 
+def truncated(std: float) -> Initialiser:
+    """Normal, and drawn again beyond two standard deviations."""
+    return lambda key, axes, shape, cfg: std * jax.random.truncated_normal(key, -2, 2, shape, jnp.float32)
+
+
+def residual_truncated(std: float) -> Initialiser:
+    return lambda key, axes, shape, cfg: truncated(std / math.sqrt(2 * cfg.layers))(key, axes, shape, cfg)
+
+
 def ones(key: Array, axes: Axes, shape: tuple[int, ...], cfg: Any) -> Array:
     return jnp.ones(shape, jnp.float32)
+
+
+def zeros(key: Array, axes: Axes, shape: tuple[int, ...], cfg: Any) -> Array:
+    return jnp.zeros(shape, jnp.float32)
 
 
 NORMAL = normal(0.02)

@@ -165,6 +165,7 @@ class Run:
 
     run: str
     seed: int = 0
+    start: str | None = None  # a run folder of the same family to take the first weights from, tiled to size
     model: Any = part("models")
     data: Data = section(Data)
     objective: Any = part("objectives", use="causal")

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from millrace import build, config, fit, module, programs, recipe, step, writers
+from millrace import build, config, enlarge, fit, module, programs, recipe, step, writers
 from millrace.checkpoint import Checkpoints
 from millrace.data.stream import Dataset, read_ahead
 from millrace.errors import UserError
@@ -122,6 +123,8 @@ def run(cfg: recipe.Run, program: Path | None = None) -> int:
                     out.event(finished(start, steps))
                     return 0
                 fit.check(abstract)
+                if cfg.start is not None and checkpoints.latest() is None:
+                    enlarge.check(cfg.start, task.model)
                 meter = Meter(
                     tokens_per_step=cfg.batch.sequences * cfg.data.sequence_length,
                     flops_per_token=flops(cfg),
@@ -147,6 +150,8 @@ def run(cfg: recipe.Run, program: Path | None = None) -> int:
                     trace=Trace(cfg.profile, cfg.run),
                 )
                 current = restored(checkpoints, abstract, fresh)
+                if cfg.start is not None and checkpoints.latest() is None:
+                    current = with_weights(cfg.start, task, abstract, current, devices)
                 keep_recipe(cfg)
                 return loop(session, current, start)
         finally:
@@ -203,6 +208,14 @@ def restored(checkpoints: Checkpoints, abstract: State, fresh: Callable[[], Stat
     params = checkpoints.restore_params(latest, abstract.params)
     ema = None if abstract.ema is None else checkpoints.restore_params(latest, abstract.ema)
     return dataclasses.replace(fresh(), params=params, ema=ema)
+
+
+def with_weights(run: str, task: Task, abstract: State, current: State, devices: Mesh) -> State:
+    """A fresh state with another run's weights, tiled. The state is donated and must not share
+    arrays, so an average gets its own."""
+    params = enlarge.start(run, task.model, abstract.params, devices)
+    ema = None if current.ema is None else jax.tree.map(jnp.copy, params)
+    return dataclasses.replace(current, params=params, ema=ema)
 
 
 def check_same(saved: dict[str, Any], cfg: recipe.Run, dataset: Dataset) -> None:

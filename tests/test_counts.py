@@ -17,6 +17,11 @@ PUBLISHED = {
     "eurobert-210m": 310_266_624,
     "eurobert-610m": 755_625_600,
     "eurobert-2.1b": 2_403_092_736,
+    "gemma2-9b-32k": 9_241_705_984,
+    "gemma3-1b": 999_885_952,
+    "gemma3-270m": 268_098_176,
+    "modernbert-base": 149_655_232,
+    "modernbert-large": 395_881_664,
 }
 BODIES = {
     "eurobert-210m": 211_766_016,

@@ -1,6 +1,7 @@
 """What the backward pass keeps and computes again, by the names of `memory.remat`."""
 
 import dataclasses
+import functools
 from collections import Counter
 from typing import Any
 
@@ -48,6 +49,49 @@ def test_attention_is_run_again_unless_what_it_gives_is_kept(attention: str, ope
         for remat in ("none", "attention", "dots", "full")
     }
     assert counts["none"] == counts["attention"] < counts["dots"] == counts["full"]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 7])
+@pytest.mark.parametrize("unroll", [1, 6])
+def test_layers_taken_in_turn_are_those_of_a_plain_loop(count: int, unroll: int) -> None:
+    """Three bodies: fewer layers than bodies, whole periods, and some left over; outputs and gradients."""
+    keys = jax.random.split(jax.random.key(0), 2)
+    stack = {"w": jax.random.normal(keys[0], (count, 4, 4)), "c": jax.random.normal(keys[1], (count, 2))}
+
+    def body(number: int, x: jax.Array, layer: Any) -> Any:
+        return jnp.sin((number + 1) * x @ layer["w"]), {"made": layer["c"] * x.sum() + number}
+
+    bodies = [functools.partial(body, number) for number in range(3)]
+
+    def in_turn(stack: Any) -> Any:
+        x, outs = execution.scan_in_turn(bodies, jnp.ones((2, 4)), stack, unroll=unroll)
+        return x.sum() + (outs["made"] ** 2).sum(), outs["made"]
+
+    def plain(stack: Any) -> Any:
+        x, outs = jnp.ones((2, 4)), []
+        for number in range(count):
+            x, out = bodies[number % 3](x, jax.tree.map(lambda w, number=number: w[number], stack))
+            outs.append(out["made"])
+        return x.sum() + (jnp.stack(outs) ** 2).sum(), jnp.stack(outs)
+
+    (loss, made), grads = jax.value_and_grad(in_turn, has_aux=True)(stack)
+    (wanted, others), expected = jax.value_and_grad(plain, has_aux=True)(stack)
+    assert float(loss) == pytest.approx(float(wanted), rel=1e-5)
+    assert jnp.allclose(made, others, rtol=1e-5, atol=1e-5)
+    for name, gradient in grads.items():
+        assert jnp.abs(gradient - expected[name]).max() < 1e-4 * (1 + jnp.abs(expected[name]).max())
+
+
+def test_each_body_is_compiled_once_however_many_layers_there_are() -> None:
+    bodies = [functools.partial(lambda k, x, w: (jnp.sin(x @ w * k), None), k) for k in range(3)]
+
+    def lines(count: int) -> int:
+        run = lambda x, w: execution.scan_in_turn(bodies, x, w)[0]
+        text = jax.jit(run).lower(jnp.ones((2, 4)), jnp.ones((count, 4, 4))).as_text()
+        return text.count("stablehlo.sine")
+
+    assert lines(6) == lines(60) == 3
+    assert lines(61) == 4  # one is left over
 
 
 def test_products_go_to_the_host_and_back() -> None:

@@ -243,7 +243,7 @@ def test_bfloat16_is_close_to_float32(name, pair):
     assert 1e-4 < apart < 0.03
 
 
-@pytest.mark.parametrize("kind", ["swiglu", "geglu", "reglu", "relu2"])
+@pytest.mark.parametrize("kind", ["swiglu", "geglu", "geglu_erf", "reglu", "relu2"])
 def test_the_backward_pass_keeps_no_more_than_the_inputs(kind):
     x, weight = jnp.ones((2, 3, 64), jnp.bfloat16), jnp.ones(64)
 

@@ -195,10 +195,17 @@ def test_every_optimizer_trains(tiny, use):
     assert rows[-1]["loss"] < rows[0]["loss"] - 0.5
 
 
+SMALL = dict(layers=2, embed=32, heads=4, kv_heads=2, mlp=64, head_dim=8, window=16, global_every=2)
+
+
 @pytest.mark.parametrize("use", config.names("models"))
 def test_every_model_trains(tiny, use):
-    model = ENCODER if use == "eurobert" else (f"model.use={use}",)
-    _, rows = Bench(tiny(*model, "schedule.steps=20")).run(20)
+    cls = config.part_class("models", use)
+    known = {f.name for f in dataclasses.fields(cls)}
+    sizes = [f"model.{key}={value}" for key, value in SMALL.items() if key in known]
+    objective = "causal" if cls.causal else "masked"
+    cfg = tiny("model=null", f"model.use={use}", *sizes, f"objective.use={objective}", "schedule.steps=20")
+    _, rows = Bench(cfg).run(20)
     assert rows[-1]["loss"] < rows[0]["loss"] - 0.5
 
 

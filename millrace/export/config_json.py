@@ -4,6 +4,7 @@ positions that families share. What is a family's own (its names, its extras) st
 import dataclasses
 import json
 import math
+from collections.abc import Callable
 from typing import Any
 
 from millrace.errors import UserError
@@ -74,12 +75,16 @@ def read(settings: dict[str, Any], config: type, **own: Any) -> dict[str, Any]:
         "activation": read_activation(settings),
         "tied": truth(settings, "tie_word_embeddings"),
     }
-    found |= read_rope(settings) | own
+    return section(found | read_rope(settings) | own, settings, config)
+
+
+def section(found: dict[str, Any], settings: dict[str, Any], config: type) -> dict[str, Any]:
+    """Of all that was found, what the family's Config takes; the rest must be as it has it."""
     refuse_extras(settings)
     keys = {field.name for field in dataclasses.fields(config)}
-    section = {key: value for key, value in found.items() if key in keys}
+    taken = {key: value for key, value in found.items() if key in keys}
     try:
-        cfg = config(**section)
+        cfg = config(**taken)
     except ValueError as error:
         raise UserError(f"config.json: these sizes cannot be imported: {error}") from None
     for key, value in found.items():
@@ -88,7 +93,7 @@ def read(settings: dict[str, Any], config: type, **own: Any) -> dict[str, Any]:
             raise UserError(
                 f"config.json: {settings['model_type']} with {key} {value}: only {fixed} can be imported"
             )
-    return section
+    return taken
 
 
 def read_activation(settings: dict[str, Any]) -> str:
@@ -126,6 +131,52 @@ def read_rope(settings: dict[str, Any]) -> dict[str, Any]:
             said = f"only {usual}" if name in known else f"no {kind} scaling with it"
             raise UserError(f"config.json: rope: {name}: found {value}, {said} can be imported")
     return out
+
+
+KINDS = {True: "full_attention", False: "sliding_attention"}  # of layers: those that see the whole text?
+
+
+def write_kinds(cfg: Any, sees_all: Callable[[int, int], bool]) -> dict[str, Any]:
+    """Which layers see the whole text, and which a window: `sees_all(layer, every)` is the family's order."""
+    return {"layer_types": [KINDS[sees_all(layer, cfg.global_every)] for layer in range(cfg.layers)]}
+
+
+def read_kinds(settings: dict[str, Any], usual: int, sees_all: Callable[[int, int], bool]) -> int:
+    """Our `global_every`. `usual` is what it is where nothing is said."""
+    kinds, layers = settings.get("layer_types"), whole(settings, "num_hidden_layers")
+    if kinds is None:
+        return usual
+    for every in (usual, *range(1, layers + 2)):
+        if kinds == [KINDS[sees_all(layer, every)] for layer in range(layers)]:
+            return every
+    raise UserError(
+        f"config.json: layer_types: found {shown(kinds)}, expected {KINDS[True]} at every n-th layer"
+    )
+
+
+def write_two_ropes(cfg: Any) -> dict[str, Any]:
+    """Positions where the layers with a window have a base of their own."""
+    whole_text, local = write_rope(cfg), {"rope_type": "default", "rope_theta": cfg.local_theta}
+    both = {KINDS[True]: whole_text["rope_parameters"], KINDS[False]: local}
+    return whole_text | {"rope_parameters": both}
+
+
+def read_two_ropes(settings: dict[str, Any], **usual: float) -> tuple[dict[str, Any], float]:
+    """The settings with the positions of layers that see the whole text alone, and the base of the others.
+    `usual` has the names that transformers 4 gives to both bases, and what they are where nothing is said."""
+    bases = [{"rope_theta": number(settings, name, value)} for name, value in usual.items()]
+    both = settings.get("rope_parameters")
+    nested = isinstance(both, dict) and bool({*KINDS.values()} & both.keys())
+    found = both if nested else {KINDS[True]: settings.get("rope_scaling") or both}
+    ropes = [(found or {}).get(KINDS[sees_all]) or {} for sees_all in (True, False)]
+    if not all(isinstance(rope, dict) for rope in ropes):
+        raise UserError(f"config.json: rope_parameters: found {shown(both)}, expected values in braces")
+    far, near = (base | rope for base, rope in zip(bases, ropes, strict=True))
+    local = read_rope({"rope_parameters": near})
+    if "rope_scaling" in local:
+        raise UserError("config.json: rope_parameters: stretched positions in windows cannot be imported")
+    rest = {name: value for name, value in settings.items() if name != "rope_scaling"}
+    return rest | {"rope_parameters": far}, local["rope_theta"]
 
 
 def refuse_extras(settings: dict[str, Any]) -> None:

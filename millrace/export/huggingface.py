@@ -25,7 +25,10 @@ from millrace.export import config_json
 from millrace.folder import Opened, keep_tokenizer
 from millrace.objective import file
 
+# Our weight -> their tensor, and its axes in terms of ours. In the name {} is the layer, {+1} the one after,
+# and [0/3] the first of three equal parts of the tensor.
 Table = dict[str, tuple[str, str]]
+TIED = ("lm_head.weight", "decoder.weight")  # often stored beside the embedding that they equal
 
 SHARD_BYTES = 5 * 10**9  # what the Hub's tools expect of one file
 
@@ -33,12 +36,15 @@ SHARD_BYTES = 5 * 10**9  # what the Hub's tools expect of one file
 def export(run: Opened, folder: str, dtype: str) -> list[Path]:
     """Writes the weights so that transformers' AutoModel loads them. Returns the files."""
     family, cfg = file("models", run.cfg.model), run.cfg
-    if cfg.loss.soft_cap is not None:
+    cap = soft_cap_name(family)
+    if cfg.loss.soft_cap is not None and cap is None:
         raise UserError(
             f"loss.soft_cap: found {cfg.loss.soft_cap}, which transformers has not for this model; take it "
             f"out of {cfg.run}/recipe.yaml to export the weights without it"
         )
     settings = family.to_hf(cfg.model, cfg.data.sequence_length) | {"dtype": dtype, "torch_dtype": dtype}
+    if cap is not None:
+        settings[cap] = cfg.loss.soft_cap
     with whole_or_nothing(folder) as made:
         (made / "config.json").write_text(json.dumps(settings | special_ids(run), indent=2) + "\n")
         save_shards(to_tensors(family.HF, run.params, dtype), made)
@@ -50,6 +56,11 @@ def export(run: Opened, folder: str, dtype: str) -> list[Path]:
     return sorted(Path(folder).iterdir())
 
 
+def soft_cap_name(family: Any) -> str | None:
+    """How config.json calls the cap on the logits, `loss.soft_cap`, for the families that have one there."""
+    return getattr(family, "HF_SOFT_CAP", None)
+
+
 def special_ids(run: Opened) -> dict[str, int | None]:
     """Null where there is none: transformers' defaults are ids of other tokenizers, perhaps beyond our
     vocabulary. Only for the mask its encoders take no null."""
@@ -59,15 +70,31 @@ def special_ids(run: Opened) -> dict[str, int | None]:
 
 
 def to_tensors(table: Table, params: Any, dtype: str) -> Iterator[tuple[str, np.ndarray]]:
-    """Their names and tensors, one stacked weight in memory at a time."""
-    for path, leaf in module.named(params):
-        theirs, pattern = table[path]
-        left, right = pattern.split(" -> ")
-        array = np.asarray(jax.device_get(leaf.astype(jnp.dtype(dtype))))
-        layers = array if "{}" in theirs else [array]
-        for number, layer in enumerate(layers):
-            sizes = dict(zip(right.split(), layer.shape, strict=True))
-            yield theirs.format(number), np.ascontiguousarray(rearrange(layer, f"{right} -> {left}", sizes))
+    """Their names and tensors, one stacked weight in memory at a time, or those that are one tensor there."""
+    weights = [(*part_of(table[path][0]), table[path][1], leaf) for path, leaf in module.named(params)]
+    for theirs in dict.fromkeys(name for name, *_ in weights):
+        same = [(part, pattern, leaf) for name, part, _, pattern, leaf in weights if name == theirs]
+        parts = sorted(same, key=lambda one: one[0])
+        arrays = [np.asarray(jax.device_get(leaf.astype(jnp.dtype(dtype)))) for *_, leaf in parts]
+        for number in range(len(arrays[0]) if "{" in theirs else 1):
+            layers = [array[number] if "{" in theirs else array for array in arrays]
+            made = [_theirs(layer, part[1]) for layer, part in zip(layers, parts, strict=True)]
+            yield in_layer(theirs, number), np.ascontiguousarray(np.concatenate(made))
+
+
+def _theirs(array: np.ndarray, pattern: str) -> np.ndarray:
+    left, right = pattern.split(" -> ")
+    return rearrange(array, f"{right} -> {left}", dict(zip(right.split(), array.shape, strict=True)))
+
+
+def part_of(theirs: str) -> tuple[str, int, int]:
+    """A name of the table without its part, which part it is and of how many."""
+    found = re.fullmatch(r"(.*)\[(\d+)/(\d+)\]", theirs)
+    return (found[1], int(found[2]), int(found[3])) if found else (theirs, 0, 1)
+
+
+def in_layer(theirs: str, number: int) -> str:
+    return re.sub(r"{(\+\d+)?}", lambda found: str(number + int(found[1] or 0)), theirs)
 
 
 def save_shards(tensors: Iterator[tuple[str, np.ndarray]], target: Path) -> None:
@@ -106,7 +133,7 @@ def import_(folder: str, run: str) -> recipe.Run:
     source = Path(folder)
     settings = read_config(source)
     family = family_of(settings)
-    tree = {
+    tree: dict[str, Any] = {
         "run": run,
         "model": family.from_hf(settings),
         "data": {
@@ -117,6 +144,9 @@ def import_(folder: str, run: str) -> recipe.Run:
         "optimizer": {"use": "adamw", "learning_rate": 1e-5, "weight_decay": 0.1},
         "schedule": {"use": "cosine", "steps": 1000, "warmup": 100},
     }
+    cap = soft_cap_name(family)
+    if cap is not None and settings.get(cap) is not None:
+        tree["loss"] = {"use": "cross_entropy", "soft_cap": config_json.number(settings, cap)}
     with whole_or_nothing(run) as made:
         (made / "recipe.yaml").write_text(config.dump(tree))
         cfg = recipe.load(made / "recipe.yaml")
@@ -159,11 +189,12 @@ def from_tensors(table: Table, shapes: Any, source: Path) -> Any:
 
     def leaf(path: Any, wanted: Any) -> np.ndarray:
         theirs, pattern = table[module.dotted(path)]
-        if "{}" not in theirs:
-            return tensors.read(theirs, pattern, wanted.shape)
+        name, *part = part_of(theirs)
+        if "{" not in name:
+            return tensors.read(name, pattern, wanted.shape, *part)
         array = np.empty(wanted.shape, np.float32)
         for number in range(wanted.shape[0]):
-            array[number] = tensors.read(theirs.format(number), pattern, wanted.shape[1:])
+            array[number] = tensors.read(in_layer(name, number), pattern, wanted.shape[1:], *part)
         return array
 
     params = jax.tree_util.tree_map_with_path(leaf, shapes)
@@ -188,23 +219,22 @@ class Tensors:
             self.places |= dict.fromkeys(opened.keys(), opened)
         self.unread = set(self.places)
 
-    def read(self, name: str, pattern: str, shape: tuple[int, ...]) -> np.ndarray:
-        """The tensor in float32, rearranged by `pattern` to `shape`."""
+    def read(self, name: str, pattern: str, shape: tuple[int, ...], part: int, parts: int) -> np.ndarray:
+        """The tensor in float32, or one of its equal parts, rearranged by `pattern` to `shape`."""
         if name not in self.places:
             raise UserError(f"{self.folder}: no tensor {name} in its .safetensors files")
         self.unread.discard(name)
         tensor = np.asarray(self.places[name].get_tensor(name)).astype(np.float32)
         sizes = dict(zip(pattern.split(" -> ")[1].split(), shape, strict=True))
         try:
-            return rearrange(tensor, pattern, sizes)
+            return rearrange(np.split(tensor, parts)[part], pattern, sizes)
         except ValueError:
             raise UserError(
                 f"{self.folder}: {name} is of shape {tensor.shape}, and by config.json its parts are {shape}"
             ) from None
 
     def check_all_read(self) -> None:
-        # A tied head is often stored beside the embedding it equals.
-        left = sorted(name for name in self.unread if name != "lm_head.weight" and "rotary_emb" not in name)
+        left = sorted(name for name in self.unread if name not in TIED and "rotary_emb" not in name)
         if left:
             more = f" and {len(left) - 1} more" if len(left) > 1 else ""
             raise UserError(f"{self.folder}: no place in this model for the tensor {left[0]}{more}")

@@ -43,6 +43,14 @@ class Mask:
         half = None if self.window is None else self.window // 2
         return half, half
 
+    def keys(self, length: int) -> float:
+        """How many keys a query of a row of `length` sees on average, its edges counted, itself not."""
+
+        def side(reach: int | None) -> float:
+            return length / 2 if reach is None or reach >= length else reach - reach**2 / (2 * length)
+
+        return sum(map(side, self.reach))
+
     def allows(self, queries: Array, keys: Array) -> Array:
         """Which of these positions see which, as booleans of the shape the two broadcast to."""
         before, after = self.reach

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from millrace.project import project
 
-Activation = Literal["swiglu", "geglu", "reglu", "relu2"]
+Activation = Literal["swiglu", "geglu", "geglu_erf", "reglu", "relu2"]
 
 
 def gated(kind: Activation, gate: jax.Array, up: jax.Array, w_down: Any, *, merges: bool) -> jax.Array:
@@ -34,6 +34,8 @@ def activate(kind: Activation, gate: jax.Array) -> jax.Array:
         return jax.nn.silu(gate)
     if kind == "geglu":
         return jax.nn.gelu(gate, approximate=True)
+    if kind == "geglu_erf":
+        return jax.nn.gelu(gate, approximate=False)
     if kind == "reglu":
         return jax.nn.relu(gate)
     return jnp.square(jax.nn.relu(gate))
