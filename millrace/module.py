@@ -53,6 +53,10 @@ def ones(key: Array, axes: Axes, shape: tuple[int, ...], cfg: Any) -> Array:
     return jnp.ones(shape, jnp.float32)
 
 
+def zeros(key: Array, axes: Axes, shape: tuple[int, ...], cfg: Any) -> Array:
+    return jnp.zeros(shape, jnp.float32)
+
+
 NORMAL = normal(0.02)
 
 

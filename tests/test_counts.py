@@ -17,6 +17,7 @@ PUBLISHED = {
     "eurobert-210m": 310_266_624,
     "eurobert-610m": 755_625_600,
     "eurobert-2.1b": 2_403_092_736,
+    "bitnet-2b4t": 2_412_820_480,
 }
 BODIES = {
     "eurobert-210m": 211_766_016,

@@ -21,7 +21,8 @@ from millrace import config, module, recipe
 from millrace.checkpoint import Checkpoints
 from millrace.data import tokenise
 from millrace.errors import UserError
-from millrace.export import config_json
+from millrace.execution import own_products
+from millrace.export import config_json, ternary
 from millrace.folder import Opened, keep_tokenizer
 from millrace.objective import file
 
@@ -30,24 +31,40 @@ Table = dict[str, tuple[str, str]]
 SHARD_BYTES = 5 * 10**9  # what the Hub's tools expect of one file
 
 
-def export(run: Opened, folder: str, dtype: str) -> list[Path]:
-    """Writes the weights so that transformers' AutoModel loads them. Returns the files."""
+def export(run: Opened, folder: str, dtype: str, *, packed: bool = False) -> list[Path]:
+    """Writes the weights so that transformers' AutoModel loads them; `packed`, ternary ones in 2 bits each.
+    Returns the files."""
     family, cfg = file("models", run.cfg.model), run.cfg
-    if cfg.loss.soft_cap is not None:
+    cap = soft_cap_name(family)
+    if cfg.loss.soft_cap is not None and cap is None:
         raise UserError(
             f"loss.soft_cap: found {cfg.loss.soft_cap}, which transformers has not for this model; take it "
             f"out of {cfg.run}/recipe.yaml to export the weights without it"
         )
     settings = family.to_hf(cfg.model, cfg.data.sequence_length) | {"dtype": dtype, "torch_dtype": dtype}
+    if cap is not None:
+        settings[cap] = cfg.loss.soft_cap
+    tensors = to_tensors(family.HF, run.params, dtype)
+    if packed:
+        if own_products(cfg.model) != "ternary":
+            raise UserError(f"--packed: expected ternary weights, and those of {cfg.model.use} are not")
+        settings |= {"quantization_config": ternary.PACKED}
+        matrices = ternary.matrices(family.HF, module.axes(family.Model, cfg.model), cfg.model.layers)
+        tensors = ternary.packed(to_tensors(family.HF, run.params, "float32"), matrices, jnp.dtype(dtype))
     with whole_or_nothing(folder) as made:
         (made / "config.json").write_text(json.dumps(settings | special_ids(run), indent=2) + "\n")
-        save_shards(to_tensors(family.HF, run.params, dtype), made)
+        save_shards(tensors, made)
         if run.tokenizer is not None:
             keep_tokenizer(cfg.run, made)
             # A folder that was moved is not where its recipe says, and another may be there.
             if not (made / "tokenizer.json").is_file() or tokenise.sha256(made) != run.tokenizer_sha256:
                 tokenise.save(run.tokenizer, made)
     return sorted(Path(folder).iterdir())
+
+
+def soft_cap_name(family: Any) -> str | None:
+    """How config.json calls the cap on the logits, `loss.soft_cap`, for the families that have one there."""
+    return getattr(family, "HF_SOFT_CAP", None)
 
 
 def special_ids(run: Opened) -> dict[str, int | None]:
@@ -106,7 +123,7 @@ def import_(folder: str, run: str) -> recipe.Run:
     source = Path(folder)
     settings = read_config(source)
     family = family_of(settings)
-    tree = {
+    tree: dict[str, Any] = {
         "run": run,
         "model": family.from_hf(settings),
         "data": {
@@ -117,10 +134,14 @@ def import_(folder: str, run: str) -> recipe.Run:
         "optimizer": {"use": "adamw", "learning_rate": 1e-5, "weight_decay": 0.1},
         "schedule": {"use": "cosine", "steps": 1000, "warmup": 100},
     }
+    cap = soft_cap_name(family)
+    if cap is not None and settings.get(cap) is not None:
+        tree["loss"] = {"use": "cross_entropy", "soft_cap": config_json.number(settings, cap)}
     with whole_or_nothing(run) as made:
         (made / "recipe.yaml").write_text(config.dump(tree))
         cfg = recipe.load(made / "recipe.yaml")
-        params = from_tensors(family.HF, module.shapes(family.Model, cfg.model), source)
+        shapes = module.shapes(family.Model, cfg.model)
+        params = from_tensors(family.HF, shapes, source, ternary.stored(settings))
         keep_tokenizer(source, made)
         sha256 = tokenise.sha256(made) if (made / "tokenizer.json").is_file() else None
         checkpoints = Checkpoints(str(made))
@@ -153,9 +174,10 @@ def family_of(settings: dict[str, Any]) -> Any:
     raise UserError(f"config.json: model_type: found {settings.get('model_type')}, expected one of {known}")
 
 
-def from_tensors(table: Table, shapes: Any, source: Path) -> Any:
-    """Our weights from their files, one tensor at a time, in the host's memory: an import needs no device."""
-    tensors = Tensors(source)
+def from_tensors(table: Table, shapes: Any, source: Path, stored: str | None = None) -> Any:
+    """Our weights from their files, one tensor at a time, in the host's memory: an import needs no device.
+    `stored` is what export/ternary.py says of them."""
+    tensors = Tensors(source, stored)
 
     def leaf(path: Any, wanted: Any) -> np.ndarray:
         theirs, pattern = table[module.dotted(path)]
@@ -174,11 +196,11 @@ def from_tensors(table: Table, shapes: Any, source: Path) -> Any:
 class Tensors:
     """The tensors of one or several safetensors files by name."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, stored: str | None = None):
         files = sorted(folder.glob("*.safetensors"))
         if not files:
             raise UserError(f"{folder}: no .safetensors file in it")
-        self.folder = folder
+        self.folder, self.stored = folder, stored
         self.places: dict[str, Any] = {}
         for path in files:
             try:
@@ -190,10 +212,10 @@ class Tensors:
 
     def read(self, name: str, pattern: str, shape: tuple[int, ...]) -> np.ndarray:
         """The tensor in float32, rearranged by `pattern` to `shape`."""
-        if name not in self.places:
-            raise UserError(f"{self.folder}: no tensor {name} in its .safetensors files")
-        self.unread.discard(name)
-        tensor = np.asarray(self.places[name].get_tensor(name)).astype(np.float32)
+        tensor = self.take(name)
+        if tensor.dtype == np.uint8:
+            tensor = self.unpack(name, tensor)
+        tensor = tensor.astype(np.float32)
         sizes = dict(zip(pattern.split(" -> ")[1].split(), shape, strict=True))
         try:
             return rearrange(tensor, pattern, sizes)
@@ -201,6 +223,19 @@ class Tensors:
             raise UserError(
                 f"{self.folder}: {name} is of shape {tensor.shape}, and by config.json its parts are {shape}"
             ) from None
+
+    def take(self, name: str) -> np.ndarray:
+        """As it is stored."""
+        if name not in self.places:
+            raise UserError(f"{self.folder}: no tensor {name} in its .safetensors files")
+        self.unread.discard(name)
+        return np.asarray(self.places[name].get_tensor(name))
+
+    def unpack(self, name: str, tensor: np.ndarray) -> np.ndarray:
+        if self.stored not in ("multiplies", "divides"):
+            raise UserError(f"{self.folder}: {name} is packed, and its config.json does not say how")
+        scale = float(self.take(ternary.scale_name(name)).reshape(()))
+        return ternary.unpacked(tensor, scale if self.stored == "multiplies" else 1 / scale)
 
     def check_all_read(self) -> None:
         # A tied head is often stored beside the embedding it equals.

@@ -1,0 +1,90 @@
+"""A model of transformers' and ours on the same random weights: logits, loss and gradients must agree."""
+
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+from millrace import config, module, objective, recipe, step
+from millrace.execution import Execution
+from millrace.export import huggingface
+from millrace.objective import Batch, Task, Vocabulary
+from millrace.project import project
+
+# New configurations with every run, few of them, since each is compiled; a failing one is printed as it is.
+ANEW = hypothesis.settings(
+    max_examples=3,
+    deadline=None,
+    database=None,
+    derandomize=False,
+    phases=[hypothesis.Phase.generate],
+    suppress_health_check=list(hypothesis.HealthCheck),
+)
+
+
+def fill(model: Any, norm: float, seed: int = 0) -> Any:
+    """Weights large enough for logits of several units; those of norms lie around `norm`."""
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            middle = norm if weight.ndim == 1 and not name.endswith("bias") else 0.0
+            weight.normal_(middle, 0.12 if weight.ndim > 1 else 0.2)
+    return model.eval()
+
+
+def check(theirs: Any, folder: Path, *, length: int, rows: int = 2) -> tuple[Any, Any]:
+    """Returns our config and weights. What is read by both is one document a row; the loss is that of the
+    training step. The config is read from `folder`, so an import is tested on the way."""
+    theirs.save_pretrained(folder)
+    settings = huggingface.read_config(folder)
+    family = huggingface.family_of(settings)
+    section = family.from_hf(settings)
+    cfg = config.part_class("models", section.pop("use"))(**section)
+    read = huggingface.from_tensors(family.HF, module.shapes(family.Model, cfg), folder)
+    params = jax.tree.map(jnp.asarray, read)
+    cap = settings.get(huggingface.soft_cap_name(family) or "")
+    vocab = cfg.vocab
+    tokens = np.random.default_rng(length).integers(4, vocab, (rows, length))
+    positions = np.broadcast_to(np.arange(length), tokens.shape)
+    batch = Batch(jnp.asarray(tokens), jnp.ones_like(tokens), jnp.asarray(positions))
+    job = Task(
+        model=cfg,
+        objective=config.part_class("objectives", "causal" if cfg.causal else "masked")(),
+        loss=config.part_class("losses", "cross_entropy", recipe.Loss)(chunk=32, soft_cap=cap),
+        how=Execution(config.part_class("attention", "auto")(), "float32"),
+        vocabulary=Vocabulary(vocab, pad=0, bos=1, eos=2, mask=3),
+    )
+    axes = module.axes(family.Model, cfg)
+    prepare = objective.file("objectives", job.objective).prepare
+
+    @jax.jit
+    def run(params: Any, batch: Batch) -> Any:
+        examples = prepare(job, batch, jax.random.key(0))
+        grads, sums = step.gradients(job, axes, params, step.split(examples, 1))
+        seen = dict(segments=examples.segments, positions=examples.positions)
+        logits = project(params.unembed, params(cfg, examples.inputs, how=job.how, **seen), "bsd,vd->bsv")
+        logits = logits if cap is None else cap * jnp.tanh(logits / cap)
+        mean = jax.tree.map(lambda g: g / sums["count"], grads)
+        return examples, logits, sums["loss"] / sums["count"], mean
+
+    examples, logits, loss, grads = run(params, batch)
+    labels = tokens if cfg.causal else np.where(examples.weights > 0, examples.targets, -100)
+    theirs.zero_grad()
+    inputs = torch.tensor(np.asarray(examples.inputs), dtype=torch.long)
+    answer = theirs(inputs, labels=torch.tensor(np.asarray(labels), dtype=torch.long))
+    answer.loss.backward()
+    wanted = answer.logits.detach().numpy()
+    assert np.abs(wanted).max() > 2  # small logits would agree whatever the model
+    assert np.abs(logits - wanted).max() <= 2e-5
+    assert abs(float(loss) - answer.loss.item()) <= 1e-5
+    ours = dict(huggingface.to_tensors(family.HF, grads, "float32"))
+    named = {path: weight.grad for path, weight in theirs.named_parameters()}
+    assert ours.keys() == named.keys()
+    for path, gradient in named.items():
+        apart = np.linalg.norm(ours[path] - gradient.numpy()) / max(float(gradient.norm()), 1e-6)
+        assert apart <= 1e-3, (path, apart)
+    return cfg, params
