@@ -18,6 +18,7 @@ PUBLISHED = {
     "eurobert-610m": 755_625_600,
     "eurobert-2.1b": 2_403_092_736,
     "bitnet-2b4t": 2_412_820_480,
+    "xlstm-7b": 6_865_424_896,
 }
 BODIES = {
     "eurobert-210m": 211_766_016,
