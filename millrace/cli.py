@@ -183,7 +183,7 @@ def export(args: argparse.Namespace) -> None:
     run = open_run(args)
     from millrace.export import huggingface
 
-    for path in huggingface.export(run, args.folder, args.dtype):
+    for path in huggingface.export(run, args.folder, args.dtype, packed=args.packed):
         print(f"{path}  {path.stat().st_size:,} bytes")
 
 
@@ -326,6 +326,7 @@ def parser() -> argparse.ArgumentParser:
     one = with_run(add(commands, "export", export, "write a Hugging Face model folder"))
     one.add_argument("folder", metavar="DIR", help="a new folder")
     one.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
+    one.add_argument("--packed", action="store_true", help="ternary matrices in 2 bits a weight")
 
     one = add(commands, "import", import_, "make a run folder of a Hugging Face model folder")
     one.add_argument("folder", metavar="DIR", help="config.json, *.safetensors and tokenizer.json")

@@ -12,7 +12,7 @@ from millrace.errors import UserError
 from millrace.layers.attention import is_kernel
 from millrace.module import Axes
 from millrace.products.dot import KEPT
-from millrace.products.weight import round_weight
+from millrace.products.weight import Weight, round_weight
 
 policies = jax.checkpoint_policies
 HOST = dict(offload_src="device", offload_dst="pinned_host")
@@ -58,7 +58,7 @@ class Execution:
     compute: str = "bfloat16"
     remat: str = "none"
     unroll: int = 1
-    products: str = "compute"  # of the layers: in the compute dtype, in fp8 or in int8
+    products: str = "compute"  # of the layers: in the compute dtype, in fp8, in int8 or ternary
     native: bool = False  # the chip multiplies 8 bits itself (products/support.py)
 
     @property
@@ -140,6 +140,12 @@ def depth(stack: Any) -> int:
     return jax.tree.leaves(stack)[0].shape[0]
 
 
+def own_products(model: Any) -> str:
+    """How a family multiplies, where that is part of the model and not of how it is run: its Config then says
+    so."""
+    return getattr(model, "products", "compute")
+
+
 def check_offload(devices: Mesh) -> None:
     """Whether a compiler can keep things in the host's memory is known by asking it, for something tiny."""
 
@@ -174,8 +180,8 @@ def cast(params: Any, axes: Any, how: Execution) -> Any:
     is gathered from other devices, so that half the bytes travel, or a quarter. Norms and embeddings stay as
     they are: their gradients are sums over all tokens, and summed in their own dtype."""
 
-    def one(axes: Axes, w: jax.Array) -> Any:
-        if not axes.is_hidden_matrix:
+    def one(axes: Axes, w: Any) -> Any:
+        if not axes.is_hidden_matrix or isinstance(w, Weight):  # done already
             return w
         if how.products == "compute":
             return w.astype(how.dtype)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from millrace.errors import UserError
-from millrace.execution import Execution, cast
+from millrace.execution import Execution, cast, own_products
 from millrace.folder import Opened
 from millrace.module import Array, axes
 from millrace.objective import file
@@ -75,7 +75,7 @@ def pieces(run: Opened, ids: list[int], tokens: int, sampling: Sampling) -> Iter
 def sample(run: Opened, ids: list[int], tokens: int, sampling: Sampling) -> Iterator[int]:
     """The tokens that follow `ids`, one by one, without end before there are `tokens` of them."""
     cfg = run.cfg.model
-    how = Execution(run.cfg.attention, run.cfg.memory.compute)
+    how = Execution(run.cfg.attention, run.cfg.memory.compute, products=own_products(cfg))
     # Once and not in every step, which would read all weights in float32 for each token.
     names = axes(file("models", cfg).Model, cfg)
     model = jax.jit(lambda params: cast(params, names, how))(run.params)

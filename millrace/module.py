@@ -80,9 +80,9 @@ def weight(
     return dataclasses.field(metadata=dict(axes=axes, init=init, inputs=inputs, when=when))
 
 
-def stack(cls: type[T], axis: str = "layers") -> Any:
+def stack(cls: type[T], axis: str = "layers", when: Callable[[Any], bool] = lambda cfg: True) -> Any:
     """Declares `getattr(cfg, axis)` copies of a module, held as one module with a leading axis."""
-    return dataclasses.field(metadata=dict(stack=cls, axis=axis))
+    return dataclasses.field(metadata=dict(stack=cls, axis=axis, when=when))
 
 
 @dataclass_transform(frozen_default=True)
@@ -97,10 +97,10 @@ def build(cls: type[T], cfg: Any, leaf: Callable[[str, Axes, tuple[int, ...], In
         values: dict[str, Any] = {}
         for field in dataclasses.fields(cls):
             meta, path = field.metadata, prefix + field.name
-            if "stack" in meta:
-                values[field.name] = walk(meta["stack"], path + ".", (*lead, meta["axis"]))
-            elif not meta["when"](cfg):
+            if not meta["when"](cfg):
                 values[field.name] = None
+            elif "stack" in meta:
+                values[field.name] = walk(meta["stack"], path + ".", (*lead, meta["axis"]))
             else:
                 axes = Axes(lead + meta["axes"], len(lead), meta["inputs"])
                 shape = tuple(getattr(cfg, name) for name in axes.names)

@@ -318,6 +318,9 @@ def check_run(run: Run, reader: Reader) -> None:
         )
     if run.objective.use != "causal" and run.model.causal:
         reader.fail("objective.use", f"expected causal, since {run.model.use} sees only what came before")
+    own = getattr(run.model, "products", "compute")
+    if own != "compute" and run.memory.products != "compute":
+        reader.fail("memory.products", f"expected nothing, since those of {run.model.use} are {own} anyway")
     _check_packed(run, reader)
 
 

@@ -117,7 +117,7 @@ def run(cfg: recipe.Run, program: Path | None = None) -> int:
                 update = build.make_update(cfg, task)
                 abstract, fresh = build.make_state(cfg, task, update, devices)
                 out.event(describe(cfg, task, abstract, devices, start, steps))
-                if task.how.products != "compute" and not task.how.native:
+                if cfg.memory.products != "compute" and not task.how.native:
                     out.event(emulated(task.how.products, jax.local_devices()[0]), "warning")
                 if start >= steps:
                     out.event(finished(start, steps))

@@ -22,6 +22,8 @@ PUBLISHED = {
     "gemma3-270m": 268_098_176,
     "modernbert-base": 149_655_232,
     "modernbert-large": 395_881_664,
+    "bitnet-2b4t": 2_412_820_480,
+    "xlstm-7b": 6_865_424_896,
 }
 BODIES = {
     "eurobert-210m": 211_766_016,

@@ -13,11 +13,20 @@ import pytest
 from millrace import build, config, mesh, module, programs, step
 from millrace.data.stream import Dataset
 from millrace.evaluate import place, vocabulary, with_vocabulary
+from millrace.execution import own_products
 from millrace.objective import Batch, Vocabulary, file, make_task
 from millrace.state import State
 
 ENCODER = ("objective.use=masked", "model=null", "model.use=eurobert", "model.layers=2", "model.embed=32")
 ENCODER += ("model.heads=4", "model.kv_heads=2", "model.mlp=64")
+
+
+def of_family(use: str) -> tuple[str, ...]:
+    """Overrides for a small model of any family."""
+    cls = config.part_class("models", use)
+    sizes = dict(layers=2, embed=32, heads=4, kv_heads=2, mlp=64, head_dim=8, window=16, global_every=2)
+    keys = [f"model.{f.name}={sizes[f.name]}" for f in dataclasses.fields(cls) if f.name in sizes]
+    return (f"objective.use={'causal' if cls.causal else 'masked'}", "model=null", f"model.use={use}", *keys)
 
 
 class Bench:
@@ -103,11 +112,13 @@ def alone() -> dict[str, list[float]]:
 
 
 def check_mesh(tiny, alone, name: str, sizes: dict[str, int]) -> None:
-    model = {"llama": (), "eurobert": ENCODER}[name]
+    model = {"llama": (), "eurobert": ENCODER}.get(name) or of_family(name)
     if name not in alone:
         alone[name] = [row["loss"] for row in Bench(tiny(*model)).run(3)[1]]
     losses = [row["loss"] for row in Bench(tiny(*model), sizes).run(3)[1]]
-    np.testing.assert_allclose(losses, alone[name], atol=3e-5, rtol=0)
+    # What the model itself rounds falls on the other side now and then, when sums are in another order.
+    rounds = own_products(tiny(*model).model) != "compute"
+    np.testing.assert_allclose(losses, alone[name], atol=1e-3 if rounds else 3e-5, rtol=0)
 
 
 @pytest.mark.parametrize("sizes", QUICK, ids=str)
@@ -118,6 +129,13 @@ def test_the_mesh_does_not_change_the_loss_of_a_decoder(tiny, alone, sizes):
 @pytest.mark.parametrize("sizes", [(2, 2, 1, 2), (1, 1, 4, 2)], ids=str)
 def test_the_mesh_does_not_change_the_loss_of_an_encoder(tiny, alone, sizes):
     check_mesh(tiny, alone, "eurobert", dict(zip(mesh.AXES, sizes, strict=True)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(2, 2, 2, 1), (1, 2, 2, 2)], ids=str)
+@pytest.mark.parametrize("name", sorted({*config.names("models")} - {"llama", "eurobert"}))
+def test_the_mesh_does_not_change_the_loss_of_any_family(tiny, alone, name, sizes):
+    check_mesh(tiny, alone, name, dict(zip(mesh.AXES, sizes, strict=True)))
 
 
 @pytest.mark.parametrize("sizes", [(1, 2, 2, 2), (2, 2, 2, 1)], ids=str)
@@ -195,17 +213,9 @@ def test_every_optimizer_trains(tiny, use):
     assert rows[-1]["loss"] < rows[0]["loss"] - 0.5
 
 
-SMALL = dict(layers=2, embed=32, heads=4, kv_heads=2, mlp=64, head_dim=8, window=16, global_every=2)
-
-
 @pytest.mark.parametrize("use", config.names("models"))
 def test_every_model_trains(tiny, use):
-    cls = config.part_class("models", use)
-    known = {f.name for f in dataclasses.fields(cls)}
-    sizes = [f"model.{key}={value}" for key, value in SMALL.items() if key in known]
-    objective = "causal" if cls.causal else "masked"
-    cfg = tiny("model=null", f"model.use={use}", *sizes, f"objective.use={objective}", "schedule.steps=20")
-    _, rows = Bench(cfg).run(20)
+    _, rows = Bench(tiny(*of_family(use), "schedule.steps=20")).run(20)
     assert rows[-1]["loss"] < rows[0]["loss"] - 0.5
 
 

@@ -21,7 +21,8 @@ from millrace import config, module, recipe
 from millrace.checkpoint import Checkpoints
 from millrace.data import tokenise
 from millrace.errors import UserError
-from millrace.export import config_json
+from millrace.execution import own_products
+from millrace.export import config_json, ternary
 from millrace.folder import Opened, keep_tokenizer
 from millrace.objective import file
 
@@ -33,8 +34,9 @@ TIED = ("lm_head.weight", "decoder.weight")  # often stored beside the embedding
 SHARD_BYTES = 5 * 10**9  # what the Hub's tools expect of one file
 
 
-def export(run: Opened, folder: str, dtype: str) -> list[Path]:
-    """Writes the weights so that transformers' AutoModel loads them. Returns the files."""
+def export(run: Opened, folder: str, dtype: str, *, packed: bool = False) -> list[Path]:
+    """Writes the weights so that transformers' AutoModel loads them; `packed`, ternary ones in 2 bits each.
+    Returns the files."""
     family, cfg = file("models", run.cfg.model), run.cfg
     cap = soft_cap_name(family)
     if cfg.loss.soft_cap is not None and cap is None:
@@ -45,9 +47,16 @@ def export(run: Opened, folder: str, dtype: str) -> list[Path]:
     settings = family.to_hf(cfg.model, cfg.data.sequence_length) | {"dtype": dtype, "torch_dtype": dtype}
     if cap is not None:
         settings[cap] = cfg.loss.soft_cap
+    tensors = to_tensors(family.HF, run.params, dtype)
+    if packed:
+        if own_products(cfg.model) != "ternary":
+            raise UserError(f"--packed: expected ternary weights, and those of {cfg.model.use} are not")
+        settings |= {"quantization_config": ternary.PACKED}
+        matrices = ternary.matrices(family.HF, module.axes(family.Model, cfg.model), cfg.model.layers)
+        tensors = ternary.packed(to_tensors(family.HF, run.params, "float32"), matrices, jnp.dtype(dtype))
     with whole_or_nothing(folder) as made:
         (made / "config.json").write_text(json.dumps(settings | special_ids(run), indent=2) + "\n")
-        save_shards(to_tensors(family.HF, run.params, dtype), made)
+        save_shards(tensors, made)
         if run.tokenizer is not None:
             keep_tokenizer(cfg.run, made)
             # A folder that was moved is not where its recipe says, and another may be there.
@@ -150,7 +159,8 @@ def import_(folder: str, run: str) -> recipe.Run:
     with whole_or_nothing(run) as made:
         (made / "recipe.yaml").write_text(config.dump(tree))
         cfg = recipe.load(made / "recipe.yaml")
-        params = from_tensors(family.HF, module.shapes(family.Model, cfg.model), source)
+        shapes = module.shapes(family.Model, cfg.model)
+        params = from_tensors(family.HF, shapes, source, ternary.stored(settings))
         keep_tokenizer(source, made)
         sha256 = tokenise.sha256(made) if (made / "tokenizer.json").is_file() else None
         checkpoints = Checkpoints(str(made))
@@ -183,9 +193,10 @@ def family_of(settings: dict[str, Any]) -> Any:
     raise UserError(f"config.json: model_type: found {settings.get('model_type')}, expected one of {known}")
 
 
-def from_tensors(table: Table, shapes: Any, source: Path) -> Any:
-    """Our weights from their files, one tensor at a time, in the host's memory: an import needs no device."""
-    tensors = Tensors(source)
+def from_tensors(table: Table, shapes: Any, source: Path, stored: str | None = None) -> Any:
+    """Our weights from their files, one tensor at a time, in the host's memory: an import needs no device.
+    `stored` is what export/ternary.py says of them."""
+    tensors = Tensors(source, stored)
 
     def leaf(path: Any, wanted: Any) -> np.ndarray:
         theirs, pattern = table[module.dotted(path)]
@@ -205,11 +216,11 @@ def from_tensors(table: Table, shapes: Any, source: Path) -> Any:
 class Tensors:
     """The tensors of one or several safetensors files by name."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, stored: str | None = None):
         files = sorted(folder.glob("*.safetensors"))
         if not files:
             raise UserError(f"{folder}: no .safetensors file in it")
-        self.folder = folder
+        self.folder, self.stored = folder, stored
         self.places: dict[str, Any] = {}
         for path in files:
             try:
@@ -221,10 +232,10 @@ class Tensors:
 
     def read(self, name: str, pattern: str, shape: tuple[int, ...], part: int, parts: int) -> np.ndarray:
         """The tensor in float32, or one of its equal parts, rearranged by `pattern` to `shape`."""
-        if name not in self.places:
-            raise UserError(f"{self.folder}: no tensor {name} in its .safetensors files")
-        self.unread.discard(name)
-        tensor = np.asarray(self.places[name].get_tensor(name)).astype(np.float32)
+        tensor = self.take(name)
+        if tensor.dtype == np.uint8:
+            tensor = self.unpack(name, tensor)
+        tensor = tensor.astype(np.float32)
         sizes = dict(zip(pattern.split(" -> ")[1].split(), shape, strict=True))
         try:
             return rearrange(np.split(tensor, parts)[part], pattern, sizes)
@@ -232,6 +243,19 @@ class Tensors:
             raise UserError(
                 f"{self.folder}: {name} is of shape {tensor.shape}, and by config.json its parts are {shape}"
             ) from None
+
+    def take(self, name: str) -> np.ndarray:
+        """As it is stored."""
+        if name not in self.places:
+            raise UserError(f"{self.folder}: no tensor {name} in its .safetensors files")
+        self.unread.discard(name)
+        return np.asarray(self.places[name].get_tensor(name))
+
+    def unpack(self, name: str, tensor: np.ndarray) -> np.ndarray:
+        if self.stored not in ("multiplies", "divides"):
+            raise UserError(f"{self.folder}: {name} is packed, and its config.json does not say how")
+        scale = float(self.take(ternary.scale_name(name)).reshape(()))
+        return ternary.unpacked(tensor, scale if self.stored == "multiplies" else 1 / scale)
 
     def check_all_read(self) -> None:
         left = sorted(name for name in self.unread if name not in TIED and "rotary_emb" not in name)

@@ -21,6 +21,7 @@ TRIED = {"fp8": (jnp.float8_e4m3fn, jnp.bfloat16), "int8": (jnp.int8, jnp.int32)
 
 def multiplies(device: Any, format: str) -> bool:
     """Whether the chip gains by the format. The device need not be attached."""
+    format = "int8" if format == "ternary" else format  # in which -1, 0 and 1 are multiplied
     if device.platform not in ("tpu", "gpu") or (device.platform, format) == ("gpu", "int8"):
         return False  # NVIDIA's int8 has no kernel that takes these scales, and fp8 is as fast
     return _tried(_Device(device), format)

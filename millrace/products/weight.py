@@ -1,4 +1,4 @@
-"""A matrix of the layers in 8 bits: how it comes about, once a step, and how it meets an activation."""
+"""A matrix of the layers in 8 bits or less: how it is made, once a step, and how it meets an activation."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -7,12 +7,12 @@ from typing import Any
 import jax
 
 from millrace.module import Axes
-from millrace.products import fp8, int8
+from millrace.products import fp8, int8, ternary
 from millrace.products.dot import How, kept
 from millrace.project import prepared, project
 
 Array = jax.Array
-FORMATS: dict[str, Any] = {"fp8": fp8, "int8": int8}
+FORMATS: dict[str, Any] = {"fp8": fp8, "int8": int8, "ternary": ternary}
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["w", "values", "scale"], meta_fields=["how"])
