@@ -70,7 +70,7 @@ def test_decoding_from_a_cache_gives_what_the_whole_text_does(case):
         hidden, cache = step(case.params, case.tokens[:, first : first + 8], cache)
         parts.append(hidden)
     wanted = case.hidden(case.tokens)
-    np.testing.assert_allclose(np.concatenate(parts, 1), wanted, atol=2e-5 * np.abs(wanted).max())
+    np.testing.assert_allclose(np.concatenate(parts, 1), wanted, atol=1e-4 * np.abs(wanted).max())
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_flops_are_at_least_six_a_weight_that_multiplies(case):
     cfg = dataclasses.replace(case.cfg, **wide)
     short, long = (case.family.flops(cfg, length) for length in (1, 1025))
     assert 6 * weights <= short < 6.5 * weights
-    if "kv_heads" not in {f.name for f in dataclasses.fields(cfg)}:  # no attention, no growth
+    if "rope_theta" not in {f.name for f in dataclasses.fields(cfg)}:  # no attention, no growth
         assert case.family.flops(cfg, 2**20) == case.family.flops(cfg, 2**14)
         return
     scores = 6 * cfg.layers * cfg.heads * cfg.head_dim * 1024
