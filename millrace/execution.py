@@ -105,34 +105,41 @@ def scan_in_turn(bodies: Sequence[Callable[..., Any]], carry: Any, stack: Any, *
     period, count = len(bodies), depth(stack)
     if period == 1:
         return jax.lax.scan(bodies[0], carry, stack, unroll=min(unroll, count))
+    looped, left = by_turns(stack, period)
 
-    def run(carry: Any, parts: list[Any]) -> Any:
+    def run(carry: Any, layers: Sequence[Any]) -> tuple[Any, list[Any]]:
         made = []
-        for body, part in zip(bodies, parts, strict=False):
-            carry, out = body(carry, part)
+        for body, layer in zip(bodies, layers, strict=False):
+            carry, out = body(carry, layer)
             made.append(out)
-        return carry, jax.tree.map(lambda *outs: jnp.stack(outs), *made)
+        return carry, made
 
-    # Split and not indexed: the gradient of a part is then no addition to zeros as large as the whole.
-    def apart(stack: Any, sizes: Sequence[int]) -> list[Any]:
-        pieces = jax.tree.map(lambda w: jax.lax.split(w, sizes), stack)
-        return [jax.tree.map(lambda _, piece, i=i: piece[i], stack, pieces) for i in range(len(sizes))]
-
-    def single(stack: Any) -> list[Any]:
-        return [jax.tree.map(lambda w: w[0], part) for part in apart(stack, [1] * depth(stack))]
-
-    periods, rest = divmod(count, period)
     outs = []
-    if periods:
-        looped = apart(stack, [periods * period, rest])[0] if rest else stack
-        looped = jax.tree.map(lambda w: w.reshape(periods, period, *w.shape[1:]), looped)
-        step = lambda carry, parts: run(carry, single(parts))
-        carry, out = jax.lax.scan(step, carry, looped, unroll=min(max(unroll // period, 1), periods))
-        outs.append(jax.tree.map(lambda w: w.reshape(-1, *w.shape[2:]), out))
-    if rest:
-        carry, out = run(carry, single(apart(stack, [count - rest, rest])[1]))
-        outs.append(out)
+    if count >= period:
+        together = max(unroll // period, 1)
+        carry, made = jax.lax.scan(run, carry, looped, unroll=min(together, count // period))
+        whole = jax.tree.map(lambda *turns: jnp.stack(turns, axis=1), *made)
+        outs.append(jax.tree.map(lambda w: w.reshape(-1, *w.shape[2:]), whole))
+    if left:
+        carry, made = run(carry, left)
+        outs.append(jax.tree.map(lambda *layers: jnp.stack(layers), *made))
     return carry, jax.tree.map(lambda *parts: jnp.concatenate(parts), *outs)
+
+
+def by_turns(stack: Any, period: int) -> tuple[list[Any], list[Any]]:
+    """Each body's layers of the whole periods, as stacks, and the layers that are left over. Cut out here and
+    not within the loop, which would hand what it cut out to its backward pass: a copy of every weight. By
+    splitting, since the gradient of an index is an addition to zeros as large as the whole."""
+    leaves, tree = jax.tree.flatten(stack)
+    turns, left = [], []
+    for w in leaves:
+        periods, rest = divmod(len(w), period)
+        whole, tail = jax.lax.split(w, [periods * period, rest])
+        whole = whole.reshape(periods, period, *w.shape[1:])
+        turns.append([turn.squeeze(1) for turn in jax.lax.split(whole, [1] * period, axis=1)])
+        left.append([layer.squeeze(0) for layer in jax.lax.split(tail, [1] * rest)] if rest else [])
+    together = lambda pieces: [jax.tree.unflatten(tree, one) for one in zip(*pieces, strict=True)]
+    return together(turns), together(left)
 
 
 def depth(stack: Any) -> int:

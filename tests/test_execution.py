@@ -94,6 +94,18 @@ def test_each_body_is_compiled_once_however_many_layers_there_are() -> None:
     assert lines(61) == 4  # one is left over
 
 
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_a_loop_over_periods_keeps_no_copy_of_the_weights(remat: str) -> None:
+    """Of what its forward pass hands to the backward pass, nothing has a weight's shape."""
+    how = Execution(config.part_class("attention", "xla")(), "float32", remat)
+    bodies = [functools.partial(lambda k, w, x: x + jnp.tanh(k * x @ w) @ w.T, k) for k in range(1, 4)]
+    loss = lambda w: execution.layers_in_turn(how, bodies, jnp.ones((2, 4)), w).sum()
+    jaxpr = jax.make_jaxpr(jax.grad(loss))(jnp.ones((7, 4, 5))).jaxpr
+    forward, *_ = [equation for equation in jaxpr.eqns if equation.primitive.name == "scan"]
+    made = [variable.aval.shape for variable in forward.outvars]  # type: ignore[union-attr]
+    assert (2, 2, 4) in made and not [shape for shape in made if shape[-2:] == (4, 5)]
+
+
 def test_products_go_to_the_host_and_back() -> None:
     moves = operations(gradient("xla", "offload").jaxpr)["device_put"]
     assert moves > operations(gradient("xla", "dots").jaxpr)["device_put"]

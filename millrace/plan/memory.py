@@ -67,7 +67,10 @@ def meaning(dtype: str, shape: tuple[int, ...], cfg: recipe.Run, mesh: dict[str,
     )
     whole = model.vocab * model.embed
     parts = {whole // n for n in (1, tensor, mesh["fsdp"], tensor * mesh["fsdp"])}
-    layered = bool(shape) and shape[0] == model.layers and len(shape) > 2
+    # Layers that differ by turns are looped over by whole periods (execution.scan_in_turn).
+    period = getattr(model, "global_every", 1)
+    in_periods = shape[:2] in [(model.layers // period, rows), (model.layers // period, period)]
+    layered = len(shape) > 2 and (shape[0] == model.layers or period > 1 and in_periods)
     vocab = {model.vocab, model.vocab // tensor} & sides
     if shape and shape[-1] in vocab:
         return "logits", "loss.chunk"
