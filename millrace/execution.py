@@ -153,6 +153,12 @@ def own_products(model: Any) -> str:
     return getattr(model, "products", "compute")
 
 
+def products_of(run: Any) -> str:
+    """How the layers of a recipe multiply."""
+    own = own_products(run.model)
+    return run.memory.products if own == "compute" else own
+
+
 def check_offload(devices: Mesh) -> None:
     """Whether a compiler can keep things in the host's memory is known by asking it, for something tiny."""
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from millrace import mesh
-from millrace.execution import Execution, default_unroll, own_products
+from millrace.execution import Execution, default_unroll, products_of
 from millrace.kernels.cut_cross_entropy import bind, cut
 from millrace.kernels.head import Totals
 from millrace.layers.pick import weighted
@@ -69,8 +69,7 @@ def make_task(run: Any, vocabulary: Vocabulary, device: Any = None) -> Task:
     """The task of a training recipe on devices such as this one; None stands for our own."""
     memory = run.memory
     unroll = default_unroll() if memory.unroll == "auto" else memory.unroll
-    own = own_products(run.model)
-    products = memory.products if own == "compute" else own
+    products = products_of(run)
     native = products != "compute" and multiplies(device or jax.local_devices()[0], products)
     how = Execution(run.attention, memory.compute, memory.remat, unroll, products, native)
     return Task(run.model, run.objective, run.loss, how, vocabulary, run.data.isolate)

@@ -25,6 +25,7 @@ from millrace.folder import Opened, open_run
 from millrace.models import bitnet
 from millrace.module import Axes
 from millrace.objective import Vocabulary, make_task
+from millrace.plan import arithmetic, slices
 from millrace.products.dot import How
 from millrace.products.ternary import multiply, round_input, round_weight
 from millrace.project import project
@@ -305,3 +306,12 @@ def test_8_bits_on_top_of_three_values_are_refused(tiny):
     assert (task.how.products, task.how.native) == ("ternary", False)
     plain = make_task(tiny("model.use=bitnet", "model.ternary=false"), task.vocabulary)
     assert plain.how.products == "compute"
+
+
+def test_a_plan_counts_forward_products_at_the_rate_of_8_bits():
+    def seconds(slice: str, *overrides: str) -> float:
+        cfg = recipe.load("recipes/bitnet-2b4t.yaml", list(overrides))
+        return arithmetic.estimate(cfg, slices.parse(slice)).matrix_seconds
+
+    assert 0.75 < seconds("v5e-16") / seconds("v5e-16", "model.ternary=false") < 0.95
+    assert seconds("v4-32") == seconds("v4-32", "model.ternary=false")  # which has no units for them

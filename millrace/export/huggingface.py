@@ -45,7 +45,7 @@ def export(run: Opened, folder: str, dtype: str, *, packed: bool = False) -> lis
             f"out of {cfg.run}/recipe.yaml to export the weights without it"
         )
     settings = family.to_hf(cfg.model, cfg.data.sequence_length) | {"dtype": dtype, "torch_dtype": dtype}
-    if cap is not None:
+    if cap is not None and (cfg.loss.soft_cap is not None or cap not in settings):
         settings[cap] = cfg.loss.soft_cap
     tensors = to_tensors(family.HF, run.params, dtype)
     if packed:

@@ -365,6 +365,7 @@ def to_hf(cfg: Any, sequence: int) -> dict[str, Any]:
         "ffn_round_up_to_multiple_of": cfg.mlp,
         "gate_soft_cap": cfg.gate_cap,
         "norm_eps": cfg.norm_eps,
+        HF_SOFT_CAP: 1e6,  # which caps nothing, if a recipe has none: they have no null
         "max_position_embeddings": sequence,
     }
 

@@ -11,6 +11,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType
 
 from millrace import build, fit, mesh, module, objective, recipe, state
+from millrace.execution import products_of
 from millrace.objective import file
 from millrace.plan.slices import Slice
 from millrace.plan.timing import HOST
@@ -35,8 +36,8 @@ OFFLOADED = {"offload": KEPT["dots"]}
 IN_FLIGHT = 4
 
 
-# How many of the three products of a matrix are in 8 bits (products/fp8.py, products/int8.py).
-NARROW = {"compute": 0, "fp8": 3, "int8": 2}
+# How many of the three products of a matrix are in 8 bits (products/fp8.py, int8.py, ternary.py).
+NARROW = {"compute": 0, "fp8": 3, "int8": 2, "ternary": 1}
 
 
 @dataclass(frozen=True)
@@ -202,10 +203,10 @@ def matrix_seconds(cfg: recipe.Run, where: Slice, flops_per_token: float) -> flo
     whole, none = (file("models", model).flops(model, length) for length in (cfg.data.sequence_length, 0))
     scores, products = whole - none, none - 6 * model.vocab * model.embed
     again = products / 3 if remat in ("full", "attention") else 0.0
-    count = NARROW[cfg.memory.products]
+    count = NARROW[products_of(cfg)]
     narrow = (count + bool(count and again)) * 2 * model.layers * layer_weights(model)
     again += scores / 3 if remat in ("full", "dots", "offload") else 0.0
-    rate = chip.rate(cfg.memory.products) or chip.flops
+    rate = chip.rate(products_of(cfg)) or chip.flops
     seconds = (flops_per_token + again - narrow) / chip.flops + narrow / rate
     return tokens * seconds / (where.chips * MATRIX)
 

@@ -40,7 +40,8 @@ class Chip:
     clock: float | None = None  # Hz
 
     def rate(self, products: str) -> float | None:
-        """FLOP/s of products in a format of `memory.products`; None if it gains nothing by it."""
+        """FLOP/s of products in a format of products/; None if it gains nothing by it."""
+        products = "int8" if products == "ternary" else products
         return self.flops if products == "compute" else getattr(self, products)
 
     @property
