@@ -439,5 +439,8 @@ def fields(cls: Any) -> list[tuple[str, Any, Any]]:
     return [(f.name, hints[f.name], f.default) for f in dataclasses.fields(cls)]
 
 
-def test_there_are_at_most_110_keys() -> None:
-    assert len(set(config.keys(recipe.Run)) | set(config.keys(recipe.DataRun))) <= 110
+def test_there_are_at_most_100_keys_and_20_of_a_model() -> None:
+    every = set(config.keys(recipe.Run)) | set(config.keys(recipe.DataRun))
+    assert len({key for key in every if not key.startswith("model.")}) <= 100
+    for name in config.names("models"):
+        assert len(dataclasses.fields(config.part_class("models", name))) <= 20, name
