@@ -145,8 +145,7 @@ def millrace_step(cfg: Any, folder: Path) -> tuple[Step, float]:
     import jax
 
     from millrace.data.stream import Dataset
-    from millrace.evaluate import place, vocabulary
-    from millrace.train import with_vocabulary
+    from millrace.evaluate import place, vocabulary, with_vocabulary
 
     dataset = Dataset.open(cfg.data.path, sequence_length=cfg.data.sequence_length)
     cfg = with_vocabulary(cfg, dataset)
@@ -172,12 +171,11 @@ def torch_step(cfg: Any, folder: Path, *, compiled: bool) -> tuple[Step, float]:
     import torch
 
     from millrace.data.stream import Dataset
-    from millrace.models.llama import HF
-    from millrace.train import with_vocabulary
+    from millrace.evaluate import with_vocabulary
 
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     model = steps.transformers_model(with_vocabulary(cfg, Dataset.open(cfg.data.path)))
-    steps.take_weights(model, HF, folder)
+    steps.take_weights(model, folder)
     kept = np.load(folder / "rows.npz")
     rows = zip(kept["tokens"], kept["segments"], strict=True)
     batches = [torch_batch(tokens, segments, isolate=cfg.data.isolate) for tokens, segments in rows]

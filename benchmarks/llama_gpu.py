@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> steps.Row:
     if args.only in FORMATS:
         return steps.millrace_steps(cfg, args.steps)
     tuned = args.only == "tuned"
-    model = steps.transformers_model(cfg, unmasked=tuned)
+    model = steps.transformers_model(cfg, steps.UNMASKED if tuned else "sdpa")
     attention = steps.fastest_attention(cfg) if tuned else "sdpa"
     return steps.torch_steps(model, steps.random_tokens(cfg), args.steps) | {"attention": attention}
 

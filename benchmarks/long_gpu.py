@@ -105,7 +105,7 @@ def run(args: argparse.Namespace) -> steps.Row:
     cfg, count = load(name, remat, args), args.steps or PARTS[name].steps
     if who == "millrace":
         return steps.millrace_steps(cfg, count)
-    model, attention = steps.transformers_model(cfg), steps.fastest_attention(cfg)
+    model, attention = steps.transformers_model(cfg, steps.UNMASKED), steps.fastest_attention(cfg)
     if remat == "full":
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return steps.torch_steps(model, steps.random_tokens(cfg), count) | {"attention": attention}

@@ -199,36 +199,40 @@ def keep(made: Ready, batch: Any, folder: Path) -> None:
     """Fresh weights, and what the first step makes of its batch: inputs, targets and which of them count."""
     import jax
 
-    from millrace import module
+    from millrace.export.tensors import to_tensors
     from millrace.objective import file
 
     state = made.state
     key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
     examples = file("objectives", made.task.objective).prepare(made.task, batch, key)
-    np.savez(folder / "weights.npz", **{name: np.asarray(leaf) for name, leaf in module.named(state.params)})
+    table = file("models", made.task.model).HF
+    np.savez(folder / "weights.npz", **dict(to_tensors(table, state.params, "float32")))
     rows = {name: np.asarray(getattr(examples, name)) for name in ("inputs", "targets", "weights")}
     np.savez(folder / "examples.npz", **rows)
 
 
-def transformers_model(cfg: Any, *, unmasked: bool = True) -> Any:
-    """The recipe's model as transformers has it, with weights of its own. Where a row is one document, its
-    attention gets no mask, or torch.compile would make one of the row's length squared for an encoder, and
-    for a decoder repeat its keys and values for every head; unless it is to be as it comes."""
+UNMASKED = "unmasked"
+
+
+def transformers_model(cfg: Any, attention: str = "sdpa") -> Any:
+    """The recipe's model as transformers has it, with weights of its own. By `UNMASKED`, for rows of one
+    document and models without windows, its attention gets no mask: torch.compile would make one of the row's
+    length squared for an encoder, and for a decoder repeat its keys and values for every head."""
     import torch
     import transformers
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     from millrace.objective import file
 
-    transformers.AttentionInterface.register("unmasked", sdpa_attention_forward)
-    transformers.AttentionMaskInterface.register("unmasked", lambda *_, **__: None)
+    assert attention != UNMASKED or not cfg.data.isolate
+    transformers.AttentionInterface.register(UNMASKED, sdpa_attention_forward)
+    transformers.AttentionMaskInterface.register(UNMASKED, lambda *_, **__: None)
 
     settings = file("models", cfg.model).to_hf(cfg.model, cfg.data.sequence_length)
     settings |= dict.fromkeys(
         ("bos_token_id", "eos_token_id", "pad_token_id")
     )  # else those of a published one
     kind, name = settings.pop("model_type"), settings.pop("architectures")[0]
-    attention = "unmasked" if unmasked and not cfg.data.isolate else "sdpa"
     theirs = transformers.AutoConfig.for_model(
         kind, **settings, attn_implementation=attention, use_cache=False
     )
@@ -236,20 +240,15 @@ def transformers_model(cfg: Any, *, unmasked: bool = True) -> Any:
         return getattr(transformers, name)(theirs)
 
 
-def take_weights(model: Any, table: dict[str, tuple[str, str]], folder: Path) -> None:
-    """Puts the weights that Millrace has kept into a model of transformers; `table` is the HF of ours."""
+def take_weights(model: Any, folder: Path) -> None:
+    """Puts the weights that Millrace has kept into a model of transformers."""
     import torch
 
-    kept, found = np.load(folder / "weights.npz"), model.state_dict()
-    for path in kept.files:
-        theirs, pattern = table[path]
-        left, right = (re.findall(r"\w+", side) for side in pattern.split(" -> "))
-        turn = [right.index(axis) for axis in left]
-        array = kept[path]
-        for number, layer in enumerate(array if "{}" in theirs else [array]):
-            tensor = found[theirs.format(number)]
-            with torch.no_grad():
-                tensor.copy_(torch.from_numpy(layer.transpose(turn).reshape(tensor.shape)))
+    with np.load(folder / "weights.npz") as kept:
+        tensors = {name: torch.from_numpy(kept[name]) for name in kept.files}
+    found = model.load_state_dict(tensors, strict=False)
+    own = {name for name, _ in model.named_parameters()}  # a tied weight is named once
+    assert not found.unexpected_keys and not own & set(found.missing_keys), found
 
 
 def take_examples(folder: Path) -> dict[str, Any]:

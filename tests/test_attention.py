@@ -27,6 +27,7 @@ XLA = SimpleNamespace(use="xla")
 CUDNN = SimpleNamespace(use="cudnn")
 BLOCKWISE = SimpleNamespace(use="blockwise", block_q=32, block_kv=32)
 SPLASH = SimpleNamespace(use="splash", block_q=128, block_kv=128)
+BAND = SimpleNamespace(use="band")
 BACKENDS = [pytest.param(cfg, id=cfg.use) for cfg in (XLA, BLOCKWISE, SPLASH)]
 
 
@@ -133,6 +134,32 @@ def computed(cfg: Any, inputs: Inputs, case: Case) -> list[np.ndarray]:
 def call(cfg: Any, q: Any, k: Any, v: Any, segments: Any, case: Case) -> Any:
     ids = segments if case.packed else None
     return attend(cfg, q, k, v, mask=case.mask, segments=ids, soft_cap=case.soft_cap, scale=case.scale)
+
+
+@pytest.mark.parametrize("length", [128, 100, 64, 300, 513])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(Mask(window=24)),
+        Case(Mask(window=200), packed=True),
+        Case(Mask(causal=False, window=25), packed=True),
+        Case(Mask(causal=False, window=128), heads=(4, 1)),
+        Case(Mask(causal=False, window=300), packed=True, soft_cap=1.5, scale=0.3, heads=(2, 2)),
+    ],
+    ids=str,
+)
+def test_a_band_is_all_that_a_window_lets_see(case: Case, length: int) -> None:
+    inputs = Inputs(length=length, heads=case.heads)
+    assert_same(computed(BAND, inputs, case), definition(inputs, case), 2e-5)
+
+
+def test_the_work_of_a_band_grows_with_the_length_alone() -> None:
+    def flops(length: int) -> float:
+        q, k = (jax.ShapeDtypeStruct((1, length, heads, 16), jnp.float32) for heads in (4, 2))
+        run = jax.jit(lambda q, k, v: attend(BAND, q, k, v, mask=Mask(causal=False, window=128)))
+        return run.lower(q, k, k).cost_analysis()["flops"]
+
+    assert flops(8192) == pytest.approx(4 * flops(2048), rel=0.02)
 
 
 def assert_same(found: list[np.ndarray], expected: list[np.ndarray], tolerance: float) -> None:
@@ -390,6 +417,12 @@ def test_auto_takes_the_fastest_backend_that_does_not_refuse() -> None:
     causal = Mask()
     assert choose(AUTO, *shapes(1024), mask=causal) == "xla"
     assert choose(AUTO, *shapes(1025), mask=causal) == "blockwise"
+    near, far = (Mask(causal=False, window=window) for window in (128, 4096))
+    assert choose(AUTO, *shapes(8192), mask=near) == "band"
+    assert choose(AUTO, *shapes(8192), mask=near, platform="gpu") == "band"
+    assert choose(AUTO, *shapes(8192), mask=near, platform="tpu") == "splash"
+    assert choose(AUTO, *shapes(8192), mask=far) == "blockwise"
+    assert choose(AUTO, *shapes(8192), mask=near, context=2) == "blockwise"
     assert choose(AUTO, *shapes(512, jnp.float32), mask=causal, platform="gpu") == "blockwise"
     assert choose(AUTO, *shapes(512), mask=causal, soft_cap=30.0, platform="gpu") == "blockwise"
     assert choose(AUTO, *shapes(65536), mask=causal, segments=True, platform="gpu") == "blockwise"

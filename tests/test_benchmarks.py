@@ -79,13 +79,13 @@ def test_cpu_time_of_ended_and_running_processes_is_counted() -> None:
     assert running >= 0.25 and cost.cpu >= 0.25
 
 
-def test_the_peers_first_masked_step_has_the_loss_of_ours(tmp_path: Path) -> None:
-    from millrace.models.eurobert import HF
-
-    cfg = steps.load("recipes/eurobert-210m.yaml", {}, SMALL)
+@pytest.mark.parametrize("name, attention", [("eurobert-210m", steps.UNMASKED), ("modernbert-base", "sdpa")])
+def test_the_peers_first_masked_step_has_the_loss_of_ours(tmp_path: Path, name: str, attention: str) -> None:
+    small = [*SMALL[1:3], *SMALL[4:], "model.layers=2"] if name == "modernbert-base" else SMALL
+    cfg = steps.load(f"recipes/{name}.yaml", {"objective.masked": 1.0, "objective.random": 0.0}, small)
     ours = steps.millrace_steps(cfg, 2, mask=299, folder=tmp_path)
-    model = steps.transformers_model(cfg)
-    steps.take_weights(model, HF, tmp_path)
+    model = steps.transformers_model(cfg, attention)
+    steps.take_weights(model, tmp_path)
     examples = steps.take_examples(tmp_path)
     share = (examples["labels"] >= 0).float().mean().item()
     assert share == pytest.approx(cfg.objective.rate, abs=0.1)
@@ -133,7 +133,8 @@ ROW = steps.measured([9.0, 1.0, 2.0], 100, [6.0, 5.0, 4.0], memory=2**30)
 
 def test_a_table_is_printed_when_the_peer_fails(capsys, monkeypatch) -> None:
     def alone(script: str, *command: str, **options: Any) -> steps.Row:
-        peer = any(word.startswith(("torch", "tuned")) for word in command)
+        peers = ("torch", "tuned", steps.UNMASKED, "sdpa", "flex_attention")
+        peer = any(word.startswith(peers) for word in command)
         return {"failed": "out of memory"} if peer else ROW
 
     monkeypatch.setattr(steps, "alone", alone)
@@ -142,10 +143,10 @@ def test_a_table_is_printed_when_the_peer_fails(capsys, monkeypatch) -> None:
     assert encoder_gpu.main() == 1
     assert llama_gpu.main() == 1
     shown = capsys.readouterr().out
-    assert shown.count("out of memory") == 2 * 2 + 2 + 2 * 2
-    assert shown.count("no ratio") == 2 * 2 + 2 + 2 * 2
+    assert shown.count("out of memory") == 2 * 2 + 2 * 3 + 2 * 2
+    assert shown.count("no ratio") == 2 * 2 + 2 * 2 + 2 * 2
     # 100 tokens in the median of 1 s and 2 s, the first left out
-    assert shown.count("67 tokens/s") == 3 + 2 + 2 * 2
+    assert shown.count("67 tokens/s") == 3 + 2 * 2 + 2 * 2
 
 
 def test_ratios_of_steps_say_whether_they_are_what_is_wanted() -> None:

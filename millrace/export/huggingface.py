@@ -3,8 +3,6 @@ and axes (`HF`); a pattern like "(n h) d -> d n h" is read in either direction."
 
 import importlib
 import json
-import math
-import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,12 +21,10 @@ from millrace.data import tokenise
 from millrace.errors import UserError
 from millrace.execution import own_products
 from millrace.export import config_json, ternary
+from millrace.export.tensors import Table, in_layer, part_of, rearrange, to_tensors
 from millrace.folder import Opened, keep_tokenizer
 from millrace.objective import file
 
-# Our weight -> their tensor, and its axes in terms of ours. In the name {} is the layer, {+1} the one after,
-# and [0/3] the first of three equal parts of the tensor.
-Table = dict[str, tuple[str, str]]
 TIED = ("lm_head.weight", "decoder.weight")  # often stored beside the embedding that they equal
 
 SHARD_BYTES = 5 * 10**9  # what the Hub's tools expect of one file
@@ -76,34 +72,6 @@ def special_ids(run: Opened) -> dict[str, int | None]:
     special = run.tokenizer.special if run.tokenizer is not None else None
     ids = {f"{role}_token_id": getattr(special, role, None) for role in ("bos", "eos", "pad", "mask")}
     return {name: id for name, id in ids.items() if id is not None or name != "mask_token_id"}
-
-
-def to_tensors(table: Table, params: Any, dtype: str) -> Iterator[tuple[str, np.ndarray]]:
-    """Their names and tensors, one stacked weight in memory at a time, or those that are one tensor there."""
-    weights = [(*part_of(table[path][0]), table[path][1], leaf) for path, leaf in module.named(params)]
-    for theirs in dict.fromkeys(name for name, *_ in weights):
-        same = [(part, pattern, leaf) for name, part, _, pattern, leaf in weights if name == theirs]
-        parts = sorted(same, key=lambda one: one[0])
-        arrays = [np.asarray(jax.device_get(leaf.astype(jnp.dtype(dtype)))) for *_, leaf in parts]
-        for number in range(len(arrays[0]) if "{" in theirs else 1):
-            layers = [array[number] if "{" in theirs else array for array in arrays]
-            made = [_theirs(layer, part[1]) for layer, part in zip(layers, parts, strict=True)]
-            yield in_layer(theirs, number), np.ascontiguousarray(np.concatenate(made))
-
-
-def _theirs(array: np.ndarray, pattern: str) -> np.ndarray:
-    left, right = pattern.split(" -> ")
-    return rearrange(array, f"{right} -> {left}", dict(zip(right.split(), array.shape, strict=True)))
-
-
-def part_of(theirs: str) -> tuple[str, int, int]:
-    """A name of the table without its part, which part it is and of how many."""
-    found = re.fullmatch(r"(.*)\[(\d+)/(\d+)\]", theirs)
-    return (found[1], int(found[2]), int(found[3])) if found else (theirs, 0, 1)
-
-
-def in_layer(theirs: str, number: int) -> str:
-    return re.sub(r"{(\+\d+)?}", lambda found: str(number + int(found[1] or 0)), theirs)
 
 
 def save_shards(tensors: Iterator[tuple[str, np.ndarray]], target: Path) -> None:
@@ -262,17 +230,6 @@ class Tensors:
         if left:
             more = f" and {len(left) - 1} more" if len(left) > 1 else ""
             raise UserError(f"{self.folder}: no place in this model for the tensor {left[0]}{more}")
-
-
-def rearrange(array: np.ndarray, pattern: str, sizes: dict[str, int]) -> np.ndarray:
-    """Axes by name, those in brackets lying in one: (n h) d -> d n h. ValueError if they do not fit."""
-    sides = [re.findall(r"(?<=[(])[^)]+|[^ ()]+", side) for side in pattern.split(" -> ")]
-    before, after = ([math.prod(sizes[name] for name in axis.split()) for axis in side] for side in sides)
-    if array.shape != tuple(before):
-        raise ValueError(f"{array.shape} is not {before}")
-    left, right = (" ".join(side).split() for side in sides)
-    turned = array.reshape([sizes[name] for name in left]).transpose([left.index(name) for name in right])
-    return turned.reshape(after)
 
 
 @contextmanager

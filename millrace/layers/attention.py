@@ -133,7 +133,9 @@ def choose(
     it."""
     platform = platform or device().platform
     short = ("xla",) if k.shape[1] <= 1024 else ("blockwise",)
-    names = ORDER.get(platform, short) if cfg.use == "auto" else (cfg.use,)
+    # cuDNN skips what lies outside of a window that looks back, and masks one that looks both ways.
+    banded = mask.window is not None and (platform == "cpu" or platform == "gpu" and not mask.causal)
+    names = ("band",) * banded + ORDER.get(platform, short) if cfg.use == "auto" else (cfg.use,)
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k)]
     reason = None
     for name in names:
