@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from millrace import config, recipe
-from millrace.data.stream import Dataset
 from millrace.errors import UserError
-from millrace.evaluate import with_vocabulary
 from millrace.plan import advise, arithmetic, chips, compiler, memory, outcome, search, show
 from millrace.plan.outcome import Outcome
 from millrace.plan.slices import Slice, parse
@@ -26,6 +24,10 @@ def sized(cfg: recipe.Run) -> recipe.Run:
         raise UserError(
             f"model.vocab: expected the size of the vocabulary, since the data, {cfg.data.path}, is not there"
         )
+    # Most recipes name it, and need not wait for these.
+    from millrace.data.stream import Dataset
+    from millrace.evaluate import with_vocabulary
+
     return with_vocabulary(cfg, Dataset.open(cfg.data.path, sequence_length=cfg.data.sequence_length))
 
 

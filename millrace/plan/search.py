@@ -88,8 +88,9 @@ def candidates(cfg: recipe.Run, where: Slice, room: float = ROOM) -> Iterator[tu
         memory = dataclasses.replace(cfg.memory, remat=remat)
         split = dataclasses.replace(cfg, mesh=mesh, memory=memory)
         numbers = list(parts_of(cfg, over * where.slices))
-        # Where the most parts do not help, fewer need not be tried.
-        for parts in numbers if any(fits(split, where, count, limit) for count in numbers[-1:]) else ():
+        if not numbers or fits(split, where, numbers[-1], limit) is None:
+            continue  # where the most parts do not help, fewer need not be tried
+        for parts in numbers:
             if guess := fits(split, where, parts, limit):
                 yield guess
                 break
@@ -115,8 +116,9 @@ def tiled(cfg: recipe.Run) -> Iterator[recipe.Run]:
 
 def parts_of(cfg: recipe.Run, over: int) -> Iterator[int]:
     """Numbers of parts that the batch can be in, each with a whole number of rows a device."""
-    for parts in range(1, cfg.batch.sequences + 1):
-        if cfg.batch.sequences % (parts * over) == 0:
+    each, rest = divmod(cfg.batch.sequences, over)
+    for parts in range(1, each + 1):
+        if rest == 0 and each % parts == 0:
             yield parts
 
 
