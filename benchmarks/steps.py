@@ -217,7 +217,7 @@ UNMASKED = "unmasked"
 def transformers_model(cfg: Any, attention: str = "sdpa") -> Any:
     """The recipe's model as transformers has it, with weights of its own. By `UNMASKED`, for rows of one
     document and models without windows, its attention gets no mask: torch.compile would make one of the row's
-    length squared for an encoder, and for a decoder repeat its keys and values for every head."""
+    length squared for an encoder."""
     import torch
     import transformers
     from transformers.integrations.sdpa_attention import sdpa_attention_forward

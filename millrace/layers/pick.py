@@ -28,7 +28,7 @@ def _forward(x: Array, order: Array, rank: Array) -> tuple[Array, tuple[Array, A
 
 
 def _backward(kept: tuple[Array, Array], d: Array) -> tuple[Array, None, None]:
-    # Each position looks up what became of it. JAX would add up in the order of memory what is never twice.
+    # Each position looks up what became of it; JAX's own rule would add into zeros.
     order, rank = kept
     most = order.shape[1]
     found = jnp.take_along_axis(d, jnp.minimum(rank, most - 1)[..., None], axis=1)

@@ -37,12 +37,9 @@ def offers(found: list[advise.Offer], every: list[advise.Offer], cfg: recipe.Run
         console.print("  no slice does it: allow more days or dollars, fewer tokens, or a smaller model")
         least = {"cheapest": every[0], "fastest": min(every, key=lambda one: one.days)} if every else {}
         for what, one in least.items():
-            costs = [f"{money(cost)} {name}" for name, cost in named(one.dollars) if cost is not None]
-            told = " or ".join(costs) or "price not known"
-            console.print(f"  the {what} is {one.where.name}: {time(one.days)}, {told}")
+            console.print(f"  the {what} is {one.where.name}: {time(one.days)}, {costs(one.dollars)}")
     for one in found[:SHOWN]:
-        costs = [f"{money(cost)} {name}" for name, cost in named(one.dollars) if cost is not None]
-        told = " or ".join(costs) or "price not known"
+        told = costs(one.dollars)
         console.print(f"  {one.where.name:<12} {time(one.days):>12}   MFU {one.mfu:.0%}   {told}")
         console.print(f"  {'':<12} with {one.settings or 'the settings of the recipe'}", style="dim")
     if len(found) > SHOWN:
@@ -108,9 +105,9 @@ def lines(one: Outcome, cfg: recipe.Run, days: float | None, *, own_prices: bool
         yield f"    {gains if chip.rate(products) else useless(chip, products)}"
     for doubt in one.doubts:
         yield f"    not certain: {escape(doubt)}"
-    costs = [f"{money(cost)} {name}" for name, cost in named(one.dollars) if cost is not None]
     when = f"prices of {PRICES_DATE}" + (", but for yours" if own_prices else "")
-    told = f"{' or '.join(costs)} ({when})" if costs else "prices of this chip are not known (--prices FILE)"
+    known = any(cost is not None for cost in one.dollars.values())
+    told = f"{costs(one.dollars)} ({when})" if known else "prices of this chip are not known (--prices FILE)"
     yield f"  {count(one.tokens)} tokens: {time(one.days)}, {told}"
     if days is not None and one.days > days:
         yield f"  that is {one.days / days:,.1f} times the {days:g} days there are"
@@ -123,8 +120,9 @@ def useless(chip: Chip, products: str) -> str:
     return f"{told}; memory.products={others[0]} is faster"
 
 
-def named(dollars: dict[str, Range | None]) -> list[tuple[str, Range | None]]:
-    return [("on demand", dollars["on_demand"]), ("spot", dollars["spot"])]
+def costs(dollars: dict[str, Range | None]) -> str:
+    named = ("on demand", dollars["on_demand"]), ("spot", dollars["spot"])
+    return " or ".join(f"{money(cost)} {name}" for name, cost in named if cost) or "price not known"
 
 
 def refusal(one: Outcome, cfg: recipe.Run, days: float) -> Iterator[str]:
