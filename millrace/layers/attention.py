@@ -23,8 +23,8 @@ Array = jax.Array
 KERNEL = "attention"
 CUDNN = "dot_product_attention_fwd_wrapper"
 
-# What `use: auto` tries, in this order; the last of each refuses nothing. On a CPU see `choose`.
-ORDER = {"gpu": ("cudnn", "blockwise"), "tpu": ("splash", "blockwise")}
+# What `use: auto` tries, in this order; the last of each refuses nothing.
+ORDER = {"gpu": ("cudnn", "hopper", "blockwise"), "tpu": ("splash", "blockwise")}
 
 
 @dataclass(frozen=True)
@@ -132,10 +132,7 @@ def choose(
     devices, and q one of its chunks. Raises UserError when the one that `attention.use` names cannot do
     it."""
     platform = platform or device().platform
-    short = ("xla",) if k.shape[1] <= 1024 else ("blockwise",)
-    # cuDNN skips what lies outside of a window that looks back, and masks one that looks both ways.
-    banded = mask.window is not None and (platform == "cpu" or platform == "gpu" and not mask.causal)
-    names = ("band",) * banded + ORDER.get(platform, short) if cfg.use == "auto" else (cfg.use,)
+    names = _order(platform, k.shape[1], mask, segments) if cfg.use == "auto" else (cfg.use,)
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k)]
     reason = None
     for name in names:
@@ -179,6 +176,19 @@ def complaint(platform: str, function: Callable[..., Array], *arguments: Any) ->
         return function(q, k, v, *rest), pull(out)
 
     return probe.complaint(platform, both, *arguments)
+
+
+def _order(platform: str, length: int, mask: Mask, segments: bool) -> tuple[str, ...]:
+    """What `auto` tries."""
+    windowed = mask.window is not None
+    if platform == "gpu":
+        # cuDNN skips what lies outside of a window that looks back. Documents, and a window that looks both
+        # ways, it masks: on an H200 it takes 4 to 5 times as long as kernels that skip (2026-11).
+        both_ways = windowed and not mask.causal
+        first = ("hopper",) * (segments or both_ways) + ("band",) * both_ways
+        return tuple(dict.fromkeys((*first, *ORDER["gpu"])))
+    plain = ORDER.get(platform, ("xla",) if length <= 1024 else ("blockwise",))
+    return ("band",) * (windowed and platform == "cpu") + plain
 
 
 def _local(cfg: Any, name: str, how: dict[str, Any], rows: Any) -> Callable[..., Array]:
