@@ -66,6 +66,8 @@ def refuses(
         return f"its kernels are for bfloat16, and these activations are {q.dtype}"
     if q.shape[-1] not in SIZES:
         return f"its kernels are for heads of 64, 128 or 256 numbers, and these have {q.shape[-1]}"
+    if q.size >= 2**31:
+        return f"its kernels are not known to count past 2**31, and the queries are {q.size:,} numbers"
     for length in (q.shape[1], k.shape[1]):
         if length % TILE:
             return f"{length} tokens are not a multiple of {TILE}"
