@@ -379,8 +379,8 @@ def _check_seed(run: Run | DataRun, reader: Reader) -> None:
 def _check_schedule(run: Run, reader: Reader) -> None:
     lengths = durations(run, reader)
     steps, warmup = lengths["steps"], lengths["warmup"]
-    if steps < 1:
-        reader.fail("schedule.steps", "expected 1 step or more")
+    if not 1 <= steps < 2**31:
+        reader.fail("schedule.steps", "expected 1 step or more, and fewer than 2**31, as 32 bits count")
     for name, value in lengths.items():
         if value > steps:
             reader.fail(f"schedule.{name}", f"expected at most schedule.steps, which is {steps}")
