@@ -52,6 +52,10 @@ def evaluate(
         "unigram_entropy": dataset.index.unigram_entropy,
         "perplexity": math.exp(min(loss, 700.0)),
     }
+    for name, total in totals.items():  # of a second turn
+        turn, _, told = name.rpartition("_")
+        if turn and told != "count":
+            result[name] = total / max(totals[f"{turn}_count"], 1.0)
     if causal and not dataset.has_loss:  # of a chat, too, only a part is told
         result["bits_per_byte"] = loss / math.log(2) * answers_per_byte(dataset)
     return result

@@ -85,7 +85,7 @@ def attend(
         assert segments is None
         return _backend("xla").attend(cfg, q, k, v, q_segments=None, kv_segments=None, offset=offset, **how)
     mesh = current()
-    seen = dict(mask=mask, segments=segments is not None, soft_cap=soft_cap)
+    seen: dict[str, Any] = dict(mask=mask, segments=segments is not None, soft_cap=soft_cap)
     if mesh is None:
         name = choose(cfg, q, k, **seen)
     else:

@@ -382,7 +382,7 @@ def from_hf(settings: dict[str, Any]) -> dict[str, Any]:
         raise UserError(f"config.json: pos_att_type: found {shown(kinds)}, only c2p with p2c can be imported")
     if settings.get("conv_kernel_size"):
         raise UserError("config.json: conv_kernel_size: a model with a convolution cannot be imported")
-    reach = settings.get("max_relative_positions")
+    own = settings.get("max_relative_positions") not in (None, -1)
     found = {
         "vocab": whole(settings, "vocab_size"),
         "layers": whole(settings, "num_hidden_layers"),
@@ -390,9 +390,7 @@ def from_hf(settings: dict[str, Any]) -> dict[str, Any]:
         "heads": whole(settings, "num_attention_heads"),
         "mlp": whole(settings, "intermediate_size"),
         "buckets": whole(settings, "position_buckets"),
-        "reach": whole(
-            settings, "max_position_embeddings" if reach in (None, -1) else "max_relative_positions"
-        ),
+        "reach": whole(settings, "max_relative_positions" if own else "max_position_embeddings"),
         "mask_decoder": config_json.truth(settings, "mask_decoder"),
         "norm_eps": config_json.number(settings, "layer_norm_eps", 1e-7),
     }
