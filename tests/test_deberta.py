@@ -84,6 +84,17 @@ def test_distances_fall_into_the_published_buckets(buckets, reach, found):
     assert rows.tolist() == list(found.values())
 
 
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [("xsmall", 70_682_112), ("small", 141_304_320), ("base", 183_831_552), ("large", 434_012_160)],
+)
+def test_the_encoder_has_its_published_size(name, parameters):
+    cfg = recipe.load(f"recipes/deberta-v3-{name}.yaml").model
+    both, generator = (module.count(deberta.Model, one) for one in (cfg, deberta.of_generator(cfg)))
+    head = cfg.embed**2 + 4 * cfg.embed + 1  # dense with a bias, a norm with a bias, and the answer with one
+    assert both - generator - head == parameters
+
+
 def arrays(length: int, *, buckets: int = 4, heads: int = 2, width: int = 5) -> list[Any]:
     """q, k, v and the two tables."""
     draw = np.random.default_rng(length).normal
