@@ -322,7 +322,7 @@ def check_run(run: Run, reader: Reader) -> None:
     if pair and run.objective.use != "rtd":
         reader.fail("objective.use", "expected rtd, which trains the generator that model.generator names")
     if run.objective.use == "rtd" and not pair:
-        reader.fail("objective.use", "expected another, or deberta with model.generator, which rtd trains")
+        reader.fail("objective.use", "expected another, or a model with model.generator, which rtd trains")
     own = getattr(run.model, "products", "compute")
     if own != "compute" and run.memory.products != "compute":
         reader.fail("memory.products", f"expected nothing, since those of {run.model.use} are {own} anyway")

@@ -369,7 +369,7 @@ def test_a_pair_is_exported_as_two_models(tiny, tmp_path):
     ("change", "message"),
     [
         ({"objective.use": "masked"}, "objective.use: .*expected rtd, which trains the generator"),
-        ({"model.generator": 0}, "objective.use: .*expected another, or deberta with model.generator"),
+        ({"model.generator": 0}, "objective.use: .*expected another, or a model with model.generator"),
         ({"model.mask_decoder": "true"}, "model.generator: .*expected 2 or more, since mask_decoder"),
         ({"model.buckets": 7}, "model.buckets: .*expected an even number"),
         ({"model.reach": 5}, "model.reach: .*expected more than half of buckets"),

@@ -161,7 +161,17 @@ def _products(
     by_content = jnp.einsum("bsnh,btnh->bnst", q, k)
     by_query = _by_distance(reach, q, k_table, k.shape[1], first, 1)
     by_key = _by_distance(reach, k, q_table, q.shape[1], first, -1)
-    return by_content, by_query, by_key.swapaxes(2, 3)
+    return by_content, by_query, _turned(by_key)
+
+
+@jax.custom_vjp
+def _turned(x: Array) -> Array:
+    """The last two axes swapped, in memory: what reads it, or its gradient, several times and row by row,
+    would otherwise be fused with the swap and read one number of every row each time."""
+    return jax.lax.optimization_barrier(x.swapaxes(-1, -2))
+
+
+_turned.defvjp(lambda x: (_turned(x), None), lambda _, d: (_turned(d),))
 
 
 def _by_distance(reach: int, x: Array, table: Array, length: int, first: Array, sign: int) -> Array:

@@ -14,6 +14,7 @@ from millrace.execution import Execution, layers
 from millrace.export import config_json
 from millrace.layers.bias import biased, first_of_many
 from millrace.layers.disentangled import attend
+from millrace.layers.mlp import plain
 from millrace.layers.norm import layer_norm
 from millrace.mesh import constrain
 from millrace.module import Array, Axes, count, module, nested, normal, ones, stack, weight, zeros
@@ -149,7 +150,7 @@ class Block:
         out = biased(project(self.w_o, mixed, "bsnh,nhd->bsd"), self.b_o)
         x = _normed(cfg, stream + out, self.attn_norm, self.attn_norm_bias)
         up = biased(project(self.w_up, x, "bsd,df->bsf"), self.b_up)
-        out = biased(project(self.w_down, jax.nn.gelu(up, approximate=False), "bsf,fd->bsd"), self.b_down)
+        out = biased(plain(up, self.w_down, merges=how.merges(cfg.layers)), self.b_down)
         x = _normed(cfg, x + out, self.mlp_norm, self.mlp_norm_bias)
         return constrain(x, "batch", "sequence", None)
 
