@@ -1,6 +1,7 @@
 """DeBERTa against transformers' on random configurations, its attention, and its training in pairs."""
 
 import dataclasses
+import math
 import warnings
 from typing import Any
 
@@ -23,7 +24,7 @@ from millrace.models import deberta
 from millrace.objective import Batch, Task, Vocabulary
 from millrace.objectives import rtd
 from tests import parity
-from tests.test_step import Bench, assert_close, weights
+from tests.test_step import Bench, assert_close, made, weights
 
 with warnings.catch_warnings():  # torch.jit.script, of which transformers makes use, is on its way out
     warnings.simplefilter("ignore", DeprecationWarning)
@@ -150,6 +151,18 @@ def test_attention_has_no_scatter_and_no_gather_as_large_as_the_scores(use):
     assert "scatter" not in program
     sizes = [shape for line in program.splitlines() if "stablehlo.gather" in line for shape in [line]]
     assert sizes and all("1024x1024" not in line for line in sizes)
+
+
+def test_attention_over_long_rows_makes_nothing_of_the_length_squared():
+    length, cfg = 16384, config.part_class("attention", "auto")()
+    given = [jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) for x in arrays(length, buckets=256)]
+
+    def ours(q: Any, k: Any, v: Any, k_table: Any, q_table: Any) -> Any:
+        return disentangled.attend(cfg, q, k, v, k_table=k_table, q_table=q_table, reach=512).sum()
+
+    traced = jax.jit(jax.grad(ours, argnums=(0, 1, 2, 3, 4))).trace(*given)
+    sizes = [math.prod(shape) for shape in made(traced.jaxpr.jaxpr)]
+    assert max(sizes) <= 2 * 2 * 2 * 512 * length  # rows, heads; a block, and as much again for its distances
 
 
 def test_a_backend_without_distances_is_refused_in_words():
