@@ -329,6 +329,17 @@ def test_the_discriminator_reads_what_was_drawn_and_sees_the_updated_embedding(t
     assert share == pytest.approx(replaced.sum() / float(sums["count"]), abs=1e-6)
 
 
+@pytest.mark.parametrize("sharing", ["gdes", pytest.param("nes", marks=pytest.mark.slow)])
+def test_both_of_a_pair_learn(tiny, sharing):
+    _, rows = Bench(tiny(*pair({"model.sharing": sharing, "schedule.steps": 40}))).run(40)
+    first, last = rows[0], {name: np.mean([row[name] for row in rows[-5:]]) for name in rows[0]}
+    assert last["loss"] < first["loss"] - 0.5
+    # Better than to say of all of them how often one was replaced.
+    share = last["discriminator_replaced"]
+    chance = -share * np.log(share) - (1 - share) * np.log(1 - share)
+    assert last["discriminator_loss"] < min(chance, first["discriminator_loss"] - 0.2)
+
+
 @pytest.mark.slow
 def test_accumulation_gives_the_pair_the_update_of_the_whole_batch(tiny):
     whole, rows = Bench(tiny(*pair(SGD))).run(2)
