@@ -318,6 +318,11 @@ def check_run(run: Run, reader: Reader) -> None:
         )
     if run.objective.use != "causal" and run.model.causal:
         reader.fail("objective.use", f"expected causal, since {run.model.use} sees only what came before")
+    pair = bool(getattr(run.model, "generator", 0))
+    if pair and run.objective.use != "rtd":
+        reader.fail("objective.use", "expected rtd, which trains the generator that model.generator names")
+    if run.objective.use == "rtd" and not pair:
+        reader.fail("objective.use", "expected another, or a model with model.generator, which rtd trains")
     own = getattr(run.model, "products", "compute")
     if own != "compute" and run.memory.products != "compute":
         reader.fail("memory.products", f"expected nothing, since those of {run.model.use} are {own} anyway")

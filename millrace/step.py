@@ -1,4 +1,5 @@
-"""One update: examples, gradients (in parts if the batch is split), clipping, optimizer, average."""
+"""One update: examples, gradients (in parts if the batch is split), clipping, optimizer, average. Most
+objectives take one turn at it; where there are several, the weights of a turn see those before it updated."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import optax
 from millrace import execution
 from millrace.mesh import constrain
 from millrace.module import Array, Axes
-from millrace.objective import Batch, Examples, Task, file
+from millrace.objective import Batch, Examples, Task, Turn, file, turns
 from millrace.schedule import Curves
 from millrace.state import State
 
@@ -33,15 +34,20 @@ def train_step(task: Task, update: Update, axes: Any) -> Callable[[State, Batch]
 
     def step(state: State, batch: Batch) -> tuple[State, Metrics]:
         key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
-        examples = file("objectives", task.objective).prepare(task, batch, key)
-        grads, sums = gradients(task, axes, state.params, split(examples, update.accumulate))
-        count = jnp.maximum(sums["count"], 1.0)
-        grads = jax.tree.map(lambda g: g / count, grads)
-        metrics = {
-            "loss": sums["loss"] / count,
-            "nll": sums["nll"] / count,
-            "grad_norm": optax.tree.norm(grads),
-        }
+        parts: Any = split(file("objectives", task.objective).prepare(task, batch, key), update.accumulate)
+        params, metrics = state.params, Metrics()
+        grads, together = jax.tree.map(jnp.zeros_like, params), turns(task)
+        for turn in together:
+            own, sums, parts = turn_gradients(task, turn, axes, params, parts)
+            count = jnp.maximum(sums.pop("count"), 1.0)
+            own = jax.tree.map(lambda g, count=count: g / count, own)
+            norm = optax.tree.norm(own)
+            metrics |= {turn.name + name: total / count for name, total in sums.items()}
+            metrics |= {turn.name + "grad_norm": norm}
+            grads = turn.put(grads, clipped(update.optimizer.clip, own, norm))
+            if turn is not together[-1]:  # the next sees what becomes of these; of its own it is not computed
+                new = apply(update, axes, state, grads, metrics)[0].params
+                params = turn.put(params, turn.take(new))
         return apply(update, axes, state, grads, metrics)
 
     return step
@@ -58,8 +64,13 @@ def eval_step(task: Task, axes: Any) -> Callable[[Any, Batch, Any], Metrics]:
             examples = prepare(task, single, jax.random.fold_in(jax.random.key(0), number))
             return jax.tree.map(lambda x: x[0], examples)
 
-        examples = jax.vmap(alone)(batch, first + jnp.arange(batch.tokens.shape[0]))
-        return _sums(task, axes, params, examples)[1]
+        examples: Any = jax.vmap(alone)(batch, first + jnp.arange(batch.tokens.shape[0]))
+        model, sums = execution.cast(params, axes, task.how), Metrics()
+        for turn in turns(task):
+            told = turn.loss(task, model, examples)
+            examples = told.following
+            sums |= {turn.name + name: total for name, total in told.sums.items()}
+        return sums
 
     return step
 
@@ -75,25 +86,45 @@ def split(examples: Examples, parts: int) -> Examples:
 
 
 def gradients(task: Task, axes: Any, params: Any, parts: Examples) -> tuple[Any, Metrics]:
-    """Sums of gradients and losses over all parts, one part in memory at a time. Sums, not means: parts that
-    hold fewer tokens must weigh less, or the update would differ from that of the whole batch."""
-    differentiate = jax.grad(lambda params, examples: _sums(task, axes, params, examples), has_aux=True)
+    """Sums of gradients and losses of an objective that takes one turn."""
+    (turn,) = turns(task)
+    return turn_gradients(task, turn, axes, params, parts)[:2]
+
+
+def turn_gradients(task: Task, turn: Turn, axes: Any, params: Any, parts: Any) -> tuple[Any, Metrics, Any]:
+    """Sums of gradients and losses over all parts, one part in memory at a time, and the parts for the next
+    turn. Sums, not means: parts that hold fewer tokens must weigh less, or the update would differ from that
+    of the whole batch."""
+
+    def loss(own: Any, examples: Any) -> tuple[Array, Any]:
+        told = turn.loss(task, execution.cast(turn.put(params, own), axes, task.how), examples)
+        return told.loss, (told.sums, told.following)
+
+    own, differentiate = turn.take(params), jax.grad(loss, has_aux=True)
     if jax.tree.leaves(parts)[0].shape[0] == 1:
-        return differentiate(params, jax.tree.map(lambda x: x[0], parts))
+        grads, (sums, following) = differentiate(own, jax.tree.map(lambda x: x[0], parts))
+        return grads, sums, jax.tree.map(lambda x: x[None], following)
 
-    def add(total: Any, examples: Examples) -> tuple[Any, None]:
-        return jax.tree.map(jnp.add, total, differentiate(params, examples)), None
+    def add(total: Any, examples: Any) -> tuple[Any, Any]:
+        grads, (sums, following) = differentiate(own, examples)
+        return jax.tree.map(jnp.add, total, (grads, sums)), following
 
-    shapes = jax.eval_shape(differentiate, params, jax.tree.map(lambda x: x[0], parts))
-    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-    return jax.lax.scan(add, zeros, parts)[0]
+    shapes = jax.eval_shape(differentiate, own, jax.tree.map(lambda x: x[0], parts))
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), (shapes[0], shapes[1][0]))
+    (grads, sums), following = jax.lax.scan(add, zeros, parts)
+    return grads, sums, following
+
+
+def clipped(clip: float | None, grads: Any, norm: Array) -> Any:
+    if clip is None:
+        return grads
+    return jax.tree.map(lambda g: g * jnp.minimum(1.0, clip / (norm + 1e-6)), grads)
 
 
 def apply(update: Update, axes: Any, state: State, grads: Any, metrics: Metrics) -> tuple[State, Metrics]:
-    cfg, norm = update.optimizer, metrics["grad_norm"]
-    finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(norm)
-    if cfg.clip is not None:
-        grads = jax.tree.map(lambda g: g * jnp.minimum(1.0, cfg.clip / (norm + 1e-6)), grads)
+    cfg = update.optimizer
+    watched = [value for name, value in metrics.items() if name.endswith(("loss", "grad_norm"))]
+    finite = jnp.isfinite(jnp.stack(watched)).all()
     direction, optimizer = update.tx.update(grads, state.optimizer, state.params)
     lr = cfg.learning_rate * update.curves.learning_rate(state.step)
     decay = cfg.weight_decay * update.curves.weight_decay(state.step)
@@ -122,13 +153,6 @@ def apply(update: Update, axes: Any, state: State, grads: Any, metrics: Metrics)
         streak=streak,
     )
     return new, metrics
-
-
-def _sums(task: Task, axes: Any, params: Any, examples: Examples) -> tuple[Array, Metrics]:
-    model = execution.cast(params, axes, task.how)
-    totals = file("objectives", task.objective).loss(task, model, examples)
-    counts = examples.weights if examples.counts is None else examples.counts
-    return totals.loss, {"loss": totals.loss, "nll": totals.nll, "count": counts.sum()}
 
 
 def _is_axes(node: Any) -> bool:
