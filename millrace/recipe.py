@@ -98,15 +98,19 @@ class Batch:
             raise ValueError(f"accumulate: expected a divisor of batch.sequences, which is {self.sequences}")
 
 
+SPLIT_ROWS = ("data", "fsdp", "expert")  # axes of the mesh over which the rows of a batch are split
+
+
 @dataclass(frozen=True)
 class Mesh:
     data: int | str = 1
     fsdp: int | str = "auto"
     tensor: int | str = 1
     context: int | str = 1
+    expert: int | str = 1  # splits the experts of a mixture, and the batch as fsdp does
 
     def __post_init__(self) -> None:
-        at_least(1, self, "data", "fsdp", "tensor", "context")
+        at_least(1, self, "data", "fsdp", "tensor", "context", "expert")
         sizes = dataclasses.asdict(self)
         for name, size in sizes.items():
             if isinstance(size, str) and size != "auto":
@@ -321,6 +325,8 @@ def check_run(run: Run, reader: Reader) -> None:
     own = getattr(run.model, "products", "compute")
     if own != "compute" and run.memory.products != "compute":
         reader.fail("memory.products", f"expected nothing, since those of {run.model.use} are {own} anyway")
+    if getattr(run.model, "experts", 1) > 1 and run.memory.products != "compute":
+        reader.fail("memory.products", "expected compute, since experts are not multiplied in 8 bits")
     _check_packed(run, reader)
 
 
@@ -394,15 +400,18 @@ def _check_schedule(run: Run, reader: Reader) -> None:
 
 def _check_mesh(run: Run, reader: Reader) -> None:
     fixed = {axis: size for axis, size in dataclasses.asdict(run.mesh).items() if isinstance(size, int)}
-    factors = (run.batch.accumulate, fixed.get("data", 1), fixed.get("fsdp", 1))
-    if run.batch.sequences % math.prod(factors):
-        product = " x ".join(map(str, factors))
-        reader.fail("batch.sequences", f"expected a multiple of accumulate x data x fsdp, here {product}")
+    factors = {"accumulate": run.batch.accumulate} | {axis: fixed.get(axis, 1) for axis in SPLIT_ROWS}
+    if run.batch.sequences % math.prod(factors.values()):
+        names, product = " x ".join(factors), " x ".join(map(str, factors.values()))
+        reader.fail("batch.sequences", f"expected a multiple of {names}, here {product}")
     if run.data.sequence_length % fixed.get("context", 1):
         reader.fail("mesh.context", f"expected a divisor of data.sequence_length, {run.data.sequence_length}")
     heads = getattr(run.model, "heads", 0)
     if heads % fixed.get("tensor", 1):
         reader.fail("mesh.tensor", f"expected a divisor of model.heads, {heads}")
+    experts = getattr(run.model, "experts", 1)
+    if experts % fixed.get("expert", 1):
+        reader.fail("mesh.expert", f"expected a divisor of the model's experts, {experts}")
 
 
 def _check_packed(run: Run, reader: Reader) -> None:

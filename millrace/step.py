@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from millrace import execution
+from millrace import execution, module
 from millrace.mesh import constrain
-from millrace.module import Array, Axes
+from millrace.module import Array, Axes, dotted
 from millrace.objective import Batch, Examples, Task, file
 from millrace.schedule import Curves
 from millrace.state import State
@@ -26,6 +26,7 @@ class Update:
     tx: optax.GradientTransformation
     curves: Curves
     accumulate: int = 1
+    frozen: frozenset[str] = frozenset()  # weights that stay as they are
 
 
 def train_step(task: Task, update: Update, axes: Any) -> Callable[[State, Batch], tuple[State, Metrics]]:
@@ -34,15 +35,16 @@ def train_step(task: Task, update: Update, axes: Any) -> Callable[[State, Batch]
     def step(state: State, batch: Batch) -> tuple[State, Metrics]:
         key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
         examples = file("objectives", task.objective).prepare(task, batch, key)
-        grads, sums = gradients(task, axes, state.params, split(examples, update.accumulate))
+        parts = split(examples, update.accumulate)
+        grads, sums = gradients(task, axes, state.params, parts, frozen=update.frozen)
         count = jnp.maximum(sums["count"], 1.0)
         grads = jax.tree.map(lambda g: g / count, grads)
         metrics = {
             "loss": sums["loss"] / count,
             "nll": sums["nll"] / count,
-            "grad_norm": optax.tree.norm(grads),
+            "grad_norm": optax.tree.norm(jax.tree.map(_if, module.trained(axes, update.frozen), grads)),
         }
-        return apply(update, axes, state, grads, metrics)
+        return apply(update, axes, state, grads, metrics, model=task.model)
 
     return step
 
@@ -74,10 +76,20 @@ def split(examples: Examples, parts: int) -> Examples:
     return jax.tree.map(one, examples)
 
 
-def gradients(task: Task, axes: Any, params: Any, parts: Examples) -> tuple[Any, Metrics]:
+def gradients(
+    task: Task, axes: Any, params: Any, parts: Examples, *, frozen: frozenset[str] = frozenset()
+) -> tuple[Any, Metrics]:
     """Sums of gradients and losses over all parts, one part in memory at a time. Sums, not means: parts that
-    hold fewer tokens must weigh less, or the update would differ from that of the whole batch."""
-    differentiate = jax.grad(lambda params, examples: _sums(task, axes, params, examples), has_aux=True)
+    hold fewer tokens must weigh less, or the update would differ from that of the whole batch. Frozen weights
+    have None."""
+    stay = jax.tree_util.tree_map_with_path(lambda path, w: dotted(path) in frozen, params)
+    fixed, params = (jax.tree.map(lambda s, w, of=of: w if s == of else None, stay, params) for of in (1, 0))
+
+    def whole(params: Any, examples: Examples) -> tuple[Array, Metrics]:
+        both = jax.tree.map(lambda s, old, w: old if s else w, stay, fixed, params)
+        return _sums(task, axes, both, examples)
+
+    differentiate = jax.grad(whole, has_aux=True)
     if jax.tree.leaves(parts)[0].shape[0] == 1:
         return differentiate(params, jax.tree.map(lambda x: x[0], parts))
 
@@ -89,19 +101,27 @@ def gradients(task: Task, axes: Any, params: Any, parts: Examples) -> tuple[Any,
     return jax.lax.scan(add, zeros, parts)[0]
 
 
-def apply(update: Update, axes: Any, state: State, grads: Any, metrics: Metrics) -> tuple[State, Metrics]:
+def apply(
+    update: Update, axes: Any, state: State, grads: Any, metrics: Metrics, *, model: Any = None
+) -> tuple[State, Metrics]:
+    """`model` is the section that weights with a rule of their own go by."""
     cfg, norm = update.optimizer, metrics["grad_norm"]
     finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(norm)
+    clipped = grads
     if cfg.clip is not None:
-        grads = jax.tree.map(lambda g: g * jnp.minimum(1.0, cfg.clip / (norm + 1e-6)), grads)
-    direction, optimizer = update.tx.update(grads, state.optimizer, state.params)
+        clipped = jax.tree.map(lambda g: g * jnp.minimum(1.0, cfg.clip / (norm + 1e-6)), grads)
+    direction, optimizer = update.tx.update(clipped, state.optimizer, state.params)
     lr = cfg.learning_rate * update.curves.learning_rate(state.step)
     decay = cfg.weight_decay * update.curves.weight_decay(state.step)
 
-    def move(axes: Axes, w: Array, d: Array) -> Array:
+    def move(axes: Axes, w: Array, d: Array | None, g: Array | None) -> Array:
+        if d is None or g is None:
+            return w
+        if axes.rule is not None:
+            return axes.rule(model, w, g)
         return w - lr * (d + decay * w if axes.is_matrix else d)
 
-    params = jax.tree.map(move, axes, state.params, direction, is_leaf=_is_axes)
+    params = jax.tree.map(move, axes, state.params, direction, grads, is_leaf=_is_axes)
     ema = state.ema
     if ema is not None:
         ema = jax.tree.map(lambda mean, w: cfg.ema * mean + (1 - cfg.ema) * w, ema, params)
@@ -129,6 +149,10 @@ def _sums(task: Task, axes: Any, params: Any, examples: Examples) -> tuple[Array
     totals = file("objectives", task.objective).loss(task, model, examples)
     counts = examples.weights if examples.counts is None else examples.counts
     return totals.loss, {"loss": totals.loss, "nll": totals.nll, "count": counts.sum()}
+
+
+def _if(wanted: bool, leaf: Any) -> Any:
+    return leaf if wanted else None
 
 
 def _is_axes(node: Any) -> bool:

@@ -58,7 +58,8 @@ def describe(shapes: str, cfg: recipe.Run, mesh: dict[str, int]) -> Buffer:
 def meaning(dtype: str, shape: tuple[int, ...], cfg: recipe.Run, mesh: dict[str, int]) -> tuple[str, str]:
     """What a value of this shape is in a step, and the key that shrinks it."""
     model, tensor = cfg.model, mesh["tensor"]
-    rows = cfg.batch.sequences // cfg.batch.accumulate // (mesh["data"] * mesh["fsdp"])
+    over = math.prod(mesh[axis] for axis in recipe.SPLIT_ROWS)
+    rows = cfg.batch.sequences // cfg.batch.accumulate // over
     length = cfg.data.sequence_length // mesh["context"]
     sides, tokens, size = set(shape), rows * length, math.prod(shape)
     head_widths = [heads * model.head_dim // tensor for heads in (model.heads, model.kv_heads)]
