@@ -38,14 +38,16 @@ def mesh_sizes(cfg: recipe.Run, devices: int, slices: int = 1) -> dict[str, int]
             f"mesh.data: found {sizes['data']}, expected a multiple of {slices}, since it goes over the "
             f"{slices} slices; set mesh.data={slices}"
         )
-    rows, over = cfg.batch.sequences // cfg.batch.accumulate, math.prod(sizes[axis] for axis in recipe.SPLIT_ROWS)
+    rows = cfg.batch.sequences // cfg.batch.accumulate
+    over = math.prod(sizes[axis] for axis in recipe.SPLIT_ROWS)
     if rows % over:
         whole, parts = cfg.batch.sequences, cfg.batch.accumulate
         fewer = [count for count in range(1, parts + 1) if whole % (count * over) == 0]
         wanted = f"batch.accumulate={fewer[-1]}" if fewer else f"batch.sequences to a multiple of {over}"
         raise UserError(
             f"batch.sequences: {rows} rows at a time cannot be shared by the {over} devices of mesh.data x "
-            f"mesh.fsdp x mesh.expert ({whole} rows a step, batch.accumulate={parts}); set {wanted}, or change the mesh"
+            f"mesh.fsdp x mesh.expert ({whole} rows a step, batch.accumulate={parts}); set {wanted}, or "
+            "change the mesh"
         )
     if cfg.data.sequence_length % sizes["context"]:
         raise UserError(f"mesh.context: {sizes['context']} does not divide data.sequence_length")

@@ -34,9 +34,9 @@ RULES: dict[str, tuple[str, ...]] = {
 
 
 def make(sizes: dict[str, int], devices: Sequence[Any] | None = None) -> Mesh:
-    """A mesh of the given sizes, 1 where none is, over these devices (all of them by default). Neighbours in the
-    mesh are neighbours on a TPU's torus, as far as can be; several slices are told apart by `data` alone,
-    since what lies between them is slow."""
+    """A mesh of the given sizes, 1 where none is given, over these devices (all of them by default).
+    Neighbours in the mesh are neighbours on a TPU's torus, as far as can be; several slices are told apart by
+    `data` alone, since what lies between them is slow."""
     shape = tuple(sizes.get(axis, 1) for axis in AXES)
     devices = list(jax.devices() if devices is None else devices)
     slices = len({getattr(device, "slice_index", 0) for device in devices if device.platform == "tpu"})

@@ -41,7 +41,13 @@ def fill(model: Any, norm: float, seed: int = 0) -> Any:
 
 
 def check(
-    theirs: Any, folder: Path, *, length: int, rows: int = 2, least: float = 1e-6, export: bool = True,
+    theirs: Any,
+    folder: Path,
+    *,
+    length: int,
+    rows: int = 2,
+    least: float = 1e-6,
+    export: bool = True,
     fused: bool = False,
 ) -> tuple[Any, Any]:
     """Returns our config and weights. What is read by both is one document a row; the loss is that of the

@@ -36,7 +36,6 @@ def sizes(draw: Any) -> dict[str, Any]:
         rms_norm_eps=draw(st.sampled_from([1e-5, 1e-2])),
         max_position_embeddings=64,
         rope_parameters={"rope_type": "default", "rope_theta": draw(st.sampled_from([1000.0, 100.0]))},
-        tie_word_embeddings=draw(st.booleans()),
         num_experts_per_tok=draw(st.integers(1, experts)),
         num_local_experts=experts,
         router_aux_loss_coef=0.0,

@@ -12,8 +12,8 @@ import numpy as np
 from millrace import module
 
 # Our weight -> their tensor, and its axes in terms of ours. In the name {} is the layer, {+1} the one after,
-# and [0/3] the first of three equal parts of the tensor. A second {} is the number along the weight's next axis,
-# such as the expert.
+# and [0/3] the first of three equal parts of the tensor. A second {} is the number along the weight's next
+# axis, such as the expert.
 Table = dict[str, tuple[str, str]]
 
 

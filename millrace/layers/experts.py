@@ -21,6 +21,7 @@ from millrace.module import Array
 
 Scores = Literal["softmax", "sigmoid"]
 SLACK = 1.25
+FURTHER = "rounds_of_a_crowd"  # by which `plan` knows the loop that hardly ever runs
 
 
 class Choice(NamedTuple):
@@ -96,16 +97,16 @@ def mix(kind: Activation, x: Array, choice: Choice, experts: Matrices) -> Array:
     """What the chosen experts make of x [b s d], summed by their weights."""
     mesh, names = current(), ("experts", "embed", "expert_mlp")
     if mesh is None:
-        return _local(kind, x, choice, experts)
+        return _local(kind, Split(), x, choice, experts)
     stored = [spec([names[i] for i in order], experts[n].shape, mesh) for n, order in enumerate(ORDERS)]
     rows = spec(("batch", "sequence", None), x.shape, mesh)
     split = Split(*(_axes(stored[0][i]) for i in range(3)))
     return jax.shard_map(
-        partial(_local, kind, split=split),
-        in_specs=(rows, Choice(rows, rows), Matrices(*stored)),
+        partial(_local, kind, split),
+        in_specs=(rows, rows, tuple(stored)),
         out_specs=rows,
         check_vma=False,  # sums over devices are written out here
-    )(x, choice, experts)
+    )(x, tuple(choice), tuple(experts))
 
 
 ORDERS = ((0, 1, 2), (0, 1, 2), (0, 2, 1))  # of the axes of each matrix
@@ -119,35 +120,33 @@ class Split(NamedTuple):
     hidden: tuple[str, ...] = ()
 
 
-def _local(kind: Activation, x: Array, choice: Choice, experts: Matrices, split: Split = Split()) -> Array:
+def _local(kind: Activation, split: Split, x: Array, choice: Any, experts: Any) -> Array:
     """One device's rows, through the experts of all devices."""
     if split.width:
         whole = [
             jax.lax.all_gather(w, split.width, axis=order.index(1), tiled=True)
             for w, order in zip(experts, ORDERS, strict=True)
         ]
-        experts = Matrices(*whole)
+        experts = tuple(whole)
     tokens = x.reshape(-1, x.shape[-1])
     chosen, weights = (part.reshape(len(tokens), -1) for part in choice)
     if not split.experts:
-        out = _rounds(kind, tokens, chosen, weights, experts, len(chosen) * chosen.shape[1])
+        out = _rounds(kind, tokens, chosen, weights, Matrices(*experts), chosen.size)
     else:
         gather = partial(jax.lax.all_gather, axis_name=split.experts, tiled=True)
-        first = jax.lax.axis_index(split.experts) * len(experts.gate)
+        first = jax.lax.axis_index(split.experts) * len(experts[0])
         every, whose, much = gather(tokens), gather(chosen) - first, gather(weights)
         even = math.ceil(SLACK * chosen.size / 128) * 128
-        out = _rounds(kind, every, whose, much, experts, min(even, whose.size))
-        out = jax.lax.psum_scatter(out.astype(x.dtype), split.experts, tiled=True)
+        out = _rounds(kind, every, whose, much, Matrices(*experts), min(even, whose.size))
+        out = jax.lax.psum_scatter(out, split.experts, tiled=True)
     if split.hidden:
-        out = jax.lax.psum(out.astype(x.dtype), split.hidden)
-    return out.astype(x.dtype).reshape(x.shape)
+        out = jax.lax.psum(out, split.hidden)
+    return out.reshape(x.shape)
 
 
-def _rounds(
-    kind: Activation, x: Array, chosen: Array, weights: Array, experts: Matrices, most: int
-) -> Array:
+def _rounds(kind: Activation, x: Array, chosen: Array, weights: Array, experts: Matrices, most: int) -> Array:
     """What these experts, counted from 0, make of the tokens [t d] that chose them, `most` pairs at a time,
-    in float32; other tokens get zeros."""
+    summed by weights; other tokens get zeros."""
     count, k = len(experts.gate), chosen.shape[1]
     flat = chosen.reshape(-1)
     flat = jnp.where((flat >= 0) & (flat < count), flat, count)  # those of other devices come last
@@ -163,11 +162,11 @@ def _rounds(
         sizes = jnp.diff(within, prepend=0)
         # Rows beyond the last expert's are whatever the memory held.
         there = (jnp.arange(most) < within[-1])[:, None]
-        h = jnp.where(there, x[pairs // k], 0)
+        h = jnp.where(there, rows_of(x, pairs // k), 0)
         gate, up = (jax.lax.ragged_dot(h, w, sizes) for w in (experts.gate, experts.up))
         y = jax.lax.ragged_dot(glu(kind, gate, up), experts.down, sizes)
-        y = jnp.where(there, y, 0).astype(jnp.float32) * weights.reshape(-1)[pairs][:, None]
-        return jnp.zeros(x.shape, jnp.float32).at[pairs // k].add(y)
+        y = jnp.where(there, y, 0) * weights.reshape(-1)[pairs][:, None]
+        return sum_rows(len(x), y.astype(x.dtype), pairs // k)
 
     if rounds == 1:
         return one(0, (order, ends), x, weights, experts)
@@ -178,24 +177,46 @@ def _repeated(one: Callable[..., Array]) -> Callable[..., Array]:
     """The sum of `one(number, whole numbers, ...)` over so many rounds as are given first: a number that is
     not known when compiling. It has a gradient, for which each round is computed again."""
 
-    def add(total: Any, part: Any) -> Any:
-        return jax.tree.map(jnp.add, total, part)
+    def total(rounds: Array, one: Callable[[Any], Any]) -> Any:
+        def add(number: Any, sum: Any) -> Any:
+            return jax.tree.map(jnp.add, sum, one(number))
+
+        first = one(0)  # not in the loop: there is nothing yet to add it to
+        with jax.named_scope(FURTHER):
+            return jax.lax.fori_loop(1, rounds, add, first)
 
     @jax.custom_vjp
     def run(rounds: Array, whole: Any, *inputs: Any) -> Array:
-        zeros = jnp.zeros(inputs[0].shape, jnp.float32)
-        return jax.lax.fori_loop(0, rounds, lambda n, out: add(out, one(n, whole, *inputs)), zeros)
+        return total(rounds, lambda number: one(number, whole, *inputs))
 
     def backward(kept: Any, d: Array) -> Any:
         rounds, whole, *inputs = kept
-
-        def back(n: Any, total: Any) -> Any:
-            return add(total, jax.vjp(partial(one, n, whole), *inputs)[1](d))
-
-        return None, None, *jax.lax.fori_loop(0, rounds, back, tuple(jax.tree.map(jnp.zeros_like, inputs)))
+        return None, None, *total(rounds, lambda number: jax.vjp(partial(one, number, whole), *inputs)[1](d))
 
     run.defvjp(lambda *inputs: (run(*inputs), inputs), backward)
     return run
+
+
+@jax.custom_vjp
+def rows_of(x: Array, places: Array) -> Array:
+    """x[places], whose gradient is summed in float32."""
+    return x[places]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def sum_rows(count: int, y: Array, places: Array) -> Array:
+    """Rows added up, in float32, where `places` says, of so many."""
+    total = jnp.zeros((count, *y.shape[1:]), jnp.float32)
+    return total.at[places].add(y.astype(jnp.float32)).astype(y.dtype)
+
+
+rows_of.defvjp(
+    lambda x, places: (x[places], (len(x), places)), lambda kept, d: (sum_rows(kept[0], d, kept[1]), None)
+)
+sum_rows.defvjp(
+    lambda count, y, places: (sum_rows(count, y, places), places),
+    lambda count, places, d: (rows_of(d, places), None),
+)
 
 
 def _axes(entry: Any) -> tuple[str, ...]:

@@ -41,16 +41,17 @@ class Config:
     balance_rate: float = 0.001  # what the bias moves by in a step, or the weight of the loss
     vocab: int = 0  # 0: as many as the data's tokenizer has
     head_dim: int = 0  # 0: embed / heads
-    activation: Literal["swiglu", "geglu", "reglu", "relu2"] = "swiglu"
-    tied: bool = False  # the head is the embedding
     qk_norm: bool = False
     norm_eps: float = 1e-6
     rope_theta: float = 1_000_000.0
-    rope_scaling: Literal["none", "linear", "ntk", "yarn", "llama3"] = "none"
-    rope_factor: float = 1.0
-    rope_original: int = 8192  # context length before scaling
 
+    # Fixed by the architecture; the blocks read them.
     causal = True
+    tied = False
+    activation = "swiglu"
+    rope_scaling = "none"
+    rope_factor = 1.0
+    rope_original = 8192
 
     def __post_init__(self):
         for name in ("layers", "embed", "heads", "kv_heads", "mlp", "experts", "top_k"):
@@ -71,14 +72,6 @@ class Config:
             object.__setattr__(self, "head_dim", self.embed // self.heads)
         if self.head_dim % 2:
             raise ValueError("head_dim: expected an even number, since positions turn pairs")
-        if self.rope_scaling == "none" and self.rope_factor != 1:
-            raise ValueError("rope_factor: expected rope_scaling to be set as well, or it has no effect")
-        if self.rope_scaling != "none" and self.rope_factor <= 1:
-            raise ValueError("rope_factor: expected more than 1, by which rope_scaling stretches the context")
-        if self.rope_scaling not in ("yarn", "llama3") and self.rope_original != type(self).rope_original:
-            raise ValueError("rope_original: expected rope_scaling to be yarn or llama3, or it has no effect")
-        if self.rope_original < 1:
-            raise ValueError("rope_original: expected 1 or more")
         if self.top_k > self.experts:
             raise ValueError(f"top_k: expected at most the number of experts, {self.experts}")
         if self.dense >= self.layers:
@@ -164,7 +157,7 @@ class Model:
     dense: llama.Block | None = stack(llama.Block, "dense", when=lambda cfg: cfg.dense > 0)
     blocks: Block = stack(Block, "routed_layers")
     final_norm: Array = weight("embed", init=ones)
-    head: Array | None = weight("vocab", "embed", init=normal(0.02), when=lambda cfg: not cfg.tied)
+    head: Array = weight("vocab", "embed", init=normal(0.02))
 
     unembed = llama.Model.unembed
     cache = llama.Model.cache
@@ -219,7 +212,7 @@ class Model:
 
 def flops(cfg: Any, sequence: int) -> float:
     """Forward and backward FLOPs a token: 6 a weight that multiplies it, those of other experts not."""
-    multiplied = count(Model, cfg) - (0 if cfg.tied else cfg.vocab * cfg.embed)
+    multiplied = count(Model, cfg) - cfg.vocab * cfg.embed
     idle = cfg.routed_layers * (cfg.experts - cfg.top_k) * 3 * cfg.embed * cfg.expert_mlp
     return 6 * (multiplied - idle) + 6 * cfg.layers * cfg.heads * cfg.head_dim * sequence
 
