@@ -2,8 +2,10 @@
 runs and `plan` compiles for slices that are not there."""
 
 import dataclasses
+import difflib
+import fnmatch
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -58,7 +60,35 @@ def make_update(cfg: recipe.Run, task: Task) -> step.Update:
     axes = module.axes(file("models", task.model).Model, task.model)
     lengths = recipe.durations(cfg)
     curves = file("schedules", cfg.schedule).make(dataclasses.replace(cfg.schedule, **lengths))
-    return step.Update(cfg.optimizer, make_optimizer(cfg.optimizer, axes), curves, cfg.batch.accumulate)
+    still = frozen(cfg, axes)
+    tx = make_optimizer(cfg.optimizer, axes, still)
+    return step.Update(cfg.optimizer, tx, curves, cfg.batch.accumulate, still)
+
+
+def frozen(cfg: recipe.Run, axes: Any) -> frozenset[str]:
+    """The weights that the recipe lets stay as they are."""
+    if cfg.freeze is None:
+        return frozenset()
+    every = dict(module.named(axes))
+    found = matching("freeze", cfg.freeze, every)
+    if not any(jax.tree.leaves(module.trained(axes, found))):
+        raise UserError(f"freeze: found {cfg.freeze}, expected some weight to be left to train")
+    return found
+
+
+def matching(key: str, patterns: str, names: Iterable[str]) -> frozenset[str]:
+    """Those of the names that the patterns at a recipe's key, with commas between them, choose."""
+    valid, found = sorted(names), set()
+    for pattern in (part.strip() for part in patterns.split(",")):
+        chosen = fnmatch.filter(valid, pattern)
+        if not chosen:
+            alike = difflib.get_close_matches(pattern, valid, n=3, cutoff=0.4) or valid[:3]
+            raise UserError(
+                f"{key}: found {pattern}, which is no weight of this model; expected {', '.join(alike)} or "
+                f"another of its {len(valid)}"
+            )
+        found |= set(chosen)
+    return frozenset(found)
 
 
 def make_optimizer(

@@ -169,7 +169,9 @@ class Run:
 
     run: str
     seed: int = 0
-    start: str | None = None  # a run folder of the same family to take the first weights from, tiled to size
+    start: str | None = None  # a run folder, or one of Hugging Face, to take the first weights from
+    take: str | None = None  # which of them, by name: embedding,head or blocks.w_*; all by default
+    freeze: str | None = None  # weights that stay as they are, by name as above
     model: Any = part("models")
     data: Data = section(Data)
     objective: Any = part("objectives", use="causal")
@@ -312,6 +314,8 @@ def check_run(run: Run, reader: Reader) -> None:
         first, _, last = run.profile.partition(":")
         if not (first.isdecimal() and last.isdecimal() and 0 < int(first) <= int(last)):
             reader.fail("profile", "expected the first and the last step, as in 10:15")
+    if run.take is not None and run.start is None:
+        reader.fail("take", "expected start to be set as well, or it has no effect")
     _check_seed(run, reader)
     _check_schedule(run, reader)
     _check_mesh(run, reader)

@@ -89,7 +89,7 @@ def estimate(cfg: recipe.Run, where: Slice) -> Estimate:
         mesh=sizes,
         weight_bytes=there.weights,
         optimizer_bytes=there.optimizer,
-        temp_bytes=local.temporaries(cfg, there.weights),
+        temp_bytes=local.temporaries(cfg, there),
         host_bytes=offloaded,
         matrix_seconds=matrix,
         memory_seconds=memory,
@@ -104,31 +104,34 @@ class Held:
 
     weights: int
     optimizer: int  # and averaged weights
+    frozen: int  # of the weights, those without a gradient
     parameters: int  # in all
 
 
 def held(cfg: recipe.Run, sizes: dict[str, int]) -> Held:
-    return _held(cfg.model, cfg.optimizer, tuple(sizes[axis] for axis in mesh.AXES))
+    still = build.frozen(cfg, module.axes(file("models", cfg.model).Model, cfg.model))
+    return _held(cfg.model, cfg.optimizer, tuple(sizes[axis] for axis in mesh.AXES), still)
 
 
 @lru_cache(4096)
-def _held(model: Any, optimizer: Any, sizes: tuple[int, ...]) -> Held:
+def _held(model: Any, optimizer: Any, sizes: tuple[int, ...], frozen: frozenset[str]) -> Held:
     """From shapes with shardings, over a mesh of which nothing is there."""
     axes = module.axes(file("models", model).Model, model)
     devices: Any = AbstractMesh(sizes, mesh.AXES, axis_types=(AxisType.Auto,) * len(mesh.AXES))
-    abstract = _shapes(model, optimizer)
+    abstract = _shapes(model, optimizer, frozen)
     homes = state.shardings(abstract, axes, devices)
     placed = jax.tree.map(
         lambda leaf, home: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=home), abstract, homes
     )
     count = sum(leaf.size for leaf in jax.tree.leaves(abstract.params))
-    return Held(fit.held(placed.params), fit.held((placed.optimizer, placed.ema)), count)
+    still = fit.held({name: leaf for name, leaf in module.named(placed.params) if name in frozen})
+    return Held(fit.held(placed.params), fit.held((placed.optimizer, placed.ema)), still, count)
 
 
 @lru_cache(64)
-def _shapes(model: Any, optimizer: Any) -> state.State:
+def _shapes(model: Any, optimizer: Any, frozen: frozenset[str]) -> state.State:
     family = file("models", model)
-    tx = build.make_optimizer(optimizer, module.axes(family.Model, model))
+    tx = build.make_optimizer(optimizer, module.axes(family.Model, model), frozen)
 
     def fresh() -> state.State:
         params = module.init(family.Model, model, jax.random.key(0))
@@ -153,12 +156,13 @@ class Local:
         tokens = rows * cfg.data.sequence_length // sizes["context"]
         return cls(tokens, sizes["tensor"], sizes["fsdp"], sizes["expert"])
 
-    def temporaries(self, cfg: recipe.Run, weights: int) -> int:
+    def temporaries(self, cfg: recipe.Run, there: Held) -> int:
         """All but the state at the worst moment, which is either at the head, or amid the layers with all
         gradients made. Sums of gradients over parts of the batch come on top."""
-        cast = weights // 2 if cfg.memory.compute == "bfloat16" else 0
-        sums = weights if cfg.batch.accumulate > 1 else 0
-        layers = weights + self.work(cfg) + self.gathered(cfg)
+        cast = there.weights // 2 if cfg.memory.compute == "bfloat16" else 0
+        gradients = there.weights - there.frozen
+        sums = gradients if cfg.batch.accumulate > 1 else 0
+        layers = gradients + self.work(cfg) + self.gathered(cfg)
         return self.kept(cfg) + cast + sums + max(self.head(cfg), layers)
 
     def kept(self, cfg: recipe.Run) -> int:
@@ -264,4 +268,4 @@ def state_needs(cfg: recipe.Run, where: Slice) -> int:
     """Bytes a device that no setting but another optimizer or slice can do without: the state and gradients
     shared out over all devices."""
     whole = held(cfg, dict.fromkeys(mesh.AXES, 1))
-    return math.ceil((2 * whole.weights + whole.optimizer) / where.devices)
+    return math.ceil((2 * whole.weights - whole.frozen + whole.optimizer) / where.devices)
