@@ -62,7 +62,8 @@ def make_update(cfg: recipe.Run, task: Task) -> step.Update:
     curves = file("schedules", cfg.schedule).make(dataclasses.replace(cfg.schedule, **lengths))
     still = frozen(cfg, axes)
     tx = make_optimizer(cfg.optimizer, axes, still)
-    return step.Update(cfg.optimizer, tx, curves, cfg.batch.accumulate, still)
+    ramp = recipe.ramp(cfg) if cfg.batch.ramp_from else None
+    return step.Update(cfg.optimizer, tx, curves, cfg.batch.accumulate, ramp, still)
 
 
 def frozen(cfg: recipe.Run, axes: Any) -> frozenset[str]:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from millrace.config import Reader, names
 from millrace.errors import UserError
-from millrace.schedule import duration
+from millrace.schedule import Ramp, duration
 
 
 def part(folder: str, common: type | None = None, use: str | None = None, many: bool = False) -> Any:
@@ -91,11 +91,23 @@ class Schedule:
 class Batch:
     sequences: int = 32
     accumulate: int = 1
+    ramp: int | str = 0  # steps or tokens over which it grows to that, a part of `accumulate` at a time
+    ramp_from: int = 0  # rows of the first steps
 
     def __post_init__(self) -> None:
         at_least(1, self, "sequences", "accumulate")
+        at_least(0, self, "ramp_from")
         if self.sequences % self.accumulate:
             raise ValueError(f"accumulate: expected a divisor of batch.sequences, which is {self.sequences}")
+        if (self.ramp == 0) != (self.ramp_from == 0):
+            missing = "ramp" if self.ramp == 0 else "ramp_from"
+            raise ValueError(f"{missing}: expected it to be set, since a ramp has both a length and a start")
+        part = self.sequences // self.accumulate
+        if self.ramp_from % part or self.ramp_from >= self.sequences:
+            raise ValueError(
+                f"ramp_from: expected less than {self.sequences} rows, and a multiple of the {part} that "
+                "sequences / accumulate makes"
+            )
 
 
 SPLIT_ROWS = ("data", "fsdp", "expert")  # axes of the mesh over which the rows of a batch are split
@@ -346,14 +358,40 @@ def check_data(run: DataRun, reader: Reader) -> None:
             reader.fail("sources", f"expected names of letters, digits, _, . and -, not {name!r}")
 
 
+def ramp(run: Run, reader: Reader | None = None) -> Ramp:
+    """How the batch grows, in parts of `batch.accumulate`; without a ramp it has them all from the start."""
+    batch = run.batch
+    if not batch.ramp_from:
+        return Ramp(batch.accumulate, batch.accumulate)
+    part = batch.sequences // batch.accumulate
+    first, last = batch.ramp_from // part, batch.accumulate
+    sizes = sum(range(first, last)) if isinstance(batch.ramp, str) else last - first
+    try:
+        each = duration(batch.ramp, sizes * part * run.data.sequence_length)
+    except ValueError as error:
+        if reader is None:
+            raise UserError(f"batch.ramp: {error}") from None
+        reader.fail("batch.ramp", "expected a whole number of steps or '3B tokens'")
+    return Ramp(first, last, each if isinstance(batch.ramp, str) else math.ceil(each / sizes))
+
+
+def tokens_until(run: Run, step: int) -> int:
+    """Those that are read before a step."""
+    part = run.batch.sequences // run.batch.accumulate
+    return ramp(run).before(step) * part * run.data.sequence_length
+
+
 def durations(run: Run, reader: Reader | None = None) -> dict[str, int]:
     """Every length of the schedule in whole steps: `steps`, `warmup`, and the durations of its file."""
+    grows = ramp(run, reader)
     tokens = run.batch.sequences * run.data.sequence_length
     fields = [f.name for f in dataclasses.fields(run.schedule) if set(typing.get_args(f.type)) == {int, str}]
     lengths: dict[str, int] = {}
     for name in sorted(fields, key=lambda name: name != "steps"):
         try:
-            lengths[name] = duration(getattr(run.schedule, name), tokens, lengths.get("steps"))
+            value, whole = getattr(run.schedule, name), lengths.get("steps")
+            # A decay is at the end, where the batch has grown.
+            lengths[name] = duration(value, tokens, whole, None if name == "decay" else grows)
         except ValueError as error:
             if reader is None:
                 raise UserError(f"schedule.{name}: {error}") from None

@@ -44,7 +44,7 @@ def check(path: str, model: Any, take: str | None = None) -> Source:
     taken = matching("take", take, ours) if take is not None else frozenset(ours)
     shapes = dict(named(module.shapes(family.Model, model)))
     before = dict(named(module.shapes(file("models", old).Model, old)))
-    for name in sorted(taken):
+    for name in (name for name in ours if name in taken):
         if name not in theirs or theirs[name].names != ours[name].names:
             raise UserError(f"take: {path}, a {old.use}, has no weight {name} that is like this model's")
         for axis, small, large in zip(ours[name].names, before[name].shape, shapes[name].shape, strict=True):

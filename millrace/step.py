@@ -12,7 +12,7 @@ from millrace import execution, module
 from millrace.mesh import constrain
 from millrace.module import Array, Axes, dotted
 from millrace.objective import Batch, Examples, Task, file
-from millrace.schedule import Curves
+from millrace.schedule import Curves, Ramp
 from millrace.state import State
 
 Metrics = dict[str, Array]
@@ -26,6 +26,7 @@ class Update:
     tx: optax.GradientTransformation
     curves: Curves
     accumulate: int = 1
+    ramp: Ramp | None = None  # by which the batch grows to that
     frozen: frozenset[str] = frozenset()  # weights that stay as they are
 
 
@@ -36,7 +37,8 @@ def train_step(task: Task, update: Update, axes: Any) -> Callable[[State, Batch]
         key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
         examples = file("objectives", task.objective).prepare(task, batch, key)
         parts = split(examples, update.accumulate)
-        grads, sums = gradients(task, axes, state.params, parts, frozen=update.frozen)
+        growing = None if update.ramp is None else growth(update.ramp, state.step)
+        grads, sums = gradients(task, axes, state.params, parts, frozen=update.frozen, first=growing)
         count = jnp.maximum(sums["count"], 1.0)
         grads = jax.tree.map(lambda g: g / count, grads)
         metrics = {
@@ -77,11 +79,17 @@ def split(examples: Examples, parts: int) -> Examples:
 
 
 def gradients(
-    task: Task, axes: Any, params: Any, parts: Examples, *, frozen: frozenset[str] = frozenset()
+    task: Task,
+    axes: Any,
+    params: Any,
+    parts: Examples,
+    *,
+    frozen: frozenset[str] = frozenset(),
+    first: Array | None = None,
 ) -> tuple[Any, Metrics]:
     """Sums of gradients and losses over all parts, one part in memory at a time. Sums, not means: parts that
     hold fewer tokens must weigh less, or the update would differ from that of the whole batch. Frozen weights
-    have None."""
+    have None. With `first`, only so many of the parts count."""
     stay = jax.tree_util.tree_map_with_path(lambda path, w: dotted(path) in frozen, params)
     fixed, params = (jax.tree.map(lambda s, w, of=of: w if s == of else None, stay, params) for of in (1, 0))
 
@@ -98,7 +106,17 @@ def gradients(
 
     shapes = jax.eval_shape(differentiate, params, jax.tree.map(lambda x: x[0], parts))
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-    return jax.lax.scan(add, zeros, parts)[0]
+    if first is None:
+        return jax.lax.scan(add, zeros, parts)[0]
+    count = jax.tree.leaves(parts)[0].shape[0]
+    with jax.named_scope(f"at_most_{count}_times"):  # by which `plan` knows it
+        one = lambda n: jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, n, keepdims=False), parts)
+        return jax.lax.fori_loop(0, first, lambda n, total: add(total, one(n))[0], zeros)
+
+
+def growth(ramp: Ramp, step: Array) -> Array:
+    """How many parts the batch has at a step."""
+    return jnp.minimum(ramp.first + step // ramp.each, ramp.last)
 
 
 def apply(

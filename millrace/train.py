@@ -52,7 +52,13 @@ class Session:
     def batch(self, number: int) -> Batch:
         cfg = self.cfg
         return place(
-            self.dataset, self.devices, number, split="train", sequences=cfg.batch.sequences, seed=cfg.seed
+            self.dataset,
+            self.devices,
+            number,
+            split="train",
+            sequences=cfg.batch.sequences,
+            seed=cfg.seed,
+            ramp=recipe.ramp(cfg),
         )
 
     def log(self, rows: list[tuple[int, dict[str, float]]]) -> None:
@@ -133,6 +139,7 @@ def run(cfg: recipe.Run, program: Path | None = None) -> int:
                     devices=devices.size,
                     peak=peak_flops(jax.devices()[0]),
                     started=started,
+                    tokens_until=functools.partial(recipe.tokens_until, cfg),
                 )
                 axes = module.axes(family.Model, task.model)
                 one = step.train_step(task, update, axes)
@@ -234,6 +241,7 @@ def check_same(saved: dict[str, Any], cfg: recipe.Run, dataset: Dataset) -> None
     fixed = [key for key in now if key.startswith("model.")]
     if "seed" in saved:  # not an import, which has taken no step yet
         fixed += ["optimizer.use", "seed", "batch.sequences", "data.sequence_length"]
+        fixed += ["batch.accumulate", "batch.ramp", "batch.ramp_from"] if cfg.batch.ramp_from else []
     for key in fixed:
         if before.get(key) != now[key]:
             raise UserError(
@@ -253,7 +261,10 @@ def meta(cfg: recipe.Run, dataset: Dataset, number: int) -> dict[str, Any]:
     return {
         "step": number,
         "seed": cfg.seed,
-        "data": {"path": cfg.data.path, "next_row": number * cfg.batch.sequences},
+        "data": {
+            "path": cfg.data.path,
+            "next_row": recipe.tokens_until(cfg, number) // cfg.data.sequence_length,
+        },
         "recipe": config.to_dict(cfg),
         "tokenizer_sha256": dataset.tokenizer_sha256,
     }

@@ -124,7 +124,7 @@ def test_a_vocabulary_is_changed_along_its_own_axis_alone():
     ("settings", "take", "message"),
     [
         (dict(use="eurobert"), None, "start: .*old holds a llama, expected a eurobert, or `take`"),
-        (dict(mlp=40), None, "start: blocks.w_down is 48 along mlp in .*old, expected at most 40"),
+        (dict(mlp=40), None, "start: blocks.w_gate is 48 along mlp in .*old, expected at most 40"),
         (dict(tied=False), None, "start: head is in one alone of"),
         (dict(tied=False), "head", "take: .*old, a llama, has no weight head"),
         ({}, "embeding", "take: found embeding, which is no weight of this model; expected embedding"),

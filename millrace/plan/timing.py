@@ -173,6 +173,8 @@ class _Walk:
         if count is None and FURTHER in i.op_name:
             self.doubts.append("experts are taken to be about equally busy")
             return
+        if count is None and (most := re.search(r"at_most_(\d+)_times\)*/while$", i.op_name)):
+            count = int(most[1])  # a batch that grows, once it has grown
         if count is None:  # as in tiled attention, where a row of tiles ends at the diagonal
             count = (self.around + 1) // 2
             self.doubts.append(f"{i.name} is taken to run {count} times, half as often as the loop around it")
