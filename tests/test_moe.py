@@ -117,6 +117,35 @@ def test_experts_over_a_mesh_give_what_each_token_by_hand_does(sizes, crowd):
     assert max(jax.tree.leaves(apart)) < 1e-5, apart
 
 
+def test_gathered_weights_of_all_layers_are_not_kept_for_the_backward_pass():
+    layers, shapes = 8, [(8, 32, 128), (8, 32, 128), (8, 128, 32)]
+    names = [
+        ("layers", "experts", *own) for own in (("embed", "expert_mlp"),) * 2 + (("expert_mlp", "embed"),)
+    ]
+    devices = mesh.make({"fsdp": 8}, jax.devices())
+
+    def lay(shape: tuple[int, ...], names: Any, dtype: Any = jnp.float32) -> Any:
+        home = jax.sharding.NamedSharding(devices, mesh.spec(names, shape, devices))
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=home)
+
+    w = [lay((layers, *shape), own) for shape, own in zip(shapes, names, strict=True)]
+    x, chosen = lay((8, 8, 32), ("batch", None, None)), lay((8, 8, 2), (None,) * 3, jnp.int32)
+    weights = lay((8, 8, 2), (None,) * 3)
+
+    def needs(again: bool) -> int:
+        def loss(w: Any, x: Any, chosen: Any, weights: Any) -> Any:
+            choice = experts.Choice(chosen, weights)
+            body = lambda x, w: x + experts.mix("swiglu", x, choice, experts.Matrices(*w), gather_again=again)
+            return jnp.sum(jax.lax.scan(lambda x, w: (body(x, w), None), x, w)[0] ** 2)
+
+        compiled = jax.jit(jax.grad(loss)).lower(tuple(w), x, chosen, weights).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    with jax.set_mesh(devices):
+        whole = 4 * layers * sum(math.prod(shape) for shape in shapes)
+        assert needs(False) > whole > 2 * needs(True)
+
+
 def settled(**settings: Any) -> dict[str, Any]:
     return dict(top_k=2, scores="softmax", normalise=True, scale=1.0, balance=0.0) | settings
 
@@ -165,8 +194,19 @@ DEEPSEEK = ("model.dense=1", "model.shared=1", "model.scores=sigmoid", "model.sc
 DEEPSEEK += ("model.expert_mlp=16",)
 
 
-@pytest.mark.parametrize("kind", [(), DEEPSEEK, ("model.balance=loss",)], ids=["bias", "deepseek", "loss"])
-@pytest.mark.parametrize("sizes", [{"expert": 8}, {"fsdp": 2, "tensor": 2, "expert": 2}], ids=str)
+ALL_THREE = {"fsdp": 2, "tensor": 2, "expert": 2}
+LOSS = ("model.balance=loss",)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [
+        pytest.param(DEEPSEEK, ALL_THREE, id="deepseek"),
+        pytest.param(DEEPSEEK, {"expert": 8}, id="deepseek, experts alone", marks=pytest.mark.slow),
+        pytest.param((), ALL_THREE, id="bias", marks=pytest.mark.slow),
+        pytest.param(LOSS, {"expert": 8}, id="loss", marks=pytest.mark.slow),
+    ],
+)
 def test_the_mesh_changes_neither_loss_nor_update(tiny, sizes, kind):
     cfg = tiny(*SMALL, *kind)
     (one, rows), (other, others) = Bench(cfg).run(3), Bench(cfg, sizes).run(3)

@@ -93,20 +93,26 @@ def even_out(rate: float, bias: Array, loads: Array) -> Array:
     return bias + rate * jnp.sign(loads.mean(axis=-1, keepdims=True) - loads)
 
 
-def mix(kind: Activation, x: Array, choice: Choice, experts: Matrices) -> Array:
-    """What the chosen experts make of x [b s d], summed by their weights."""
+def mix(
+    kind: Activation, x: Array, choice: Choice, experts: Matrices, *, gather_again: bool = False
+) -> Array:
+    """What the chosen experts make of x [b s d], summed by their weights. With `gather_again` the backward
+    pass gathers from other devices once more, and does not keep every layer's weights whole until then."""
     mesh, names = current(), ("experts", "embed", "expert_mlp")
     if mesh is None:
         return _local(kind, Split(), x, choice, experts)
     stored = [spec([names[i] for i in order], experts[n].shape, mesh) for n, order in enumerate(ORDERS)]
     rows = spec(("batch", "sequence", None), x.shape, mesh)
     split = Split(*(_axes(stored[0][i]) for i in range(3)))
-    return jax.shard_map(
+    run: Callable[..., Array] = jax.shard_map(
         partial(_local, kind, split),
         in_specs=(rows, rows, tuple(stored)),
         out_specs=rows,
         check_vma=False,  # sums over devices are written out here
-    )(x, tuple(choice), tuple(experts))
+    )
+    if gather_again:
+        run = jax.checkpoint(run, policy=lambda operation, *_, **__: operation.name != "all_gather")
+    return run(x, tuple(choice), tuple(experts))
 
 
 ORDERS = ((0, 1, 2), (0, 1, 2), (0, 2, 1))  # of the axes of each matrix
@@ -124,8 +130,7 @@ def _local(kind: Activation, split: Split, x: Array, choice: Any, experts: Any) 
     """One device's rows, through the experts of all devices."""
     if split.width:
         whole = [
-            jax.lax.all_gather(w, split.width, axis=order.index(1), tiled=True)
-            for w, order in zip(experts, ORDERS, strict=True)
+            gathered(w, split.width, axis=order.index(1)) for w, order in zip(experts, ORDERS, strict=True)
         ]
         experts = tuple(whole)
     tokens = x.reshape(-1, x.shape[-1])
@@ -133,15 +138,23 @@ def _local(kind: Activation, split: Split, x: Array, choice: Any, experts: Any) 
     if not split.experts:
         out = _rounds(kind, tokens, chosen, weights, Matrices(*experts), chosen.size)
     else:
-        gather = partial(jax.lax.all_gather, axis_name=split.experts, tiled=True)
         first = jax.lax.axis_index(split.experts) * len(experts[0])
-        every, whose, much = gather(tokens), gather(chosen) - first, gather(weights)
-        even = math.ceil(SLACK * chosen.size / 128) * 128
-        out = _rounds(kind, every, whose, much, Matrices(*experts), min(even, whose.size))
+        every, whose, much = (gathered(part, split.experts) for part in (tokens, chosen, weights))
+        most = min(even_share(chosen.size), whose.size)
+        out = _rounds(kind, every, whose - first, much, Matrices(*experts), most)
         out = jax.lax.psum_scatter(out, split.experts, tiled=True)
     if split.hidden:
         out = jax.lax.psum(out, split.hidden)
     return out.reshape(x.shape)
+
+
+def even_share(pairs: int) -> int:
+    """Room on each device for the pairs of its experts, when as many come from each as go to it."""
+    return math.ceil(SLACK * pairs / 128) * 128
+
+
+def gathered(x: Array, axes: tuple[str, ...], axis: int = 0) -> Array:
+    return jax.lax.all_gather(x, axes, axis=axis, tiled=True)
 
 
 def _rounds(kind: Activation, x: Array, chosen: Array, weights: Array, experts: Matrices, most: int) -> Array:

@@ -142,7 +142,8 @@ class Block:
             balance=cfg.balance_rate if cfg.balance == "loss" else 0.0,
         )
         own = self.experts
-        out = mix(cfg.activation, h, choice, Matrices(own.w_gate, own.w_up, own.w_down))
+        matrices = Matrices(own.w_gate, own.w_up, own.w_down)
+        out = mix(cfg.activation, h, choice, matrices, gather_again=how.remat == "none")
         if self.shared_gate is not None:
             once = prepared(self.shared_gate, h)
             gate, up = (project(w, once, "bsd,df->bsf") for w in (self.shared_gate, self.shared_up))

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from millrace import recipe
+from millrace.layers.experts import even_share
 
 BYTES = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "s16": 2, "s8": 1, "u8": 1, "pred": 1}
 LINE = re.compile(r"^\s*[\d.]+\w+\(\s*\d+%\);\s*[\d.]+\w+;\s*\d+;\s*\d+; (.*)$")
@@ -72,6 +73,10 @@ def meaning(dtype: str, shape: tuple[int, ...], cfg: recipe.Run, mesh: dict[str,
     period = getattr(model, "global_every", 1)
     in_periods = shape[:2] in [(model.layers // period, rows), (model.layers // period, period)]
     layered = len(shape) > 2 and (shape[0] == model.layers or period > 1 and in_periods)
+    if getattr(model, "experts", 0):
+        pairs = tokens * model.top_k
+        if {pairs, even_share(pairs), tokens * mesh["expert"]} & sides - {tokens, model.embed}:
+            return "tokens on their way through experts", "batch.accumulate"
     vocab = {model.vocab, model.vocab // tensor} & sides
     if shape and shape[-1] in vocab:
         return "logits", "loss.chunk"
