@@ -199,13 +199,13 @@ def keep(made: Ready, batch: Any, folder: Path) -> None:
     """Fresh weights, and what the first step makes of its batch: inputs, targets and which of them count."""
     import jax
 
-    from millrace.export.tensors import to_tensors
+    from millrace.export.tensors import table_of, to_tensors
     from millrace.objective import file
 
     state = made.state
     key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
     examples = file("objectives", made.task.objective).prepare(made.task, batch, key)
-    table = file("models", made.task.model).HF
+    table = table_of(file("models", made.task.model), made.task.model)
     np.savez(folder / "weights.npz", **dict(to_tensors(table, state.params, "float32")))
     rows = {name: np.asarray(getattr(examples, name)) for name in ("inputs", "targets", "weights")}
     np.savez(folder / "examples.npz", **rows)

@@ -2,10 +2,14 @@
 runs and `plan` compiles for slices that are not there."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import difflib
+import fnmatch
+import math
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
+import optax
 from jax.sharding import Mesh
 
 from millrace import mesh, module, recipe, state, step
@@ -36,14 +40,16 @@ def mesh_sizes(cfg: recipe.Run, devices: int, slices: int = 1) -> dict[str, int]
             f"mesh.data: found {sizes['data']}, expected a multiple of {slices}, since it goes over the "
             f"{slices} slices; set mesh.data={slices}"
         )
-    rows, over = cfg.batch.sequences // cfg.batch.accumulate, sizes["data"] * sizes["fsdp"]
+    rows = cfg.batch.sequences // cfg.batch.accumulate
+    over = math.prod(sizes[axis] for axis in recipe.SPLIT_ROWS)
     if rows % over:
         whole, parts = cfg.batch.sequences, cfg.batch.accumulate
         fewer = [count for count in range(1, parts + 1) if whole % (count * over) == 0]
         wanted = f"batch.accumulate={fewer[-1]}" if fewer else f"batch.sequences to a multiple of {over}"
         raise UserError(
             f"batch.sequences: {rows} rows at a time cannot be shared by the {over} devices of mesh.data x "
-            f"mesh.fsdp ({whole} rows a step, batch.accumulate={parts}); set {wanted}, or change the mesh"
+            f"mesh.fsdp x mesh.expert ({whole} rows a step, batch.accumulate={parts}); set {wanted}, or "
+            "change the mesh"
         )
     if cfg.data.sequence_length % sizes["context"]:
         raise UserError(f"mesh.context: {sizes['context']} does not divide data.sequence_length")
@@ -54,9 +60,48 @@ def make_update(cfg: recipe.Run, task: Task) -> step.Update:
     axes = module.axes(file("models", task.model).Model, task.model)
     lengths = recipe.durations(cfg)
     curves = file("schedules", cfg.schedule).make(dataclasses.replace(cfg.schedule, **lengths))
-    return step.Update(
-        cfg.optimizer, file("optim", cfg.optimizer).make(cfg.optimizer, axes), curves, cfg.batch.accumulate
-    )
+    still = frozen(cfg, axes)
+    tx = make_optimizer(cfg.optimizer, axes, still)
+    ramp = recipe.ramp(cfg) if cfg.batch.ramp_from else None
+    return step.Update(cfg.optimizer, tx, curves, cfg.batch.accumulate, ramp, still)
+
+
+def frozen(cfg: recipe.Run, axes: Any) -> frozenset[str]:
+    """The weights that the recipe lets stay as they are."""
+    if cfg.freeze is None:
+        return frozenset()
+    every = dict(module.named(axes))
+    found = matching("freeze", cfg.freeze, every)
+    if not any(jax.tree.leaves(module.trained(axes, found))):
+        raise UserError(f"freeze: found {cfg.freeze}, expected some weight to be left to train")
+    return found
+
+
+def matching(key: str, patterns: str, names: Iterable[str]) -> frozenset[str]:
+    """Those of the names that the patterns at a recipe's key, with commas between them, choose."""
+    valid, found = sorted(names), set()
+    for pattern in (part.strip() for part in patterns.split(",")):
+        chosen = fnmatch.filter(valid, pattern)
+        if not chosen:
+            alike = difflib.get_close_matches(pattern, valid, n=3, cutoff=0.4) or valid[:3]
+            raise UserError(
+                f"{key}: found {pattern}, which is no weight of this model; expected {', '.join(alike)} or "
+                f"another of its {len(valid)}"
+            )
+        found |= set(chosen)
+    return frozenset(found)
+
+
+def make_optimizer(
+    optimizer: Any, axes: Any, frozen: frozenset[str] = frozenset()
+) -> optax.GradientTransformation:
+    """The recipe's optimizer for the weights that gradients move; it keeps nothing of the others."""
+    trains = module.trained(axes, frozen)
+    if all(jax.tree.leaves(trains)):
+        return file("optim", optimizer).make(optimizer, axes)
+    theirs = jax.tree.map(lambda trains, its: its if trains else optax.MaskedNode(), trains, axes)
+    # A function, since a model can be called and optax would call it in place of one.
+    return optax.masked(file("optim", optimizer).make(optimizer, theirs), lambda params: trains)
 
 
 def make_state(

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from millrace import module, recipe
@@ -16,6 +17,7 @@ from millrace.folder import Opened
 from millrace.mesh import row_sharding
 from millrace.metrics import fetch
 from millrace.objective import Batch, Vocabulary, file, make_task
+from millrace.schedule import Ramp
 from millrace.step import eval_step
 
 
@@ -108,16 +110,38 @@ def vocabulary(dataset: Dataset) -> Vocabulary:
     return Vocabulary(dataset.vocab, dataset.pad, dataset.bos, dataset.eos, dataset.mask)
 
 
-def place(dataset: Dataset, mesh: Mesh, step: int, *, split: str, sequences: int, seed: int) -> Batch:
-    """The batch at a step, on the devices. Each host reads just the rows that its devices hold."""
+def place(
+    dataset: Dataset,
+    mesh: Mesh,
+    step: int,
+    *,
+    split: str,
+    sequences: int,
+    seed: int,
+    ramp: Ramp | None = None,
+) -> Batch:
+    """The batch at a step, on the devices. Each host reads just the rows that its devices hold. While the
+    batch grows, of each `ramp.last` rows in a row the last ones are padding: those of parts that step.py,
+    which takes its parts from such rows in turn, leaves out."""
     shape = (sequences, dataset.sequence_length)
     sharding = row_sharding(mesh, shape)
     mine = sharding.addressable_devices_indices_map(shape).values()
     held = [index[0].indices(sequences) for index in mine if index is not None]
     first, last = min(start for start, _, _ in held), max(stop for _, stop, _ in held)
-    packed = dataset.batch(step, split=split, sequences=sequences, seed=seed, rows=slice(first, last))
+    ramp = ramp or Ramp(1, 1)
+    each, now, before = sequences // ramp.last, ramp.parts(step), ramp.before(step)
+    packed = dataset.batch(
+        step,
+        split=split,
+        sequences=each * now,
+        seed=seed,
+        rows=slice(first * now // ramp.last, last * now // ramp.last),
+        before=each * before,
+    )
 
     def put(rows: Any) -> jax.Array:
+        rows = spread(rows, now, ramp.last)
+
         def part(index: Any) -> Any:
             start, stop, _ = index[0].indices(sequences)
             return rows[start - first : stop - first, index[1]]
@@ -126,3 +150,9 @@ def place(dataset: Dataset, mesh: Mesh, step: int, *, split: str, sequences: int
 
     loss = None if packed.loss is None else put(packed.loss)
     return Batch(put(packed.tokens), put(packed.segments), put(packed.positions), loss)
+
+
+def spread(rows: np.ndarray, now: int, last: int) -> np.ndarray:
+    """Rows of which `now` belong together, and zeros after each such group to make it `last`."""
+    grouped = rows.reshape(-1, now, *rows.shape[1:])
+    return np.pad(grouped, [(0, 0), (0, last - now), (0, 0)]).reshape(-1, *rows.shape[1:])

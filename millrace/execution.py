@@ -194,7 +194,7 @@ def cast(params: Any, axes: Any, how: Execution) -> Any:
     they are: their gradients are sums over all tokens, and summed in their own dtype."""
 
     def one(axes: Axes, w: Any) -> Any:
-        if not axes.is_hidden_matrix or isinstance(w, Weight):  # done already
+        if axes.exact or not axes.is_hidden_matrix or isinstance(w, Weight):  # done already
             return w
         if how.products == "compute":
             return w.astype(how.dtype)

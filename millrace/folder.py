@@ -39,7 +39,7 @@ def open_run(cfg: recipe.Run, *, item: Literal["params", "ema"] = "params") -> O
         if item == "ema" and not checkpoints.has(step, item):
             raise UserError(f"{cfg.run}: no average of the weights in it; train with optimizer.ema above 0")
         model = file("models", cfg.model).Model
-        devices = mesh.make({"data": 1, "fsdp": jax.device_count(), "tensor": 1, "context": 1})
+        devices = mesh.make(dict.fromkeys(mesh.AXES, 1) | {"fsdp": jax.device_count()})
         shapes, axes = module.shapes(model, cfg.model), module.axes(model, cfg.model)
         target = jax.tree.map(
             lambda leaf, home: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=home),

@@ -13,27 +13,31 @@ from jax.sharding import PartitionSpec as P
 
 from millrace.module import Axes
 
-AXES = ("data", "fsdp", "tensor", "context")
+AXES = ("data", "fsdp", "tensor", "context", "expert")
 
-# Weights: split over `tensor` where a matrix has heads, hidden units or vocabulary, and over `fsdp`
-# along the model width. Activations: rows over `data` and `fsdp`, positions over `context`.
+# Weights: split over `tensor` where a matrix has heads, hidden units or vocabulary, over `expert` where there
+# is one for each expert, and over `fsdp`, and over `expert` where that is free, along the model width.
+# Activations: rows over `data`, `fsdp` and `expert`, positions over `context`.
 RULES: dict[str, tuple[str, ...]] = {
-    "embed": ("fsdp",),
+    "experts": ("expert",),
+    "embed": ("fsdp", "expert"),
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
     "mlp": ("tensor",),
+    "expert_mlp": ("tensor",),
+    "shared_mlp": ("tensor",),
     "vocab": ("tensor",),
-    "batch": ("data", "fsdp"),
+    "batch": ("data", "fsdp", "expert"),
     "rows": ("data",),  # the batch, where it stands beside an `embed` that is still split
     "sequence": ("context",),
 }
 
 
 def make(sizes: dict[str, int], devices: Sequence[Any] | None = None) -> Mesh:
-    """A mesh of the given sizes, one per axis, over these devices (all of them by default). Neighbours in the
-    mesh are neighbours on a TPU's torus, as far as can be; several slices are told apart by `data` alone,
-    since what lies between them is slow."""
-    shape = tuple(sizes[axis] for axis in AXES)
+    """A mesh of the given sizes, 1 where none is given, over these devices (all of them by default).
+    Neighbours in the mesh are neighbours on a TPU's torus, as far as can be; several slices are told apart by
+    `data` alone, since what lies between them is slow."""
+    shape = tuple(sizes.get(axis, 1) for axis in AXES)
     devices = list(jax.devices() if devices is None else devices)
     slices = len({getattr(device, "slice_index", 0) for device in devices if device.platform == "tpu"})
     if slices > 1:
@@ -62,12 +66,17 @@ def resolve(sizes: dict[str, int | str], devices: int) -> dict[str, int]:
 
 
 def spec(names: Sequence[str | None], shape: Sequence[int], mesh: Any) -> P:
-    """How an array with these axis names is split. An axis that does not divide evenly stays whole."""
+    """How an array with these axis names is split. An axis that does not divide evenly stays whole, and of
+    two that go over the same part of the mesh the first has it."""
+    taken: set[str] = set()
 
     def axis(name: str | None, size: int) -> tuple[str, ...] | None:
-        rule = RULES.get(name, ()) if name else ()
+        rule = tuple(axis for axis in RULES.get(name or "", ()) if axis not in taken)
         split = math.prod(mesh.shape[axis] for axis in rule)
-        return rule if rule and split > 1 and size % split == 0 else None
+        if split == 1 or size % split:
+            return None
+        taken.update(rule)
+        return rule
 
     return P(*(axis(name, size) for name, size in zip(names, shape, strict=True)))
 

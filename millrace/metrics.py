@@ -78,6 +78,7 @@ class Meter:
     peak: float | None
     clock: Callable[[], float] = time.perf_counter
     started: float | None = None
+    tokens_until: Callable[[int], int] | None = None  # of all steps up to one, where they are not alike
     paused: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -114,6 +115,8 @@ class Meter:
     def row(self, step: int, values: dict[str, float]) -> dict[str, Any]:
         """The row of `step`. `values["skipped"]`, if there, counts all skipped updates of the run."""
         now, steps = self.clock(), step - self._step
+        until = self.tokens_until or (lambda step: step * self.tokens_per_step)
+        read = until(step) - until(self._step)
         assert steps > 0, f"step {step} was logged already, the last was {self._step}"
         seconds = max(now - self._since - self._paused, 1e-9)
         skipped = int(values.get("skipped", self.skipped))
@@ -123,10 +126,10 @@ class Meter:
         self._since, self._paused, self._step, self.skipped = now, 0.0, step, skipped
 
         assert self.started is not None
-        rate = self.tokens_per_step * steps / seconds
+        rate = read / seconds
         pace = (self._stepping + self._overhead) / (step - self._first)
         measured = {
-            "tokens": step * self.tokens_per_step,
+            "tokens": until(step),
             "tokens_per_second": rate,
             "step_seconds": seconds / steps,
             "mfu": self.flops_per_token * rate / (self.devices * self.peak) if self.peak else None,

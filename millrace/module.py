@@ -19,11 +19,15 @@ T = TypeVar("T")
 @dataclasses.dataclass(frozen=True)
 class Axes:
     """The axis names of one weight. The first `stacked` of them count layers; of the weight's own axes
-    the first `inputs` are summed over when it meets an activation (0 for a bias)."""
+    the first `inputs` are summed over when it meets an activation (0 for a bias). One that is `exact` meets
+    activations in float32. One with a `rule` is not trained: after each step it becomes
+    `rule(cfg, weight, gradient)`."""
 
     names: tuple[str, ...]
     stacked: int = 0
     inputs: int = 1
+    exact: bool = False
+    rule: Callable[[Any, Array, Array], Array] | None = None
 
     @property
     def own(self) -> tuple[str, ...]:
@@ -35,7 +39,8 @@ class Axes:
 
     @property
     def is_hidden_matrix(self) -> bool:
-        """A matrix inside a stack of layers: what Muon orthogonalises; embeddings and heads are not."""
+        """A matrix inside a stack of layers: what Muon orthogonalises; embeddings and heads are not. Where
+        each layer has a stack of its own, as of experts, all of them are."""
         return self.is_matrix and self.stacked > 0
 
 
@@ -74,10 +79,12 @@ def weight(
     *axes: str,
     init: Initialiser = NORMAL,
     inputs: int = 1,
+    exact: bool = False,
+    rule: Callable[[Any, Array, Array], Array] | None = None,
     when: Callable[[Any], bool] = lambda cfg: True,
 ) -> Any:
     """Declares a weight. `when(cfg)` false leaves the field None (a tied head, an absent norm)."""
-    return dataclasses.field(metadata=dict(axes=axes, init=init, inputs=inputs, when=when))
+    return dataclasses.field(metadata=dict(axes=axes, init=init, when=when, more=(inputs, exact, rule)))
 
 
 def stack(cls: type[T], axis: str = "layers", when: Callable[[Any], bool] = lambda cfg: True) -> Any:
@@ -111,7 +118,7 @@ def build(
             elif "nested" in meta:
                 values[field.name] = walk(meta["nested"](), meta["sized"](cfg), path + ".", lead)
             else:
-                axes = Axes(lead + meta["axes"], len(lead), meta["inputs"])
+                axes = Axes(lead + meta["axes"], len(lead), *meta["more"])
                 shape = tuple(getattr(cfg, name) for name in axes.names)
                 init = functools.partial(meta["init"], axes=axes, shape=shape, cfg=cfg)
                 values[field.name] = leaf(path, axes, shape, init)
@@ -137,6 +144,13 @@ def init(cls: type[T], cfg: Any, key: Array) -> T:
         return initialise(jax.random.fold_in(key, zlib.crc32(path.encode())))
 
     return build(cls, cfg, leaf)
+
+
+def trained(axes: Any, frozen: frozenset[str] = frozenset()) -> Any:
+    """For every weight, whether gradients move it: not if it is frozen, or moved by a rule of its own."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, its: dotted(path) not in frozen and its.rule is None, axes
+    )
 
 
 @functools.cache

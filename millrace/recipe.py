@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from millrace.config import Reader, names
 from millrace.errors import UserError
-from millrace.schedule import duration
+from millrace.schedule import Ramp, duration
 
 
 def part(folder: str, common: type | None = None, use: str | None = None, many: bool = False) -> Any:
@@ -91,11 +91,26 @@ class Schedule:
 class Batch:
     sequences: int = 32
     accumulate: int = 1
+    ramp: int | str = 0  # steps or tokens over which it grows to that, a part of `accumulate` at a time
+    ramp_from: int = 0  # rows of the first steps
 
     def __post_init__(self) -> None:
         at_least(1, self, "sequences", "accumulate")
+        at_least(0, self, "ramp_from")
         if self.sequences % self.accumulate:
             raise ValueError(f"accumulate: expected a divisor of batch.sequences, which is {self.sequences}")
+        if (self.ramp == 0) != (self.ramp_from == 0):
+            missing = "ramp" if self.ramp == 0 else "ramp_from"
+            raise ValueError(f"{missing}: expected it to be set, since a ramp has both a length and a start")
+        part = self.sequences // self.accumulate
+        if self.ramp_from % part or self.ramp_from >= self.sequences:
+            raise ValueError(
+                f"ramp_from: expected less than {self.sequences} rows, and a multiple of the {part} that "
+                "sequences / accumulate makes"
+            )
+
+
+SPLIT_ROWS = ("data", "fsdp", "expert")  # axes of the mesh over which the rows of a batch are split
 
 
 @dataclass(frozen=True)
@@ -104,9 +119,10 @@ class Mesh:
     fsdp: int | str = "auto"
     tensor: int | str = 1
     context: int | str = 1
+    expert: int | str = 1  # splits the experts of a mixture, and the batch as fsdp does
 
     def __post_init__(self) -> None:
-        at_least(1, self, "data", "fsdp", "tensor", "context")
+        at_least(1, self, "data", "fsdp", "tensor", "context", "expert")
         sizes = dataclasses.asdict(self)
         for name, size in sizes.items():
             if isinstance(size, str) and size != "auto":
@@ -165,7 +181,9 @@ class Run:
 
     run: str
     seed: int = 0
-    start: str | None = None  # a run folder of the same family to take the first weights from, tiled to size
+    start: str | None = None  # a run folder, or one of Hugging Face, to take the first weights from
+    take: str | None = None  # which of them, by name: embedding,head or blocks.w_*; all by default
+    freeze: str | None = None  # weights that stay as they are, by name as above
     model: Any = part("models")
     data: Data = section(Data)
     objective: Any = part("objectives", use="causal")
@@ -308,6 +326,8 @@ def check_run(run: Run, reader: Reader) -> None:
         first, _, last = run.profile.partition(":")
         if not (first.isdecimal() and last.isdecimal() and 0 < int(first) <= int(last)):
             reader.fail("profile", "expected the first and the last step, as in 10:15")
+    if run.take is not None and run.start is None:
+        reader.fail("take", "expected start to be set as well, or it has no effect")
     _check_seed(run, reader)
     _check_schedule(run, reader)
     _check_mesh(run, reader)
@@ -326,6 +346,8 @@ def check_run(run: Run, reader: Reader) -> None:
     own = getattr(run.model, "products", "compute")
     if own != "compute" and run.memory.products != "compute":
         reader.fail("memory.products", f"expected nothing, since those of {run.model.use} are {own} anyway")
+    if getattr(run.model, "experts", 1) > 1 and run.memory.products != "compute":
+        reader.fail("memory.products", "expected compute, since experts are not multiplied in 8 bits")
     _check_packed(run, reader)
 
 
@@ -341,14 +363,40 @@ def check_data(run: DataRun, reader: Reader) -> None:
             reader.fail("sources", f"expected names of letters, digits, _, . and -, not {name!r}")
 
 
+def ramp(run: Run, reader: Reader | None = None) -> Ramp:
+    """How the batch grows, in parts of `batch.accumulate`; without a ramp it has them all from the start."""
+    batch = run.batch
+    if not batch.ramp_from:
+        return Ramp(batch.accumulate, batch.accumulate)
+    part = batch.sequences // batch.accumulate
+    first, last = batch.ramp_from // part, batch.accumulate
+    sizes = sum(range(first, last)) if isinstance(batch.ramp, str) else last - first
+    try:
+        each = duration(batch.ramp, sizes * part * run.data.sequence_length)
+    except ValueError as error:
+        if reader is None:
+            raise UserError(f"batch.ramp: {error}") from None
+        reader.fail("batch.ramp", "expected a whole number of steps or '3B tokens'")
+    return Ramp(first, last, each if isinstance(batch.ramp, str) else math.ceil(each / sizes))
+
+
+def tokens_until(run: Run, step: int) -> int:
+    """Those that are read before a step."""
+    part = run.batch.sequences // run.batch.accumulate
+    return ramp(run).before(step) * part * run.data.sequence_length
+
+
 def durations(run: Run, reader: Reader | None = None) -> dict[str, int]:
     """Every length of the schedule in whole steps: `steps`, `warmup`, and the durations of its file."""
+    grows = ramp(run, reader)
     tokens = run.batch.sequences * run.data.sequence_length
     fields = [f.name for f in dataclasses.fields(run.schedule) if set(typing.get_args(f.type)) == {int, str}]
     lengths: dict[str, int] = {}
     for name in sorted(fields, key=lambda name: name != "steps"):
         try:
-            lengths[name] = duration(getattr(run.schedule, name), tokens, lengths.get("steps"))
+            value, whole = getattr(run.schedule, name), lengths.get("steps")
+            # A decay is at the end, where the batch has grown.
+            lengths[name] = duration(value, tokens, whole, None if name == "decay" else grows)
         except ValueError as error:
             if reader is None:
                 raise UserError(f"schedule.{name}: {error}") from None
@@ -399,15 +447,18 @@ def _check_schedule(run: Run, reader: Reader) -> None:
 
 def _check_mesh(run: Run, reader: Reader) -> None:
     fixed = {axis: size for axis, size in dataclasses.asdict(run.mesh).items() if isinstance(size, int)}
-    factors = (run.batch.accumulate, fixed.get("data", 1), fixed.get("fsdp", 1))
-    if run.batch.sequences % math.prod(factors):
-        product = " x ".join(map(str, factors))
-        reader.fail("batch.sequences", f"expected a multiple of accumulate x data x fsdp, here {product}")
+    factors = {"accumulate": run.batch.accumulate} | {axis: fixed.get(axis, 1) for axis in SPLIT_ROWS}
+    if run.batch.sequences % math.prod(factors.values()):
+        names, product = " x ".join(factors), " x ".join(map(str, factors.values()))
+        reader.fail("batch.sequences", f"expected a multiple of {names}, here {product}")
     if run.data.sequence_length % fixed.get("context", 1):
         reader.fail("mesh.context", f"expected a divisor of data.sequence_length, {run.data.sequence_length}")
     heads = getattr(run.model, "heads", 0)
     if heads % fixed.get("tensor", 1):
         reader.fail("mesh.tensor", f"expected a divisor of model.heads, {heads}")
+    experts = getattr(run.model, "experts", 1)
+    if experts % fixed.get("expert", 1):
+        reader.fail("mesh.expert", f"expected a divisor of the model's experts, {experts}")
 
 
 def _check_packed(run: Run, reader: Reader) -> None:

@@ -1,6 +1,7 @@
 """What schedules share: the curves they make, and lengths given in steps, in tokens or as a share of the run.
 Recipes are checked with this file, so it stays free of JAX."""
 
+import bisect
 import math
 import re
 from collections.abc import Callable
@@ -25,14 +26,46 @@ class Curves:
     weight_decay: Curve
 
 
-def duration(value: int | str, tokens_per_step: int, total: int | None = None) -> int:
-    """A length in whole steps, rounded up: 400, "2B tokens", or "20 %" of `total` steps."""
+@dataclass(frozen=True)
+class Ramp:
+    """How a batch grows: of `last` equal parts the first steps have `first`, and one more after `each` steps,
+    so that every size has as many updates (as ModernBERT's, arXiv 2412.13663)."""
+
+    first: int
+    last: int
+    each: int = 1
+
+    def parts(self, step: int) -> int:
+        """Of the batch at a step."""
+        return min(self.first + step // self.each, self.last)
+
+    def before(self, step: int) -> int:
+        """Parts of all steps before this one."""
+        grown = min(step // self.each, self.last - self.first)
+        sizes = self.each * (grown * self.first + grown * (grown - 1) // 2)
+        return sizes + (step - grown * self.each) * (self.first + grown)
+
+    def steps(self, parts: Fraction) -> int:
+        """The steps, rounded up, in which so many parts are read."""
+        ramp = self.each * (self.last - self.first)
+        if parts >= self.before(ramp):
+            return ramp + math.ceil((parts - self.before(ramp)) / self.last)
+        return bisect.bisect_left(range(ramp), parts, key=lambda step: Fraction(self.before(step)))
+
+
+def duration(
+    value: int | str, tokens_per_step: int, total: int | None = None, ramp: Ramp | None = None
+) -> int:
+    """A length in whole steps, rounded up: 400, "2B tokens", or "20 %" of `total` steps. With a ramp it is
+    one from the start on, and `tokens_per_step` those of the largest steps."""
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
     text = str(value).strip().lower()
     number = r"(\d[\d_]*(?:\.\d+)?)"
     if tokens := re.fullmatch(rf"{number}\s*([kmbt]?)\s*tokens", text):
-        return math.ceil(Fraction(tokens[1].replace("_", "")) * UNITS[tokens[2]] / tokens_per_step)
+        ramp = ramp or Ramp(1, 1)
+        count = Fraction(tokens[1].replace("_", "")) * UNITS[tokens[2]]
+        return ramp.steps(count * ramp.last / tokens_per_step)
     share = re.fullmatch(rf"{number}\s*%", text)
     if share and total is not None:
         return math.ceil(Fraction(share[1].replace("_", "")) * total / 100)

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from millrace import execution
+from millrace import execution, module
 from millrace.mesh import constrain
-from millrace.module import Array, Axes
+from millrace.module import Array, Axes, dotted
 from millrace.objective import Batch, Examples, Task, Turn, file, turns
-from millrace.schedule import Curves
+from millrace.schedule import Curves, Ramp
 from millrace.state import State
 
 Metrics = dict[str, Array]
@@ -27,6 +27,8 @@ class Update:
     tx: optax.GradientTransformation
     curves: Curves
     accumulate: int = 1
+    ramp: Ramp | None = None  # by which the batch grows to that
+    frozen: frozenset[str] = frozenset()  # weights that stay as they are
 
 
 def train_step(task: Task, update: Update, axes: Any) -> Callable[[State, Batch], tuple[State, Metrics]]:
@@ -35,20 +37,22 @@ def train_step(task: Task, update: Update, axes: Any) -> Callable[[State, Batch]
     def step(state: State, batch: Batch) -> tuple[State, Metrics]:
         key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
         parts: Any = split(file("objectives", task.objective).prepare(task, batch, key), update.accumulate)
-        params, metrics = state.params, Metrics()
-        grads, together = jax.tree.map(jnp.zeros_like, params), turns(task)
+        growing = None if update.ramp is None else growth(update.ramp, state.step)
+        params, metrics, together = state.params, Metrics(), turns(task)
+        trains, stay = module.trained(axes, update.frozen), frozen(params, update.frozen)
+        grads = jax.tree.map(lambda still, w: None if still else jnp.zeros_like(w), stay, params)
         for turn in together:
-            own, sums, parts = turn_gradients(task, turn, axes, params, parts)
+            own, sums, parts = turn_gradients(task, turn, axes, params, parts, stay=stay, first=growing)
             count = jnp.maximum(sums.pop("count"), 1.0)
             own = jax.tree.map(lambda g, count=count: g / count, own)
-            norm = optax.tree.norm(own)
+            own, norm = clipped(update.optimizer.clip, turn.take(trains), own)
             metrics |= {turn.name + name: total / count for name, total in sums.items()}
             metrics |= {turn.name + "grad_norm": norm}
-            grads = turn.put(grads, clipped(update.optimizer.clip, own, norm))
+            grads = turn.put(grads, own)
             if turn is not together[-1]:  # the next sees what becomes of these; of its own it is not computed
-                new = apply(update, axes, state, grads, metrics)[0].params
+                new = apply(update, axes, state, grads, metrics, model=task.model)[0].params
                 params = turn.put(params, turn.take(new))
-        return apply(update, axes, state, grads, metrics)
+        return apply(update, axes, state, grads, metrics, model=task.model)
 
     return step
 
@@ -88,40 +92,75 @@ def split(examples: Examples, parts: int) -> Examples:
 def gradients(task: Task, axes: Any, params: Any, parts: Examples) -> tuple[Any, Metrics]:
     """Sums of gradients and losses of an objective that takes one turn."""
     (turn,) = turns(task)
-    return turn_gradients(task, turn, axes, params, parts)[:2]
+    return turn_gradients(task, turn, axes, params, parts, stay=frozen(params, frozenset()))[:2]
 
 
-def turn_gradients(task: Task, turn: Turn, axes: Any, params: Any, parts: Any) -> tuple[Any, Metrics, Any]:
+def turn_gradients(
+    task: Task, turn: Turn, axes: Any, params: Any, parts: Any, *, stay: Any, first: Array | None = None
+) -> tuple[Any, Metrics, Any]:
     """Sums of gradients and losses over all parts, one part in memory at a time, and the parts for the next
     turn. Sums, not means: parts that hold fewer tokens must weigh less, or the update would differ from that
-    of the whole batch."""
+    of the whole batch. Weights that stay have None. With `first`, only so many of the parts count."""
+    mine, still = turn.take(params), turn.take(stay)
+    fixed, free = (jax.tree.map(lambda s, w, of=of: w if s == of else None, still, mine) for of in (1, 0))
 
-    def loss(own: Any, examples: Any) -> tuple[Array, Any]:
+    def loss(free: Any, examples: Any) -> tuple[Array, Any]:
+        own = jax.tree.map(lambda s, old, w: old if s else w, still, fixed, free)
         told = turn.loss(task, execution.cast(turn.put(params, own), axes, task.how), examples)
         return told.loss, (told.sums, told.following)
 
-    own, differentiate = turn.take(params), jax.grad(loss, has_aux=True)
-    if jax.tree.leaves(parts)[0].shape[0] == 1:
-        grads, (sums, following) = differentiate(own, jax.tree.map(lambda x: x[0], parts))
+    differentiate = jax.grad(loss, has_aux=True)
+    count = jax.tree.leaves(parts)[0].shape[0]
+    if count == 1:
+        grads, (sums, following) = differentiate(free, jax.tree.map(lambda x: x[0], parts))
         return grads, sums, jax.tree.map(lambda x: x[None], following)
 
     def add(total: Any, examples: Any) -> tuple[Any, Any]:
-        grads, (sums, following) = differentiate(own, examples)
+        grads, (sums, following) = differentiate(free, examples)
         return jax.tree.map(jnp.add, total, (grads, sums)), following
 
-    shapes = jax.eval_shape(differentiate, own, jax.tree.map(lambda x: x[0], parts))
+    shapes = jax.eval_shape(differentiate, free, jax.tree.map(lambda x: x[0], parts))
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), (shapes[0], shapes[1][0]))
-    (grads, sums), following = jax.lax.scan(add, zeros, parts)
+    if first is None:
+        (grads, sums), following = jax.lax.scan(add, zeros, parts)
+        return grads, sums, following
+
+    def one(n: Array, carry: Any) -> Any:
+        part = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, n, keepdims=False), parts)
+        total, made = add(carry[0], part)
+        place = lambda all, new: jax.lax.dynamic_update_index_in_dim(all, new, n, 0)
+        return total, jax.tree.map(place, carry[1], made)
+
+    later = jax.tree.map(lambda leaf: jnp.zeros((count, *leaf.shape), leaf.dtype), shapes[1][1])
+    with jax.named_scope(f"at_most_{count}_times"):  # by which `plan` knows it
+        (grads, sums), following = jax.lax.fori_loop(0, first, one, (zeros, later))
     return grads, sums, following
 
 
-def clipped(clip: float | None, grads: Any, norm: Array) -> Any:
+def growth(ramp: Ramp, step: Array) -> Array:
+    """How many parts the batch has at a step."""
+    return jnp.minimum(ramp.first + step // ramp.each, ramp.last)
+
+
+def frozen(params: Any, names: frozenset[str]) -> Any:
+    """For every weight, whether it is one of these."""
+    return jax.tree_util.tree_map_with_path(lambda path, w: dotted(path) in names, params)
+
+
+def clipped(clip: float | None, trains: Any, grads: Any) -> tuple[Any, Array]:
+    """Gradients of the weights that they move, at most so long together, and how long they are; what moves
+    others is left as it is."""
+    norm = optax.tree.norm(jax.tree.map(lambda moves, g: g if moves else None, trains, grads))
     if clip is None:
-        return grads
-    return jax.tree.map(lambda g: g * jnp.minimum(1.0, clip / (norm + 1e-6)), grads)
+        return grads, norm
+    share = jnp.minimum(1.0, clip / (norm + 1e-6))
+    return jax.tree.map(lambda moves, g: g * share if moves else g, trains, grads), norm
 
 
-def apply(update: Update, axes: Any, state: State, grads: Any, metrics: Metrics) -> tuple[State, Metrics]:
+def apply(
+    update: Update, axes: Any, state: State, grads: Any, metrics: Metrics, *, model: Any = None
+) -> tuple[State, Metrics]:
+    """`model` is the section that weights with a rule of their own go by."""
     cfg = update.optimizer
     watched = [value for name, value in metrics.items() if name.endswith(("loss", "grad_norm"))]
     finite = jnp.isfinite(jnp.stack(watched)).all()
@@ -129,10 +168,14 @@ def apply(update: Update, axes: Any, state: State, grads: Any, metrics: Metrics)
     lr = cfg.learning_rate * update.curves.learning_rate(state.step)
     decay = cfg.weight_decay * update.curves.weight_decay(state.step)
 
-    def move(axes: Axes, w: Array, d: Array) -> Array:
+    def move(axes: Axes, w: Array, d: Array | None, g: Array | None) -> Array:
+        if d is None or g is None:
+            return w
+        if axes.rule is not None:
+            return axes.rule(model, w, g)
         return w - lr * (d + decay * w if axes.is_matrix else d)
 
-    params = jax.tree.map(move, axes, state.params, direction, is_leaf=_is_axes)
+    params = jax.tree.map(move, axes, state.params, direction, grads, is_leaf=_is_axes)
     ema = state.ema
     if ema is not None:
         ema = jax.tree.map(lambda mean, w: cfg.ema * mean + (1 - cfg.ema) * w, ema, params)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from millrace import build, config, enlarge, fit, module, programs, recipe, step, writers
+from millrace import build, config, fit, module, programs, recipe, start, step, writers
 from millrace.checkpoint import Checkpoints
 from millrace.data.stream import Dataset, read_ahead
 from millrace.errors import UserError
@@ -52,7 +52,13 @@ class Session:
     def batch(self, number: int) -> Batch:
         cfg = self.cfg
         return place(
-            self.dataset, self.devices, number, split="train", sequences=cfg.batch.sequences, seed=cfg.seed
+            self.dataset,
+            self.devices,
+            number,
+            split="train",
+            sequences=cfg.batch.sequences,
+            seed=cfg.seed,
+            ramp=recipe.ramp(cfg),
         )
 
     def log(self, rows: list[tuple[int, dict[str, float]]]) -> None:
@@ -107,24 +113,25 @@ def run(cfg: recipe.Run, program: Path | None = None) -> int:
     family, steps = file("models", task.model), recipe.durations(cfg)["steps"]
     with lock(cfg.run), fit.told():
         checkpoints = Checkpoints(cfg.run, keep=cfg.checkpoint.keep)
-        start = checkpoints.latest() or 0
+        begun = checkpoints.latest() or 0
         if checkpoints.latest() is not None:
-            check_same(checkpoints.meta(start), cfg, dataset)
-        out = open_folder(cfg, start, steps)
+            check_same(checkpoints.meta(begun), cfg, dataset)
+        out = open_folder(cfg, begun, steps)
         programs.keep_compiled(cfg.run)
         try:
             with jax.set_mesh(devices), Stopper() as stopper:
                 update = build.make_update(cfg, task)
                 abstract, fresh = build.make_state(cfg, task, update, devices)
-                out.event(describe(cfg, task, abstract, devices, start, steps))
+                out.event(describe(cfg, task, abstract, devices, begun, steps))
                 if cfg.memory.products != "compute" and not task.how.native:
                     out.event(emulated(task.how.products, jax.local_devices()[0]), "warning")
-                if start >= steps:
-                    out.event(finished(start, steps))
+                if begun >= steps:
+                    out.event(finished(begun, steps))
                     return 0
                 fit.check(abstract)
+                source = None
                 if cfg.start is not None and checkpoints.latest() is None:
-                    enlarge.check(cfg.start, task.model)
+                    source = start.check(cfg.start, task.model, cfg.take)
                 meter = Meter(
                     tokens_per_step=cfg.batch.sequences * cfg.data.sequence_length,
                     flops_per_token=flops(cfg),
@@ -132,6 +139,7 @@ def run(cfg: recipe.Run, program: Path | None = None) -> int:
                     devices=devices.size,
                     peak=peak_flops(jax.devices()[0]),
                     started=started,
+                    tokens_until=functools.partial(recipe.tokens_until, cfg),
                 )
                 axes = module.axes(family.Model, task.model)
                 one = step.train_step(task, update, axes)
@@ -150,10 +158,11 @@ def run(cfg: recipe.Run, program: Path | None = None) -> int:
                     trace=Trace(cfg.profile, cfg.run),
                 )
                 current = restored(checkpoints, abstract, fresh)
-                if cfg.start is not None and checkpoints.latest() is None:
-                    current = with_weights(cfg.start, task, abstract, current, devices)
+                if source is not None:
+                    current, said = with_weights(source, task, current, devices, cfg.data.path)
+                    out.event(said)
                 keep_recipe(cfg)
-                return loop(session, current, start)
+                return loop(session, current, begun)
         finally:
             checkpoints.close()
             out.close()
@@ -210,12 +219,14 @@ def restored(checkpoints: Checkpoints, abstract: State, fresh: Callable[[], Stat
     return dataclasses.replace(fresh(), params=params, ema=ema)
 
 
-def with_weights(run: str, task: Task, abstract: State, current: State, devices: Mesh) -> State:
-    """A fresh state with another run's weights, tiled. The state is donated and must not share
-    arrays, so an average gets its own."""
-    params = enlarge.start(run, task.model, abstract.params, devices)
+def with_weights(
+    source: start.Source, task: Task, current: State, devices: Mesh, data: str
+) -> tuple[State, str]:
+    """A fresh state with another model's weights, and what is to be said of it. The state is donated and must
+    not share arrays, so an average gets its own."""
+    params, said = start.weights(source, task.model, current.params, devices, data)
     ema = None if current.ema is None else jax.tree.map(jnp.copy, params)
-    return dataclasses.replace(current, params=params, ema=ema)
+    return dataclasses.replace(current, params=params, ema=ema), said
 
 
 def check_same(saved: dict[str, Any], cfg: recipe.Run, dataset: Dataset) -> None:
@@ -230,6 +241,7 @@ def check_same(saved: dict[str, Any], cfg: recipe.Run, dataset: Dataset) -> None
     fixed = [key for key in now if key.startswith("model.")]
     if "seed" in saved:  # not an import, which has taken no step yet
         fixed += ["optimizer.use", "seed", "batch.sequences", "data.sequence_length"]
+        fixed += ["batch.accumulate", "batch.ramp", "batch.ramp_from"] if cfg.batch.ramp_from else []
     for key in fixed:
         if before.get(key) != now[key]:
             raise UserError(
@@ -249,7 +261,10 @@ def meta(cfg: recipe.Run, dataset: Dataset, number: int) -> dict[str, Any]:
     return {
         "step": number,
         "seed": cfg.seed,
-        "data": {"path": cfg.data.path, "next_row": number * cfg.batch.sequences},
+        "data": {
+            "path": cfg.data.path,
+            "next_row": recipe.tokens_until(cfg, number) // cfg.data.sequence_length,
+        },
         "recipe": config.to_dict(cfg),
         "tokenizer_sha256": dataset.tokenizer_sha256,
     }

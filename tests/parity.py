@@ -1,5 +1,6 @@
 """Models of transformers and ours on the same random weights: logits, loss, gradients, exports are equal."""
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import transformers
 from millrace import config, module, objective, recipe, step
 from millrace.execution import Execution
 from millrace.export import huggingface
+from millrace.export.tensors import table_of
 from millrace.objective import Batch, Task, Vocabulary
 from millrace.project import project
 
@@ -39,7 +41,14 @@ def fill(model: Any, norm: float, seed: int = 0) -> Any:
 
 
 def check(
-    theirs: Any, folder: Path, *, length: int, rows: int = 2, least: float = 1e-6, export: bool = True
+    theirs: Any,
+    folder: Path,
+    *,
+    length: int,
+    rows: int = 2,
+    least: float = 1e-6,
+    export: bool = True,
+    fused: bool = False,
 ) -> tuple[Any, Any]:
     """Returns our config and weights. What is read by both is one document a row; the loss is that of the
     training step. The config is read from `folder`, so an import is tested on the way. Gradients smaller than
@@ -49,7 +58,7 @@ def check(
     family = huggingface.family_of(settings)
     section = family.from_hf(settings)
     cfg = config.part_class("models", section.pop("use"))(**section)
-    read = huggingface.from_tensors(family.HF, module.shapes(family.Model, cfg), folder)
+    read = huggingface.from_tensors(table_of(family, cfg), module.shapes(family.Model, cfg), folder)
     params = jax.tree.map(jnp.asarray, read)
     cap = settings.get(huggingface.soft_cap_name(family) or "")
     vocab = cfg.vocab
@@ -86,27 +95,52 @@ def check(
     assert np.abs(wanted).max() > 2  # small logits would agree whatever the model
     assert np.abs(logits - wanted).max() <= 2e-5
     assert abs(float(loss) - answer.loss.item()) <= 1e-5
-    ours = dict(huggingface.to_tensors(family.HF, grads, "float32"))
+    table = table_of(family, cfg)
     named = {path: weight.grad for path, weight in theirs.named_parameters()}
+    if fused:  # their tensors of all experts in one are taken apart on the way to a file, and here as well
+        there = stored_gradients(theirs, folder.with_name(folder.name + "-grads"))
+        named = dict(huggingface.to_tensors(table, from_files(table, params, there), "float32"))
+        named = {path: torch.tensor(gradient) for path, gradient in named.items()}
+    ours = dict(huggingface.to_tensors(table, grads, "float32"))
+    if fused:  # what is moved by a rule has none there
+        named = {path: gradient for path, gradient in named.items() if "correction_bias" not in path}
+        ours = {path: gradient for path, gradient in ours.items() if "correction_bias" not in path}
     assert ours.keys() == named.keys()
     for path, gradient in named.items():
         apart = np.linalg.norm(ours[path] - gradient.numpy()) / max(float(gradient.norm()), least)
         assert apart <= 1e-3, (path, apart)
     if export:
-        check_export(family, cfg, params, folder.with_name(folder.name + "-back"), cap, inputs, wanted)
+        plain = ("attn", "experts") if fused else ("attn",)
+        how = {f"{part}_implementation": "eager" for part in plain}
+        check_export(family, cfg, params, folder.with_name(folder.name + "-back"), cap, inputs, wanted, how)
     return cfg, params
 
 
+def stored_gradients(theirs: Any, folder: Path) -> Path:
+    """Their gradients in a folder, under the names that their weights have there."""
+    other = copy.deepcopy(theirs)
+    with torch.no_grad():
+        for weight, one in zip(other.parameters(), theirs.parameters(), strict=True):
+            weight.copy_(one.grad)
+    other.save_pretrained(folder)
+    return folder
+
+
+def from_files(table: Any, params: Any, folder: Path) -> Any:
+    shapes = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, w.dtype), params)
+    return huggingface.from_tensors(table, shapes, folder)
+
+
 def check_export(
-    family: Any, cfg: Any, params: Any, folder: Path, cap: Any, inputs: Any, wanted: Any
+    family: Any, cfg: Any, params: Any, folder: Path, cap: Any, inputs: Any, wanted: Any, how: Any
 ) -> None:
     """transformers finds every weight of an export, and computes what the model it was made of did."""
     folder.mkdir()
     settings = family.to_hf(cfg, 64) | {huggingface.soft_cap_name(family) or "no_cap": cap}
     (folder / "config.json").write_text(json.dumps(settings | {"dtype": "float32", "pad_token_id": 0}))
-    huggingface.save_shards(huggingface.to_tensors(family.HF, params, "float32"), folder)
+    huggingface.save_shards(huggingface.to_tensors(table_of(family, cfg), params, "float32"), folder)
     auto = transformers.AutoModelForCausalLM if cfg.causal else transformers.AutoModelForMaskedLM
-    loaded, info = auto.from_pretrained(folder, output_loading_info=True, attn_implementation="eager")
+    loaded, info = auto.from_pretrained(folder, output_loading_info=True, **how)
     assert not any(info.values()), info
     with torch.no_grad():
         np.testing.assert_array_equal(loaded.eval()(inputs).logits.numpy(), wanted)

@@ -468,7 +468,7 @@ def test_auto_compiles_splash_for_a_tpu_slice_and_splits_the_sequence(
 ) -> None:
     slice_ = topologies.get_topology_desc(topology_name="v5e:2x2", platform="tpu")
     devices = slice_.devices[: math.prod(sizes)]
-    compile_for(devices, dict(zip(mesh.AXES, sizes, strict=True)), CASES["packed"], 128)
+    compile_for(devices, dict(zip(mesh.AXES, sizes, strict=False)), CASES["packed"], 128)
 
 
 def compile_for(devices: Any, sizes: dict[str, int] | None, case: Case, head_dim: int) -> None:

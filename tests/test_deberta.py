@@ -352,7 +352,7 @@ def test_accumulation_gives_the_pair_the_update_of_the_whole_batch(tiny):
 def test_the_mesh_does_not_change_the_losses_of_the_pair(tiny, sizes, capfd):
     cfg = tiny(*pair(SGD))
     alone = Bench(cfg).run(3)[1]
-    split = Bench(cfg, dict(zip(mesh.AXES, sizes, strict=True))).run(3)[1]
+    split = Bench(cfg, dict(zip(mesh.AXES, sizes, strict=False))).run(3)[1]
     for name in ("loss", "discriminator_loss", "discriminator_replaced"):
         np.testing.assert_allclose([row[name] for row in split], [row[name] for row in alone], atol=3e-5)
     assert "Involuntary full rematerialization" not in capfd.readouterr().err

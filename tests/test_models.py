@@ -16,6 +16,7 @@ import transformers
 from millrace import config, module, objective, recipe, state, step
 from millrace.execution import REMAT, Execution
 from millrace.export import huggingface
+from millrace.export.tensors import table_of
 from millrace.layers.mlp import glu
 from millrace.layers.norm import rms_norm
 from millrace.objective import Batch, Task, Vocabulary
@@ -106,7 +107,7 @@ def pair(tmp_path_factory):
         family = huggingface.family_of(settings)
         section = family.from_hf(settings)
         cfg = config.part_class("models", section.pop("use"))(**section)
-        params = huggingface.from_tensors(family.HF, module.shapes(family.Model, cfg), folder)
+        params = huggingface.from_tensors(table_of(family, cfg), module.shapes(family.Model, cfg), folder)
         return Pair(theirs, cfg, jax.tree.map(jnp.asarray, params), family)
 
     return make
@@ -185,7 +186,7 @@ def test_loss_and_gradients_of_the_training_path_are_those_of_transformers(name,
     answer.loss.backward()
     assert abs(float(loss) - answer.loss.item()) <= 1e-5
 
-    ours = dict(huggingface.to_tensors(both.family.HF, grads, "float32"))
+    ours = dict(huggingface.to_tensors(table_of(both.family, both.cfg), grads, "float32"))
     theirs = {path: weight.grad.numpy() for path, weight in both.theirs.named_parameters()}
     assert ours.keys() == theirs.keys()
     for path, wanted in theirs.items():

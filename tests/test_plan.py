@@ -92,7 +92,7 @@ def test_traffic_between_chips_takes_the_time_that_its_bytes_do() -> None:
     two = recipe.load("recipes/llama3-8b.yaml", ["mesh.data=2", "batch.sequences=512", "batch.accumulate=1"])
     alone, joined = (
         arithmetic.traffic_seconds(
-            two, slices.parse(name), dict(data=2, fsdp=256, tensor=1, context=1), 2**33
+            two, slices.parse(name), dict(data=2, fsdp=256, tensor=1, context=1, expert=1), 2**33
         )
         for name in ("v5p-1024", "2xv5p-512")
     )

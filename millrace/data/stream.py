@@ -86,12 +86,23 @@ class Dataset:
         """Of one epoch."""
         return self.index.splits[split].rows * self.cuts
 
-    def batch(self, step: int, *, split: str, sequences: int, seed: int, rows: slice = slice(None)) -> Packed:
-        """The batch at `step`, of which `rows` picks the slots wanted here.
+    def batch(
+        self,
+        step: int,
+        *,
+        split: str,
+        sequences: int,
+        seed: int,
+        rows: slice = slice(None),
+        before: int | None = None,
+    ) -> Packed:
+        """The batch at `step`, of which `rows` picks the slots wanted here. `before` are the rows of all
+        batches before it, where these were not all of its size.
 
         Evaluation goes once through its rows; past their end come rows of padding, so that the last batch has
         the shape of the others."""
         first, count = self._numbers(step, split, sequences, seed, rows)
+        first += 0 if before is None else before - step * sequences
         parts = [self._packed(*run) for run in self._runs(split, first, count)]
         missing = count - sum(len(part.tokens) for part in parts)
         if missing:

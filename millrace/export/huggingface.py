@@ -21,7 +21,7 @@ from millrace.data import tokenise
 from millrace.errors import UserError
 from millrace.execution import own_products
 from millrace.export import config_json, ternary
-from millrace.export.tensors import Table, in_layer, part_of, rearrange, to_tensors
+from millrace.export.tensors import Table, in_place, part_of, rearrange, table_of, to_tensors
 from millrace.folder import Opened, keep_tokenizer
 from millrace.objective import file
 
@@ -47,11 +47,12 @@ def export(run: Opened, folder: str, dtype: str, *, packed: bool = False) -> lis
             settings = family.to_hf(model, cfg.data.sequence_length) | {"dtype": dtype, "torch_dtype": dtype}
             if cap is not None and (cfg.loss.soft_cap is not None or cap not in settings):
                 settings[cap] = cfg.loss.soft_cap
-            tensors = to_tensors(family.HF, params, dtype)
+            table = table_of(family, model)
+            tensors = to_tensors(table, params, dtype)
             if packed:
                 settings |= {"quantization_config": ternary.PACKED}
-                matrices = ternary.matrices(family.HF, module.axes(family.Model, model), model.layers)
-                tensors = ternary.packed(to_tensors(family.HF, params, "float32"), matrices, jnp.dtype(dtype))
+                matrices = ternary.matrices(table, module.axes(family.Model, model), model.layers)
+                tensors = ternary.packed(to_tensors(table, params, "float32"), matrices, jnp.dtype(dtype))
             write(run, settings, tensors, made / name)
     return sorted(path for path in Path(folder).rglob("*") if path.is_file())
 
@@ -143,7 +144,7 @@ def import_(folder: str, run: str) -> recipe.Run:
         (made / "recipe.yaml").write_text(config.dump(tree))
         cfg = recipe.load(made / "recipe.yaml")
         shapes = module.shapes(family.Model, cfg.model)
-        params = from_tensors(family.HF, shapes, source, ternary.stored(settings))
+        params = from_tensors(table_of(family, cfg.model), shapes, source, ternary.stored(settings))
         keep_tokenizer(source, made)
         sha256 = tokenise.sha256(made) if (made / "tokenizer.json").is_file() else None
         checkpoints = Checkpoints(str(made))
@@ -184,11 +185,10 @@ def from_tensors(table: Table, shapes: Any, source: Path, stored: str | None = N
     def leaf(path: Any, wanted: Any) -> np.ndarray:
         theirs, pattern = table[module.dotted(path)]
         name, *part = part_of(theirs)
-        if "{" not in name:
-            return tensors.read(name, pattern, wanted.shape, *part)
+        lead = name.count("{")
         array = np.empty(wanted.shape, np.float32)
-        for number in range(wanted.shape[0]):
-            array[number] = tensors.read(in_layer(name, number), pattern, wanted.shape[1:], *part)
+        for place in np.ndindex(wanted.shape[:lead]):
+            array[place] = tensors.read(in_place(name, place), pattern, wanted.shape[lead:], *part)
         return array
 
     params = jax.tree_util.tree_map_with_path(leaf, shapes)

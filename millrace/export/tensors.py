@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -12,8 +12,14 @@ import numpy as np
 from millrace import module
 
 # Our weight -> their tensor, and its axes in terms of ours. In the name {} is the layer, {+1} the one after,
-# and [0/3] the first of three equal parts of the tensor.
+# and [0/3] the first of three equal parts of the tensor. A second {} is the number along the weight's next
+# axis, such as the expert.
 Table = dict[str, tuple[str, str]]
+
+
+def table_of(family: Any, cfg: Any) -> Table:
+    """A family's table; its `HF` is a function where names depend on settings."""
+    return family.HF(cfg) if callable(family.HF) else family.HF
 
 
 def to_tensors(table: Table, params: Any, dtype: str) -> Iterator[tuple[str, np.ndarray]]:
@@ -23,10 +29,9 @@ def to_tensors(table: Table, params: Any, dtype: str) -> Iterator[tuple[str, np.
         same = [(part, pattern, leaf) for name, part, _, pattern, leaf in weights if name == theirs]
         parts = sorted(same, key=lambda one: one[0])
         arrays = [np.asarray(jax.device_get(leaf.astype(jnp.dtype(dtype)))) for *_, leaf in parts]
-        for number in range(len(arrays[0]) if "{" in theirs else 1):
-            layers = [array[number] if "{" in theirs else array for array in arrays]
-            made = [_theirs(layer, part[1]) for layer, part in zip(layers, parts, strict=True)]
-            yield in_layer(theirs, number), np.ascontiguousarray(np.concatenate(made))
+        for place in np.ndindex(arrays[0].shape[: theirs.count("{")]):
+            made = [_theirs(array[place], part[1]) for array, part in zip(arrays, parts, strict=True)]
+            yield in_place(theirs, place), np.ascontiguousarray(np.concatenate(made))
 
 
 def _theirs(array: np.ndarray, pattern: str) -> np.ndarray:
@@ -40,8 +45,10 @@ def part_of(theirs: str) -> tuple[str, int, int]:
     return (found[1], int(found[2]), int(found[3])) if found else (theirs, 0, 1)
 
 
-def in_layer(theirs: str, number: int) -> str:
-    return re.sub(r"{(\+\d+)?}", lambda found: str(number + int(found[1] or 0)), theirs)
+def in_place(theirs: str, place: Iterable[int]) -> str:
+    """The name for a layer, and an expert where there is one."""
+    numbers = iter(place)
+    return re.sub(r"{(\+\d+)?}", lambda found: str(next(numbers) + int(found[1] or 0)), theirs)
 
 
 def rearrange(array: np.ndarray, pattern: str, sizes: dict[str, int]) -> np.ndarray:

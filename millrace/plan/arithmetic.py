@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 from millrace import build, fit, mesh, module, objective, recipe, state
 from millrace.execution import products_of
+from millrace.layers.experts import SLACK
 from millrace.objective import file
 from millrace.plan.slices import Slice
 from millrace.plan.timing import HOST
@@ -88,7 +89,7 @@ def estimate(cfg: recipe.Run, where: Slice) -> Estimate:
         mesh=sizes,
         weight_bytes=there.weights,
         optimizer_bytes=there.optimizer,
-        temp_bytes=local.temporaries(cfg, there.weights),
+        temp_bytes=local.temporaries(cfg, there),
         host_bytes=offloaded,
         matrix_seconds=matrix,
         memory_seconds=memory,
@@ -103,31 +104,34 @@ class Held:
 
     weights: int
     optimizer: int  # and averaged weights
+    frozen: int  # of the weights, those without a gradient
     parameters: int  # in all
 
 
 def held(cfg: recipe.Run, sizes: dict[str, int]) -> Held:
-    return _held(cfg.model, cfg.optimizer, tuple(sizes[axis] for axis in mesh.AXES))
+    still = build.frozen(cfg, module.axes(file("models", cfg.model).Model, cfg.model))
+    return _held(cfg.model, cfg.optimizer, tuple(sizes[axis] for axis in mesh.AXES), still)
 
 
 @lru_cache(4096)
-def _held(model: Any, optimizer: Any, sizes: tuple[int, ...]) -> Held:
+def _held(model: Any, optimizer: Any, sizes: tuple[int, ...], frozen: frozenset[str]) -> Held:
     """From shapes with shardings, over a mesh of which nothing is there."""
     axes = module.axes(file("models", model).Model, model)
     devices: Any = AbstractMesh(sizes, mesh.AXES, axis_types=(AxisType.Auto,) * len(mesh.AXES))
-    abstract = _shapes(model, optimizer)
+    abstract = _shapes(model, optimizer, frozen)
     homes = state.shardings(abstract, axes, devices)
     placed = jax.tree.map(
         lambda leaf, home: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=home), abstract, homes
     )
     count = sum(leaf.size for leaf in jax.tree.leaves(abstract.params))
-    return Held(fit.held(placed.params), fit.held((placed.optimizer, placed.ema)), count)
+    still = fit.held({name: leaf for name, leaf in module.named(placed.params) if name in frozen})
+    return Held(fit.held(placed.params), fit.held((placed.optimizer, placed.ema)), still, count)
 
 
 @lru_cache(64)
-def _shapes(model: Any, optimizer: Any) -> state.State:
+def _shapes(model: Any, optimizer: Any, frozen: frozenset[str]) -> state.State:
     family = file("models", model)
-    tx = file("optim", optimizer).make(optimizer, module.axes(family.Model, model))
+    tx = build.make_optimizer(optimizer, module.axes(family.Model, model), frozen)
 
     def fresh() -> state.State:
         params = module.init(family.Model, model, jax.random.key(0))
@@ -143,18 +147,22 @@ class Local:
     tokens: int  # at a time
     tensor: int
     fsdp: int
+    expert: int
 
     @classmethod
     def of(cls, cfg: recipe.Run, sizes: dict[str, int]) -> "Local":
-        rows = cfg.batch.sequences // cfg.batch.accumulate // (sizes["data"] * sizes["fsdp"])
-        return cls(rows * cfg.data.sequence_length // sizes["context"], sizes["tensor"], sizes["fsdp"])
+        over = math.prod(sizes[axis] for axis in recipe.SPLIT_ROWS)
+        rows = cfg.batch.sequences // cfg.batch.accumulate // over
+        tokens = rows * cfg.data.sequence_length // sizes["context"]
+        return cls(tokens, sizes["tensor"], sizes["fsdp"], sizes["expert"])
 
-    def temporaries(self, cfg: recipe.Run, weights: int) -> int:
+    def temporaries(self, cfg: recipe.Run, there: Held) -> int:
         """All but the state at the worst moment, which is either at the head, or amid the layers with all
         gradients made. Sums of gradients over parts of the batch come on top."""
-        cast = weights // 2 if cfg.memory.compute == "bfloat16" else 0
-        sums = weights if cfg.batch.accumulate > 1 else 0
-        layers = weights + self.work(cfg) + self.gathered(cfg)
+        cast = there.weights // 2 if cfg.memory.compute == "bfloat16" else 0
+        gradients = there.weights - there.frozen
+        sums = gradients if cfg.batch.accumulate > 1 else 0
+        layers = gradients + self.work(cfg) + self.gathered(cfg)
         return self.kept(cfg) + cast + sums + max(self.head(cfg), layers)
 
     def kept(self, cfg: recipe.Run) -> int:
@@ -167,32 +175,51 @@ class Local:
         return self.numbers(cfg, OFFLOADED.get(cfg.memory.remat, KEPT["full"])) * cfg.model.layers
 
     def work(self, cfg: recipe.Run) -> int:
-        """On one layer."""
-        return self.numbers(cfg, KEPT["none"])
+        """On one layer. Of experts also rows for each, and the tokens of all devices that share them, with
+        what becomes of these in float32."""
+        model, item = cfg.model, 2 if cfg.memory.compute == "bfloat16" else 4
+        rows = SLACK * getattr(model, "top_k", 0) * (2 * item + 4)
+        shared = 2 * (item + 4) * self.expert if self.expert > 1 else 0
+        return self.numbers(cfg, KEPT["none"]) + int(self.tokens * model.embed * (rows + shared))
 
     def numbers(self, cfg: recipe.Run, units: tuple[float, float, float], inputs: int = 0) -> int:
         model, item = cfg.model, 2 if cfg.memory.compute == "bfloat16" else 4
         heads = (model.heads + 2 * model.kv_heads) * model.head_dim
         d, m, q = units
-        each = (inputs + d) * model.embed + (m * model.mlp + q * heads) / self.tensor
+        each = (inputs + d) * model.embed + (m * hidden_units(model) + q * heads) / self.tensor
         return int(item * self.tokens * each)
 
     def head(self, cfg: recipe.Run) -> int:
         """By tokens logits of a chunk and, twice, the gradient of the vocabulary's matrix; by the vocabulary,
         where the matrix is split, logits and their gradient, and the hidden states' in float32."""
         vocab = cfg.model.vocab // self.tensor
-        if self.fsdp > 1:
+        if self.fsdp * self.expert > 1:
             return 2 * 2**26 + 4 * self.tokens * cfg.model.embed
         return min(2**30, 4 * vocab * self.tokens) + 2 * 4 * vocab * cfg.model.embed
 
     def gathered(self, cfg: recipe.Run) -> int:
-        """The weights of two layers, whole."""
-        return 2 * 2 * layer_weights(cfg.model) // self.tensor
+        """The weights of two layers, whole, and of the experts one device's."""
+        idle = expert_weights(cfg.model) // cfg.model.layers
+        return 2 * 2 * (layer_weights(cfg.model) + idle // self.expert) // self.tensor
+
+
+def hidden_units(model: Any) -> int:
+    """That a token meets in a layer."""
+    if not getattr(model, "experts", 0):
+        return model.mlp
+    return model.top_k * model.expert_mlp + model.shared_mlp
+
+
+def expert_weights(model: Any) -> int:
+    """In the matrices of all experts but those that all tokens share."""
+    if not getattr(model, "experts", 0):
+        return 0
+    return model.routed_layers * model.experts * 3 * model.embed * model.expert_mlp
 
 
 def layer_weights(model: Any) -> int:
-    """In the matrices of a layer."""
-    return model.embed * (2 * (model.heads + model.kv_heads) * model.head_dim + 3 * model.mlp)
+    """In the matrices of a layer that a token meets."""
+    return model.embed * (2 * (model.heads + model.kv_heads) * model.head_dim + 3 * hidden_units(model))
 
 
 def matrix_seconds(cfg: recipe.Run, where: Slice, flops_per_token: float) -> float:
@@ -213,15 +240,21 @@ def matrix_seconds(cfg: recipe.Run, where: Slice, flops_per_token: float) -> flo
 
 def traffic_seconds(cfg: recipe.Run, where: Slice, sizes: dict[str, int], parameters: int) -> float:
     """Weights gathered for the forward and the backward pass in the compute dtype, gradients summed in
-    float32, activations of tensor parallelism, keys and values of context parallelism."""
+    float32, tokens on their way to experts, activations of tensor parallelism, keys and values of context
+    parallelism."""
     model, chip = cfg.model, where.chip
     item, parts = (2 if cfg.memory.compute == "bfloat16" else 4), cfg.batch.accumulate
     local = Local.of(cfg, sizes)
     rate = LINKS * chip.interconnect / chip.devices
-    share = parameters / sizes["tensor"]
+    share, split = parameters / sizes["tensor"], sizes["fsdp"] * sizes["expert"]
     ring = lambda size: (size - 1) / size
-    moved = ring(sizes["fsdp"]) * share * (2 * item + 4) * parts
-    moved += 2 * ring(sizes["data"]) * share / sizes["fsdp"] * 4
+    experts = expert_weights(model) / sizes["tensor"]
+    moved = ring(split) * (share - experts) * (2 * item + 4) * parts
+    moved += ring(sizes["fsdp"]) * experts / sizes["expert"] * (2 * item + 4) * parts
+    moved += 2 * ring(sizes["data"]) * share / split * 4
+    # Tokens go to the experts and come back, in both passes, and go there once more for the backward pass.
+    met = 5 * (sizes["expert"] - 1) * getattr(model, "routed_layers", 0)
+    moved += met * item * local.tokens * model.embed * parts
     moved += 8 * ring(sizes["tensor"]) * item * local.tokens * model.embed * model.layers * parts
     keys = 2 * model.kv_heads * model.head_dim / sizes["tensor"]
     moved += 3 * (sizes["context"] - 1) * item * local.tokens * keys * model.layers * parts
@@ -235,4 +268,4 @@ def state_needs(cfg: recipe.Run, where: Slice) -> int:
     """Bytes a device that no setting but another optimizer or slice can do without: the state and gradients
     shared out over all devices."""
     whole = held(cfg, dict.fromkeys(mesh.AXES, 1))
-    return math.ceil((2 * whole.weights + whole.optimizer) / where.devices)
+    return math.ceil((2 * whole.weights - whole.frozen + whole.optimizer) / where.devices)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from millrace import recipe
+from millrace.layers.experts import even_share
 
 BYTES = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "s16": 2, "s8": 1, "u8": 1, "pred": 1}
 LINE = re.compile(r"^\s*[\d.]+\w+\(\s*\d+%\);\s*[\d.]+\w+;\s*\d+;\s*\d+; (.*)$")
@@ -58,7 +59,8 @@ def describe(shapes: str, cfg: recipe.Run, mesh: dict[str, int]) -> Buffer:
 def meaning(dtype: str, shape: tuple[int, ...], cfg: recipe.Run, mesh: dict[str, int]) -> tuple[str, str]:
     """What a value of this shape is in a step, and the key that shrinks it."""
     model, tensor = cfg.model, mesh["tensor"]
-    rows = cfg.batch.sequences // cfg.batch.accumulate // (mesh["data"] * mesh["fsdp"])
+    over = math.prod(mesh[axis] for axis in recipe.SPLIT_ROWS)
+    rows = cfg.batch.sequences // cfg.batch.accumulate // over
     length = cfg.data.sequence_length // mesh["context"]
     sides, tokens, size = set(shape), rows * length, math.prod(shape)
     head_widths = [heads * model.head_dim // tensor for heads in (model.heads, model.kv_heads)]
@@ -71,6 +73,10 @@ def meaning(dtype: str, shape: tuple[int, ...], cfg: recipe.Run, mesh: dict[str,
     period = getattr(model, "global_every", 1)
     in_periods = shape[:2] in [(model.layers // period, rows), (model.layers // period, period)]
     layered = len(shape) > 2 and (shape[0] == model.layers or period > 1 and in_periods)
+    if getattr(model, "experts", 0):
+        pairs = tokens * model.top_k
+        if {pairs, even_share(pairs), tokens * mesh["expert"]} & sides - {tokens, model.embed}:
+            return "tokens on their way through experts", "batch.accumulate"
     vocab = {model.vocab, model.vocab // tensor} & sides
     if shape and shape[-1] in vocab:
         return "logits", "loss.chunk"

@@ -98,4 +98,4 @@ class Outcome:
 def tokens_of(cfg: recipe.Run) -> tuple[int, int]:
     """Of the whole recipe, and of a step."""
     each = cfg.batch.sequences * cfg.data.sequence_length
-    return recipe.durations(cfg)["steps"] * each, each
+    return recipe.tokens_until(cfg, recipe.durations(cfg)["steps"]), each

@@ -63,7 +63,7 @@ def search(
 
 def finer(cfg: recipe.Run, where: Slice) -> list[tuple[float, recipe.Run]]:
     """The same settings with the batch in the next larger number of parts, if there is one."""
-    over = int(cfg.mesh.data) * int(cfg.mesh.fsdp)
+    over = int(cfg.mesh.data) * int(cfg.mesh.fsdp) * int(cfg.mesh.expert)
     parts = next((parts for parts in parts_of(cfg, over) if parts > cfg.batch.accumulate), None)
     if parts is None:
         return []
@@ -78,16 +78,17 @@ def candidates(cfg: recipe.Run, where: Slice, room: float = ROOM) -> Iterator[tu
     if arithmetic.state_needs(cfg, where) > limit:
         return
     remats = dict.fromkeys((*REMATS, cfg.memory.remat))
+    expert = 1 if cfg.mesh.expert == "auto" else int(cfg.mesh.expert)  # the recipe's own
     for tensor, context, remat in itertools.product(SPLITS, SPLITS, remats):
-        over, rest = divmod(where.devices, tensor * context * where.slices)
+        over, rest = divmod(where.devices, tensor * context * expert * where.slices)
         if rest or not over or cfg.model.heads % tensor:
             continue
         if context > 1 and cfg.data.sequence_length % (2 * 128 * context):  # two chunks on each device
             continue
-        mesh = recipe.Mesh(data=where.slices, fsdp=over, tensor=tensor, context=context)
+        mesh = recipe.Mesh(where.slices, over, tensor, context, expert)
         memory = dataclasses.replace(cfg.memory, remat=remat)
         split = dataclasses.replace(cfg, mesh=mesh, memory=memory)
-        numbers = list(parts_of(cfg, over * where.slices))
+        numbers = list(parts_of(cfg, over * expert * where.slices))
         if not numbers or fits(split, where, numbers[-1], limit) is None:
             continue  # where the most parts do not help, fewer need not be tried
         for parts in numbers:

@@ -1,6 +1,7 @@
 """A plan on the terminal: what a reader asks, in that order. Does it fit, what fills the memory, how fast is
 it, where does the time go, what does it cost."""
 
+import math
 from collections.abc import Iterator
 
 from rich.console import Console
@@ -170,7 +171,7 @@ def advice(one: Outcome, cfg: recipe.Run) -> str:
     keys = []
     if cfg.memory.remat != "full":
         keys.append("memory.remat=full")
-    parts = search.parts_of(cfg, one.mesh["data"] * one.mesh["fsdp"])
+    parts = search.parts_of(cfg, math.prod(one.mesh[axis] for axis in recipe.SPLIT_ROWS))
     if (more := next((count for count in parts if count > cfg.batch.accumulate), None)) is not None:
         keys.append(f"batch.accumulate={more}")
     keys.append("--search, which tries meshes")

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from millrace.layers.experts import FURTHER
 from millrace.plan.program import Computation, Instruction, Program, Scope, called, inside, trips
 from millrace.plan.slices import Slice
 from millrace.plan.work import COLLECTIVES, HBM, Work, work_of
@@ -169,6 +170,11 @@ class _Walk:
     def loop(self, caller: Computation, i: Instruction, scope: Scope) -> None:
         """Two trips are walked, the first and one like all that follow it."""
         count = trips(self.program, caller, i, scope)
+        if count is None and FURTHER in i.op_name:
+            self.doubts.append("experts are taken to be about equally busy")
+            return
+        if count is None and (most := re.search(r"at_most_(\d+)_times\)*/while$", i.op_name)):
+            count = int(most[1])  # a batch that grows, once it has grown
         if count is None:  # as in tiled attention, where a row of tiles ends at the diagonal
             count = (self.around + 1) // 2
             self.doubts.append(f"{i.name} is taken to run {count} times, half as often as the loop around it")

@@ -1,0 +1,144 @@
+"""The first weights of a run from those of another model: a run folder, or one of Hugging Face. All of them,
+or those that `take` names; along the vocabulary by token, the others grown to size (enlarge.py)."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from millrace import config, enlarge, mesh, module, recipe
+from millrace.build import matching
+from millrace.checkpoint import Checkpoints
+from millrace.data.mapped import open_folder
+from millrace.errors import UserError
+from millrace.export import huggingface, ternary
+from millrace.export.tensors import table_of
+from millrace.module import named
+from millrace.objective import file
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model to start from, and which of the new model's weights it gives."""
+
+    path: str
+    model: Any
+    taken: frozenset[str]
+
+
+def check(path: str, model: Any, take: str | None = None) -> Source:
+    """What `model` can start from; UserError where it cannot."""
+    old, family = model_of(path), file("models", model)
+    theirs, ours = (dict(named(module.axes(file("models", cfg).Model, cfg))) for cfg in (old, model))
+    if take is None:
+        if old.use != model.use:
+            raise UserError(
+                f"start: {path} holds a {old.use}, expected a {model.use}, or `take` to name some weights"
+            )
+        other = sorted(theirs.keys() ^ ours.keys())
+        if other:
+            raise UserError(f"start: {other[0]} is in one alone of {path} and this recipe's model")
+    taken = matching("take", take, ours) if take is not None else frozenset(ours)
+    shapes = dict(named(module.shapes(family.Model, model)))
+    before = dict(named(module.shapes(file("models", old).Model, old)))
+    for name in (name for name in ours if name in taken):
+        if name not in theirs or theirs[name].names != ours[name].names:
+            raise UserError(f"take: {path}, a {old.use}, has no weight {name} that is like this model's")
+        for axis, small, large in zip(ours[name].names, before[name].shape, shapes[name].shape, strict=True):
+            if large < small and axis != "vocab":
+                raise UserError(f"start: {name} is {small} along {axis} in {path}, expected at most {large}")
+    return Source(path, old, taken)
+
+
+def model_of(path: str) -> Any:
+    """The model section of a folder."""
+    if not (Path(path) / "recipe.yaml").is_file() and (Path(path) / "config.json").is_file():
+        settings = huggingface.read_config(Path(path))
+        section = huggingface.family_of(settings).from_hf(settings)
+        return config.part_class("models", section.pop("use"))(**section)
+    return recipe.load_run(path).model
+
+
+def weights(source: Source, model: Any, fresh: Any, devices: Mesh, data: str) -> tuple[Any, str]:
+    """The fresh weights of `model` with those of the source in their place, laid out as they are, and what is
+    to be said of it. `data` is the folder whose tokenizer the model is to know."""
+    old = source.model
+    rows, said = rows_of(source.path, data, old.vocab, model.vocab)
+    axes = module.axes(file("models", old).Model, old)
+    params = _read(source, devices)
+    theirs, its = dict(named(params)), dict(named(axes))
+    depths = old.layers, model.layers
+
+    def grown(theirs: dict[str, Any]) -> dict[str, Any]:
+        return {
+            name: enlarge.tiled(theirs[name], its[name], leaf.shape, depths, rows)
+            for name, leaf in named(fresh)
+            if name in source.taken
+        }
+
+    homes = {name: leaf.sharding for name, leaf in named(fresh) if name in source.taken}
+    made = jax.jit(grown, out_shardings=homes)({name: theirs[name] for name in source.taken})
+    whole = jax.tree_util.tree_map_with_path(lambda path, w: made.get(module.dotted(path), w), fresh)
+    count = len(homes), len(dict(named(fresh)))
+    begun = f"start: {count[0]} of {count[1]} weights from {source.path}"
+    new = sorted(dict(named(fresh)).keys() - source.taken)
+    drawn = f"; {', '.join(new[:3])}{' and others' * (len(new) > 3)} drawn" if new else ""
+    has_rows = any("vocab" in its[name].names for name in source.taken)
+    return whole, begun + drawn + (f"; {said}" if said and has_rows else "")
+
+
+def _read(source: Source, devices: Mesh) -> Any:
+    """All weights of the source, spread over the devices."""
+    path, old, family = source.path, source.model, file("models", source.model)
+    shapes, axes = module.shapes(family.Model, old), module.axes(family.Model, old)
+    homes = mesh.shardings(axes, shapes, devices)
+    if not (Path(path) / "recipe.yaml").is_file():
+        stored = ternary.stored(huggingface.read_config(Path(path)))
+        read = huggingface.from_tensors(table_of(family, old), shapes, Path(path), stored)
+        put = lambda w, home: jax.make_array_from_callback(w.shape, home, lambda index: w[index])
+        return jax.tree.map(put, read, homes)
+    checkpoints = Checkpoints(path)
+    try:
+        step = checkpoints.latest()
+        if step is None:
+            raise UserError(f"start: {path}: no checkpoint in it yet")
+        place = lambda leaf, home: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=home)
+        return checkpoints.restore_params(step, jax.tree.map(place, shapes, homes))
+    finally:
+        checkpoints.close()
+
+
+def rows_of(before: str, data: str, old: int, new: int) -> tuple[np.ndarray | None, str]:
+    """For each token of the new vocabulary its row in the old, or -1, and what is to be said of it. None
+    where all stay in their place. Where a tokenizer is missing, tokens are taken by their numbers."""
+    theirs, ours = tokens_of(before), tokens_of(data)
+    if theirs is None or ours is None or theirs == ours:
+        if old == new:
+            return None, ""
+        rows = np.where(np.arange(new) < old, np.arange(new), -1)
+        how = "by their numbers"
+    else:
+        rows, how = np.full(new, -1), "by their text"
+        for token, number in ours.items():
+            if number < new and theirs.get(token, old) < old:
+                rows[number] = theirs[token]
+    found = int((rows >= 0).sum())
+    rest = f", {new - found:,} new ones as the mean of the old" if found < new else ""
+    return rows, f"{found:,} tokens {how}{rest}"
+
+
+def tokens_of(folder: str) -> dict[str, int] | None:
+    """Of the tokenizer.json in a folder; None where there is none."""
+    import tokenizers
+
+    try:
+        text = open_folder(folder).read("tokenizer.json")
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    try:
+        return tokenizers.Tokenizer.from_str(bytes(text).decode()).get_vocab(with_added_tokens=True)
+    except Exception as error:  # the library raises a plain Exception
+        raise UserError(f"{folder}/tokenizer.json: not a tokenizer: {error}") from None

@@ -1,0 +1,195 @@
+"""Runs that begin with another model's weights, and weights that stay as they are."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from millrace import config, enlarge, mesh, module, recipe, start
+from millrace.checkpoint import Checkpoints
+from millrace.data import learn, tokenise
+from millrace.errors import UserError
+from millrace.models import llama
+from millrace.module import Axes
+from millrace.plan import arithmetic
+from millrace.plan.slices import parse
+from tests.test_step import Bench, weights
+
+SIZES: dict[str, Any] = dict(layers=2, embed=32, heads=4, kv_heads=2, mlp=48)
+
+
+def model(**settings: Any) -> Any:
+    return config.part_class("models", settings.pop("use", "llama"))(**SIZES | settings)
+
+
+def tokenizer(folder: Path, text: str) -> dict[str, int]:
+    folder.mkdir(exist_ok=True)
+    tokenise.save(learn.train([text] * 3, kind="bpe", vocab=280), folder)
+    found = start.tokens_of(str(folder))
+    assert found is not None
+    return found
+
+
+@pytest.fixture
+def run(tmp_path) -> tuple[str, Any, dict[str, int]]:
+    """A run folder with a tokenizer, its weights and its tokens."""
+    folder = tmp_path / "old"
+    tokens = tokenizer(folder, "the mill turns, the water falls, the wheel, the stone")
+    tree = {"run": str(folder), "model": SIZES | {"use": "llama", "vocab": 300}}
+    tree |= {"data": {"path": "data/none", "sequence_length": 64}, "schedule": {"steps": 10}}
+    (folder / "recipe.yaml").write_text(config.dump(tree | {"optimizer": {"learning_rate": 1e-3}}))
+    params = module.init(llama.Model, model(vocab=300), jax.random.key(7))
+    checkpoints = Checkpoints(str(folder))
+    checkpoints.save_params(params, {"step": 0})
+    checkpoints.close()
+    return str(folder), params, tokens
+
+
+def begun(path: str, cfg: Any, data: str, take: str | None = None, **sizes: int) -> tuple[Any, Any, str]:
+    """Fresh weights of a model on a mesh, what became of them, and what was said."""
+    devices = mesh.make(sizes, jax.devices()[: math.prod(sizes.values())])
+    family = llama.Model
+    with jax.set_mesh(devices):
+        homes = mesh.shardings(module.axes(family, cfg), module.shapes(family, cfg), devices)
+        fresh = jax.jit(lambda: module.init(family, cfg, jax.random.key(1)), out_shardings=homes)()
+        before = jax.device_get(fresh)
+        made, said = start.weights(start.check(path, cfg, take), cfg, fresh, devices, data)
+    assert all(jax.tree.leaves(jax.tree.map(lambda w, home: w.sharding == home, made, homes)))
+    return before, made, said
+
+
+def test_tokens_keep_their_rows_by_their_text_and_new_ones_get_the_mean(run, tmp_path):
+    path, old, theirs = run
+    ours = tokenizer(tmp_path / "data", "a kiln burns, the fire falls, the bricks, the stone")
+    assert theirs != ours and len(theirs.keys() & ours.keys()) > 200
+    _, made, said = begun(path, model(vocab=288), str(tmp_path / "data"), fsdp=2, tensor=2)
+    mean = np.asarray(old.embedding).mean(axis=0)
+    for token, number in ours.items():
+        wanted = old.embedding[theirs[token]] if token in theirs else mean
+        np.testing.assert_allclose(made.embedding[number], wanted, atol=1e-6, err_msg=token)
+    for number in set(range(288)) - set(ours.values()):
+        np.testing.assert_allclose(made.embedding[number], mean, atol=1e-6)
+    jax.tree.map(np.testing.assert_array_equal, made.blocks, old.blocks)
+    shared = len(theirs.keys() & ours.keys())
+    assert said.endswith(f"; {shared} tokens by their text, {288 - shared} new ones as the mean of the old")
+
+
+def test_with_the_same_tokenizer_rows_keep_their_numbers(run):
+    path, old, _ = run
+    _, made, said = begun(path, model(vocab=320), path)
+    np.testing.assert_array_equal(made.embedding[:300], old.embedding)
+    np.testing.assert_allclose(made.embedding[310], np.asarray(old.embedding).mean(axis=0), atol=1e-6)
+    assert said.endswith("300 tokens by their numbers, 20 new ones as the mean of the old")
+    assert begun(path, model(vocab=300), path)[2] == f"start: 11 of 11 weights from {path}"
+
+
+def test_embeddings_alone_can_be_taken(run):
+    path, old, _ = run
+    before, made, said = begun(path, model(vocab=300, layers=3, mlp=20), path, "embedding", fsdp=2)
+    np.testing.assert_array_equal(made.embedding, old.embedding)
+    jax.tree.map(np.testing.assert_array_equal, made.blocks, before.blocks)
+    assert (
+        said.startswith(f"start: 1 of 11 weights from {path}; blocks.attn_norm, blocks.") and "drawn" in said
+    )
+
+
+def test_a_folder_of_hugging_face_is_a_start_too(tmp_path):
+    settings = dict(vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2)
+    settings |= dict(num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True)
+    theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings))
+    theirs.save_pretrained(tmp_path)
+    found = start.model_of(str(tmp_path))
+    _, made, said = begun(str(tmp_path), model(vocab=100, rope_theta=found.rope_theta), str(tmp_path), fsdp=4)
+    table = theirs.model.embed_tokens.weight.detach()
+    np.testing.assert_array_equal(made.embedding[:96], table)
+    np.testing.assert_allclose(made.embedding[99], torch.mean(table, 0), atol=1e-6)
+    query = theirs.model.layers[1].self_attn.q_proj.weight.detach().numpy()
+    np.testing.assert_array_equal(np.asarray(made.blocks.w_q[1]).reshape(32, 32), query.T)
+    assert "4 new ones" in said
+
+
+def test_a_vocabulary_is_changed_along_its_own_axis_alone():
+    weight = jnp.arange(12.0).reshape(3, 4)
+    made = enlarge.tiled(weight, Axes(("embed", "vocab")), (3, 5), (1, 1), np.array([3, -1, 0, 0, -1]))
+    np.testing.assert_array_equal(made[1], [7, 5.5, 4, 4, 5.5])
+
+
+@pytest.mark.parametrize(
+    ("settings", "take", "message"),
+    [
+        (dict(use="eurobert"), None, "start: .*old holds a llama, expected a eurobert, or `take`"),
+        (dict(mlp=40), None, "start: blocks.w_gate is 48 along mlp in .*old, expected at most 40"),
+        (dict(tied=False), None, "start: head is in one alone of"),
+        (dict(tied=False), "head", "take: .*old, a llama, has no weight head"),
+        ({}, "embeding", "take: found embeding, which is no weight of this model; expected embedding"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_taken_is_refused(run, settings, take, message):
+    with pytest.raises(UserError, match=message):
+        start.check(run[0], model(**{"vocab": 300} | settings), take)
+
+
+def test_an_encoder_can_take_the_embeddings_of_a_decoder(run):
+    assert start.check(run[0], model(use="eurobert", vocab=400), "embed*").taken == {"embedding"}
+
+
+SGD = ("optimizer.use=sgd", "optimizer.learning_rate=0.5")
+
+
+@pytest.mark.parametrize("use", ["adamw", "muon", "adafactor"])
+def test_frozen_weights_stay_and_have_no_moments(tiny, use):
+    cfg = tiny(f"optimizer.use={use}", "freeze='embedding, blocks.w_[qk]'", "batch.accumulate=2")
+    bench = Bench(cfg)
+    before = weights(bench.state())
+    state, _ = bench.run(2)
+    still = {name for name, value in weights(state).items() if (value == before[name]).all()}
+    assert still == {"embedding", "blocks.w_q", "blocks.w_k"}
+    kept = [name for name, _ in module.named(state.optimizer)]
+    assert not any(name.endswith(tuple(still)) for name in kept)
+    assert any(name.endswith("blocks.w_v") for name in kept)
+
+
+def test_freezing_changes_nothing_for_the_others_and_no_mesh_does(tiny):
+    free, rows = Bench(tiny(*SGD, "optimizer.clip=null")).run(1)
+    cfg = tiny(*SGD, "optimizer.clip=null", "freeze=blocks.w_gate")
+    (one, alone), (other, split) = Bench(cfg).run(1), Bench(cfg, {"fsdp": 2, "tensor": 2}).run(1)
+    for name, value in weights(one).items():
+        np.testing.assert_allclose(value, weights(other)[name], atol=1e-5, err_msg=name)
+        if name != "blocks.w_gate":
+            np.testing.assert_allclose(value, weights(free)[name], atol=1e-6, err_msg=name)
+    assert alone[0]["grad_norm"] < rows[0]["grad_norm"]
+    assert split[0]["grad_norm"] == pytest.approx(alone[0]["grad_norm"], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("freeze=blocks.w_u", "freeze: found blocks.w_u, which is no weight .* expected blocks.w_up"),
+        ("freeze='*'", "freeze: found \\*, expected some weight to be left to train"),
+    ],
+)
+def test_what_cannot_be_frozen_is_refused(tiny, override, message):
+    with pytest.raises(UserError, match=message):
+        Bench(tiny(override))
+
+
+def test_take_without_a_start_is_refused(tiny):
+    with pytest.raises(UserError, match="take: .*expected start"):
+        tiny("take=embedding")
+
+
+def test_a_plan_counts_neither_moments_nor_gradients_of_frozen_weights():
+    path = Path(__file__).parent.parent / "recipes/llama3-8b.yaml"
+    free, frozen = (
+        arithmetic.estimate(recipe.load(path, more), parse("v5p-32")) for more in ([], ["freeze=blocks.*"])
+    )
+    assert frozen.weight_bytes == free.weight_bytes
+    assert frozen.optimizer_bytes < 0.2 * free.optimizer_bytes
+    assert frozen.temp_bytes < free.temp_bytes - 0.5 * free.weight_bytes
