@@ -1,6 +1,7 @@
 """What every training objective works with: a batch, the examples made of it, and the task they belong to.
 An objective is a file with `prepare`, which makes the examples, `loss`, and `most`: how many answers of a row
-can have a weight."""
+can have a weight. One that tells a text as a whole names the special tokens which it is `GIVEN`; one whose
+evaluation draws otherwise than its training has `prepare_evaluation`."""
 
 import importlib
 from dataclasses import dataclass
@@ -80,8 +81,9 @@ def file(folder: str, cfg: Any) -> Any:
     return importlib.import_module(f"millrace.{folder}.{cfg.use}")
 
 
-def token_loss(task: Task, model: Any, examples: Examples) -> Totals:
-    """Predicts a token at every position that counts; head and loss in one kernel, without logits."""
+def token_loss(task: Task, model: Any, examples: Examples, *, without: int | None = None) -> Totals:
+    """Predicts a token at every position that counts; head and loss in one kernel, without logits. The token
+    `without` cannot be the answer."""
     examples = jax.tree.map(mesh.balance, examples)  # a sum over tokens is the same in any order
     hidden = model(
         task.model, examples.inputs, how=task.how, segments=examples.segments, positions=examples.positions
@@ -93,7 +95,7 @@ def token_loss(task: Task, model: Any, examples: Examples) -> Totals:
     cfg = task.loss
     per_token = bind(file("losses", cfg).per_token, cfg)
     how = dict(soft_cap=cfg.soft_cap, split=cfg.split, chunk=cfg.chunk, filter=cfg.filter)
-    return cut(per_token, hidden, model.unembed, targets, weights, **how)
+    return cut(per_token, hidden, model.unembed, targets, weights, without=without, **how)
 
 
 def flops(run: Any) -> float:

@@ -144,9 +144,11 @@ class Checkpoint:
 class Eval:
     every: int = 1000  # 0: only at the end
     batches: int = 0  # 0: the whole evaluation split
+    draws: int = 1  # of what is hidden, in each row: more tell the loss more exactly
 
     def __post_init__(self) -> None:
         at_least(0, self, "every", "batches")
+        at_least(1, self, "draws")
 
 
 @dataclass(frozen=True)
@@ -318,6 +320,12 @@ def check_run(run: Run, reader: Reader) -> None:
         )
     if run.objective.use != "causal" and run.model.causal:
         reader.fail("objective.use", f"expected causal, since {run.model.use} sees only what came before")
+    if run.objective.use == "causal" and run.eval.draws != 1:
+        reader.fail("eval.draws", "expected 1, since causal language modelling hides nothing")
+    if getattr(run.objective, "exclude_mask", False) and getattr(run.loss, "label_smoothing", 0):
+        reader.fail(
+            "loss.label_smoothing", "expected 0, since with objective.exclude_mask a token is ruled out"
+        )
     own = getattr(run.model, "products", "compute")
     if own != "compute" and run.memory.products != "compute":
         reader.fail("memory.products", f"expected nothing, since those of {run.model.use} are {own} anyway")

@@ -47,21 +47,39 @@ def train_step(task: Task, update: Update, axes: Any) -> Callable[[State, Batch]
     return step
 
 
-def eval_step(task: Task, axes: Any) -> Callable[[Any, Batch, Any], Metrics]:
+def eval_step(task: Task, axes: Any, draws: int = 1) -> Callable[[Any, Batch, Any], Metrics]:
     """Sums over one batch, weights untouched. `first` is the number of its first row in the split: each row
-    draws by its own number (which tokens to mask), so that the size of the batch changes nothing."""
-    prepare = file("objectives", task.objective).prepare
+    draws by its own number (which tokens to mask), so that the size of the batch changes nothing. Each draws
+    so often, and all the draws lie evenly over whatever the objective varies between them."""
+    objective = file("objectives", task.objective)
+    placed = getattr(objective, "prepare_evaluation", None)
 
     def step(params: Any, batch: Batch, first: Any) -> Metrics:
-        def alone(row: Batch, number: Array) -> Examples:
-            single = jax.tree.map(lambda x: x[None], row)
-            examples = prepare(task, single, jax.random.fold_in(jax.random.key(0), number))
-            return jax.tree.map(lambda x: x[0], examples)
+        def once(draw: Any) -> Metrics:
+            def alone(row: Batch, number: Array) -> Examples:
+                single = jax.tree.map(lambda x: x[None], row)
+                key = jax.random.fold_in(jax.random.key(0), number * draws + draw)
+                if placed is None:
+                    examples = objective.prepare(task, single, key)
+                else:
+                    examples = placed(task, single, key, (draw + spread(number)[None]) / draws)
+                return jax.tree.map(lambda x: x[0], examples)
 
-        examples = jax.vmap(alone)(batch, first + jnp.arange(batch.tokens.shape[0]))
-        return _sums(task, axes, params, examples)[1]
+            examples = jax.vmap(alone)(batch, first + jnp.arange(batch.tokens.shape[0]))
+            return _sums(task, axes, params, examples)[1]
+
+        if draws == 1:
+            return once(0)
+        sums = jax.lax.scan(lambda _, draw: (None, once(draw)), None, jnp.arange(draws))[1]
+        return jax.tree.map(lambda each: each.sum(axis=0), sums)
 
     return step
+
+
+def spread(number: Array) -> Array:
+    """A place from 0 up to 1 for each number, such that those of numbers in a row lie evenly: the fractions
+    of its multiples of the golden ratio."""
+    return (jnp.asarray(number, jnp.uint32) * jnp.uint32(2654435769) >> 8) / jnp.float32(2**24)
 
 
 def split(examples: Examples, parts: int) -> Examples:
