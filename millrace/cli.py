@@ -168,17 +168,34 @@ def evaluate(args: argparse.Namespace) -> None:
 
 
 def generate(args: argparse.Namespace) -> None:
-    run = open_run(args)
+    rounds = [] if args.recurrence is None else [f"model.recurrence={args.recurrence}"]
+    if rounds or args.exit is not None:
+        check_rounds(args)
+    run = open_run(args, rounds)
     from millrace import draw, generate
 
     sampling = draw.Sampling(args.temperature, args.top_k, args.top_p, args.seed)
     named = {name: getattr(args, name) for name in ("steps", "block", "order")}
     named = {name: value for name, value in named.items() if value is not None}
-    pieces = generate.generate(run, args.prompt, args.tokens, sampling, named)
+    pieces = generate.generate(run, args.prompt, args.tokens, sampling, named, args.exit or 0.0)
     print(args.prompt, end="", flush=True)
     for piece in pieces:
         print(piece, end="", flush=True)
     print()
+
+
+def check_rounds(args: argparse.Namespace) -> None:
+    from millrace import recipe
+
+    option = "--exit" if args.recurrence is None else "--recurrence"
+    if not recipe.load_run(args.run).model.recurrence:
+        raise UserError(
+            f"{option}: expected nothing, since the run has no recurrent depth (model.recurrence)"
+        )
+    if args.recurrence is not None and args.recurrence < 1:
+        raise UserError(f"--recurrence: found {args.recurrence}, expected 1 or more")
+    if args.exit is not None and not 0 <= args.exit < math.inf:
+        raise UserError(f"--exit: found {args.exit:g}, expected a share such as 0.03")
 
 
 def export(args: argparse.Namespace) -> None:
@@ -331,6 +348,10 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--block", type=int, metavar="N", help=text)
     text = "of a diffusion model: the surest tokens first, any, or each by chance (default: confident)"
     one.add_argument("--order", choices=["confident", "random", "ancestral"], help=text)
+    text = "with recurrent depth: rounds of the layers in the middle (default: as the run was trained)"
+    one.add_argument("--recurrence", type=int, metavar="N", help=text)
+    text = "with recurrent depth: no further round once one changes less than this share, 0.03"
+    one.add_argument("--exit", type=float, metavar="SHARE", help=text)
 
     one = with_run(add(commands, "export", export, "write a Hugging Face model folder"))
     one.add_argument("folder", metavar="DIR", help="a new folder")

@@ -4,12 +4,14 @@ Diffusion models tell theirs in another order (diffuse.py)."""
 import functools
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from millrace import diffuse
+from millrace.depth import Rounds
 from millrace.draw import Sampling, draw
 from millrace.errors import UserError
 from millrace.execution import Execution, cast, own_products
@@ -20,11 +22,16 @@ from millrace.project import project
 
 
 def generate(
-    run: Opened, prompt: str, tokens: int, sampling: Sampling, reveal: dict[str, Any] | None = None
+    run: Opened,
+    prompt: str,
+    tokens: int,
+    sampling: Sampling,
+    reveal: dict[str, Any] | None = None,
+    exit: float = 0.0,
 ) -> Iterator[str]:
     """Pieces of text as they come, the prompt left out. Ends early where the model ends its text. What cannot
     be continued is refused here, before the first piece is asked for. `reveal` says how a diffusion model
-    tells its tokens."""
+    tells its tokens, `exit` when recurrent depth goes no deeper."""
     cfg, tokenizer = run.cfg, run.tokenizer
     diffuses = cfg.objective.use == "diffusion"
     if not cfg.model.causal and not diffuses:
@@ -48,7 +55,7 @@ def generate(
         raise UserError("--prompt: expected some text, since this tokenizer has no begin-of-text token")
     if diffuses:
         return pieces(run, ids, diffuse.sample(run, ids, tokens, sampling, diffuse.Reveal(**reveal or {})))
-    return pieces(run, ids, sample(run, ids, tokens, sampling))
+    return pieces(run, ids, sample(run, ids, tokens, sampling, exit))
 
 
 def pieces(run: Opened, ids: list[int], following: Iterator[int]) -> Iterator[str]:
@@ -67,10 +74,13 @@ def pieces(run: Opened, ids: list[int], following: Iterator[int]) -> Iterator[st
             shown = text
 
 
-def sample(run: Opened, ids: list[int], tokens: int, sampling: Sampling) -> Iterator[int]:
-    """The tokens that follow `ids`, one by one, without end before there are `tokens` of them."""
+def sample(run: Opened, ids: list[int], tokens: int, sampling: Sampling, exit: float = 0.0) -> Iterator[int]:
+    """The tokens that follow `ids`, one by one, without end before there are `tokens` of them. With recurrent
+    depth, rounds end where they change less than the share `exit`."""
     cfg = run.cfg.model
     how = Execution(run.cfg.attention, run.cfg.memory.compute, products=own_products(cfg))
+    if exit:
+        how = replace(how, rounds=Rounds(cfg.recurrence, exit=exit))
     # Once and not in every step, which would read all weights in float32 for each token.
     names = axes(file("models", cfg).Model, cfg)
     model = jax.jit(lambda params: cast(params, names, how))(run.params)

@@ -76,7 +76,8 @@ def weight(
     inputs: int = 1,
     when: Callable[[Any], bool] = lambda cfg: True,
 ) -> Any:
-    """Declares a weight. `when(cfg)` false leaves the field None (a tied head, an absent norm)."""
+    """Declares a weight. `when(cfg)` false leaves the field None (a tied head, an absent norm). An axis has
+    the size that the config gives its name, or in `state:embed` the size of another one."""
     return dataclasses.field(metadata=dict(axes=axes, init=init, inputs=inputs, when=when))
 
 
@@ -102,8 +103,9 @@ def build(cls: type[T], cfg: Any, leaf: Callable[[str, Axes, tuple[int, ...], In
             elif "stack" in meta:
                 values[field.name] = walk(meta["stack"], path + ".", (*lead, meta["axis"]))
             else:
-                axes = Axes(lead + meta["axes"], len(lead), meta["inputs"])
-                shape = tuple(getattr(cfg, name) for name in axes.names)
+                names = lead + meta["axes"]
+                axes = Axes(tuple(name.split(":")[0] for name in names), len(lead), meta["inputs"])
+                shape = tuple(getattr(cfg, name.split(":")[-1]) for name in names)
                 values[field.name] = leaf(path, axes, shape, meta["init"])
         return cls(**values)
 

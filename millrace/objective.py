@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from millrace import mesh
+from millrace import depth, mesh
 from millrace.execution import Execution, default_unroll, products_of
 from millrace.kernels.cut_cross_entropy import bind, cut
 from millrace.kernels.head import Totals
@@ -77,8 +77,9 @@ def make_task(run: Any, vocabulary: Vocabulary, device: Any = None) -> Task:
 
 
 def file(folder: str, cfg: Any) -> Any:
-    """The module that a section's `use` names."""
-    return importlib.import_module(f"millrace.{folder}.{cfg.use}")
+    """The module that a section's `use` names; a model's with recurrent depth, where it has that."""
+    found = importlib.import_module(f"millrace.{folder}.{cfg.use}")
+    return depth.family(found) if folder == "models" and depth.is_recurrent(cfg) else found
 
 
 def token_loss(task: Task, model: Any, examples: Examples, *, without: int | None = None) -> Totals:

@@ -42,6 +42,29 @@ class Data:
 
 
 @dataclass(frozen=True)
+class Depth:
+    """What every model can have: layers in its middle that are run round after round (depth.py)."""
+
+    recurrence: int = 0  # rounds on average; 0: all layers are run once
+    prelude: int = 1  # layers before those
+    coda: int = 1  # layers after them
+    backprop: int = 8  # rounds that have gradients, the last ones
+
+    def __post_init__(self) -> None:
+        at_least(0, self, "recurrence", "prelude", "coda")
+        at_least(1, self, "backprop")
+        layers, loops = (getattr(self, name, 1) for name in ("layers", "loops"))
+        if not self.recurrence:
+            for name in ("prelude", "coda", "backprop"):
+                if getattr(self, name) != getattr(Depth, name):
+                    raise ValueError(f"{name}: expected recurrence to be set as well, or it has no effect")
+        elif not loops:
+            raise ValueError("recurrence: expected 0, since the layers of this model cannot be run in rounds")
+        elif self.prelude + self.coda >= layers:
+            raise ValueError(f"prelude: expected prelude + coda to be less than layers, {layers}")
+
+
+@dataclass(frozen=True)
 class Loss:
     z_loss: float = 0.0
     soft_cap: float | None = None
@@ -168,7 +191,7 @@ class Run:
     run: str
     seed: int = 0
     start: str | None = None  # a run folder of the same family to take the first weights from, tiled to size
-    model: Any = part("models")
+    model: Any = part("models", Depth)
     data: Data = section(Data)
     objective: Any = part("objectives", use="causal")
     loss: Any = part("losses", Loss, use="cross_entropy")

@@ -1,14 +1,14 @@
 """One update: examples, gradients (in parts if the batch is split), clipping, optimizer, average."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from millrace import execution
+from millrace import depth, execution
 from millrace.mesh import constrain
 from millrace.module import Array, Axes
 from millrace.objective import Batch, Examples, Task, file
@@ -34,7 +34,8 @@ def train_step(task: Task, update: Update, axes: Any) -> Callable[[State, Batch]
     def step(state: State, batch: Batch) -> tuple[State, Metrics]:
         key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
         examples = file("objectives", task.objective).prepare(task, batch, key)
-        grads, sums = gradients(task, axes, state.params, split(examples, update.accumulate))
+        its = replace(task, how=depth.drawn(task.how, task.model, key))
+        grads, sums = gradients(its, axes, state.params, split(examples, update.accumulate))
         count = jnp.maximum(sums["count"], 1.0)
         grads = jax.tree.map(lambda g: g / count, grads)
         metrics = {
