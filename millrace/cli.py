@@ -177,7 +177,7 @@ def generate(args: argparse.Namespace) -> None:
     sampling = draw.Sampling(args.temperature, args.top_k, args.top_p, args.seed)
     named = {name: getattr(args, name) for name in ("steps", "block", "order")}
     named = {name: value for name, value in named.items() if value is not None}
-    pieces = generate.generate(run, args.prompt, args.tokens, sampling, named, args.exit or 0.0)
+    pieces = generate.generate(run, args.prompt, args.tokens, sampling, named, args.exit or 0.0, args.pause)
     print(args.prompt, end="", flush=True)
     for piece in pieces:
         print(piece, end="", flush=True)
@@ -342,6 +342,8 @@ def parser() -> argparse.ArgumentParser:
         "--top-p", type=float, default=1.0, help="draw among the likeliest that reach p (default: 1)"
     )
     one.add_argument("--seed", type=int, default=0)
+    text = "pause tokens after the prompt, if it was trained with them (pack.pause)"
+    one.add_argument("--pause", type=int, default=0, metavar="N", help=text)
     text = "of a diffusion model: told in so many steps (default: one for each token)"
     one.add_argument("--steps", type=int, metavar="N", help=text)
     text = "of a diffusion model: so many tokens are done before the next are begun (default: all at once)"

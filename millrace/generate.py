@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from millrace import diffuse
+from millrace.data import pauses
 from millrace.depth import Rounds
 from millrace.draw import Sampling, draw
 from millrace.errors import UserError
@@ -28,10 +29,11 @@ def generate(
     sampling: Sampling,
     reveal: dict[str, Any] | None = None,
     exit: float = 0.0,
+    pause: int = 0,
 ) -> Iterator[str]:
     """Pieces of text as they come, the prompt left out. Ends early where the model ends its text. What cannot
     be continued is refused here, before the first piece is asked for. `reveal` says how a diffusion model
-    tells its tokens, `exit` when recurrent depth goes no deeper."""
+    tells its tokens, `exit` when recurrent depth goes no deeper; `pause` tokens follow the prompt."""
     cfg, tokenizer = run.cfg, run.tokenizer
     diffuses = cfg.objective.use == "diffusion"
     if not cfg.model.causal and not diffuses:
@@ -51,6 +53,8 @@ def generate(
         raise UserError("--prompt: found bytes that are not UTF-8, expected text in UTF-8") from None
     special = tokenizer.special
     ids = ([] if special.bos is None else [special.bos]) + tokenizer.encode(prompt)
+    if pause:
+        ids += [pauses.token_of(tokenizer, "--pause")] * pause
     if not ids:
         raise UserError("--prompt: expected some text, since this tokenizer has no begin-of-text token")
     if diffuses:

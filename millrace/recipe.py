@@ -261,9 +261,11 @@ class Pack:
     mode: Literal["concat", "document", "best_fit"] = "best_fit"
     sequence_length: int = 2048
     evaluation: float = 0.01  # share of the documents held out
+    pause: int = 0  # pause tokens for 100 of a text, anywhere, and before each answer of a conversation
 
     def __post_init__(self) -> None:
         at_least(2, self, "sequence_length")
+        at_least(0, self, "pause")
         if not 0 <= self.evaluation < 1:
             raise ValueError("evaluation: expected a share from 0 up to, but not including, 1")
 
