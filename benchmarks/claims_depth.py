@@ -4,10 +4,10 @@ their ends, and how far is decided by the rounds when the model is used.
     python -m benchmarks.claims_depth                     a CPU, about six minutes
     python -m benchmarks.claims_depth --plot depth.json docs/models/depth.png
 
-A row lists in any order which symbol follows which, then names every symbol; the model tells at which symbol
-the chain of each ends. In training chains have up to 4 links, in the test up to 9. Beside the model with
-recurrent depth stand one with the same layers that runs them once, and a deeper one with weights of its own
-in each."""
+A row lists in any order which symbol follows which, a token for each such pair, then names every symbol; the
+model tells at which symbol the chain of each ends. In training chains have up to 4 links, in the test up to
+9. Beside the model with recurrent depth stand one with the same layers that runs them once, and a deeper one
+with weights of its own in each."""
 
 import argparse
 import functools
@@ -30,11 +30,17 @@ from millrace.objective import Examples, Task, Vocabulary, file, make_task
 from millrace.project import project
 
 SYMBOLS, ROWS, TESTS = 12, 48, 512
-START = 0  # the token that begins the questions; symbols are 1 to SYMBOLS
-LENGTH = 3 * SYMBOLS + 1
+LENGTH = 2 * SYMBOLS  # pairs, then questions
 LINKS, MORE_LINKS = 4, 9  # of the longest chains, in training and in the test
 ROUNDS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-SIZES = ("embed=64", "heads=4", "kv_heads=4", "mlp=160", "vocab=32", "rope_theta=10000.0")
+SIZES = (
+    "embed=64",
+    "heads=4",
+    "kv_heads=4",
+    "mlp=160",
+    f"vocab={SYMBOLS + SYMBOLS**2}",
+    "rope_theta=10000.0",
+)
 ONCE = ("recurrence=0", "prelude=1", "coda=1", "backprop=8")
 MODELS = {
     "in rounds": ("layers=3", "recurrence=5", "prelude=1", "coda=1", "backprop=3"),
@@ -66,10 +72,10 @@ def main() -> int:
 
 def rows(rng: np.random.Generator, count: int, links: int) -> tuple[Examples, np.ndarray]:
     """Examples with chains of up to so many links, and how many lie between each question and its answer."""
-    tokens, targets = np.full((2, count, LENGTH), START, np.int32)
+    tokens, targets = np.zeros((2, count, LENGTH), np.int32)
     far = np.zeros((count, SYMBOLS), int)
     for row in range(count):
-        symbols = [int(one) for one in rng.permutation(SYMBOLS) + 1]
+        symbols = [int(one) for one in rng.permutation(SYMBOLS)]
         facts, left = {}, symbols
         while left:
             size = rng.integers(1, links + 2)
@@ -77,11 +83,11 @@ def rows(rng: np.random.Generator, count: int, links: int) -> tuple[Examples, np
             for place, one in enumerate(chain):
                 facts[one] = (chain[min(place + 1, len(chain) - 1)], chain[-1], len(chain) - 1 - place)
         listed, asked = rng.permutation(symbols).tolist(), rng.permutation(symbols).tolist()
-        tokens[row, : 2 * SYMBOLS] = [token for one in listed for token in (one, facts[one][0])]
-        tokens[row, 2 * SYMBOLS + 1 :] = asked
-        targets[row, 2 * SYMBOLS + 1 :] = [facts[one][1] for one in asked]
+        tokens[row, :SYMBOLS] = [SYMBOLS + SYMBOLS * one + facts[one][0] for one in listed]
+        tokens[row, SYMBOLS:] = asked
+        targets[row, SYMBOLS:] = [facts[one][1] for one in asked]
         far[row] = [facts[one][2] for one in asked]
-    weights = np.broadcast_to(np.arange(LENGTH) > 2 * SYMBOLS, tokens.shape).astype(np.float32)
+    weights = np.broadcast_to(np.arange(LENGTH) >= SYMBOLS, tokens.shape).astype(np.float32)
     positions = np.broadcast_to(np.arange(LENGTH, dtype=np.int32), tokens.shape)
     arrays = (tokens, targets, weights, np.ones_like(tokens), positions)
     return Examples(*map(jnp.asarray, arrays)), far
