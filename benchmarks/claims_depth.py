@@ -29,7 +29,7 @@ from millrace.depth import Rounds
 from millrace.objective import Examples, Task, Vocabulary, file, make_task
 from millrace.project import project
 
-SYMBOLS, ROWS, TESTS = 12, 48, 512
+SYMBOLS, ROWS, TESTS = 10, 64, 512
 LENGTH = 2 * SYMBOLS  # pairs, then questions
 LINKS, MORE_LINKS = 4, 9  # of the longest chains, in training and in the test
 ROUNDS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
@@ -43,8 +43,8 @@ SIZES = (
 )
 ONCE = ("recurrence=0", "prelude=1", "coda=1", "backprop=8")
 MODELS = {
-    "in rounds": ("layers=3", "recurrence=5", "prelude=1", "coda=1", "backprop=3"),
-    "3 layers": ("layers=3", *ONCE),
+    "in rounds": ("layers=4", "recurrence=5", "prelude=1", "coda=1", "backprop=6"),
+    "4 layers": ("layers=4", *ONCE),
     "8 layers": ("layers=8", *ONCE),
 }
 
@@ -96,7 +96,7 @@ def rows(rng: np.random.Generator, count: int, links: int) -> tuple[Examples, np
 def trained(name: str, steps: int) -> dict[str, Any]:
     """Trains one model, and tells its share of right answers by rounds and by links."""
     keys = [f"model.{key}" for key in (*SIZES, *MODELS[name])]
-    keys += [f"schedule.steps={steps}", f"schedule.warmup={steps // 20}", "optimizer.learning_rate=3e-3"]
+    keys += [f"schedule.steps={steps}", f"schedule.warmup={steps // 20}", "optimizer.learning_rate=1e-2", "optimizer.use=muon", "optimizer.weight_decay=0.01"]
     cfg = recipe.load("recipes/tiny/recurrent.yaml", keys)
     devices = build.make_mesh(cfg, jax.devices()[:1])
     task = make_task(cfg, Vocabulary(cfg.model.vocab, None, None, None, None))
@@ -108,7 +108,7 @@ def trained(name: str, steps: int) -> dict[str, Any]:
         state, rng, started = fresh(), np.random.default_rng(0), time.perf_counter()
         for number in range(steps):
             state, metrics = one(state, rows(rng, ROWS, LINKS)[0])
-            if number % 200 == 0 or number == steps - 1:
+            if number % 250 == 0 or number == steps - 1:
                 said = f"{float(metrics['loss']):.3f}"
                 print(
                     f"{name}: step {number}, loss {said}, {time.perf_counter() - started:.0f} s", flush=True
