@@ -50,7 +50,8 @@ class Checkpoints:
             return self.manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
 
     def has(self, step: int, item: str) -> bool:
-        return item in self.manager.item_metadata(step).keys()  # noqa: SIM118  (not a mapping)
+        with self._whole(step):
+            return item in self.manager.item_metadata(step).keys()  # noqa: SIM118  (not a mapping)
 
     def restore(self, step: int, target: State) -> State:
         """`target` is a state of shapes with shardings, on any mesh. An average that was not kept before

@@ -157,26 +157,45 @@ def open_run(args: argparse.Namespace, overrides: Sequence[str] = ()) -> Any:
     cfg = recipe.load_run(args.run, overrides)
     from millrace import folder
 
-    return folder.open_run(cfg, item="ema" if args.ema else "params")
+    return folder.open_run(cfg, item={True: "ema", False: "params", None: None}[args.ema])
 
 
 def evaluate(args: argparse.Namespace) -> None:
     run = open_run(args, args.overrides)
     from millrace import evaluate
 
-    print(evaluate.spoken(evaluate.evaluate_run(run)))
+    print(evaluate.spoken(evaluate.evaluate_run(run), run.cfg.objective))
 
 
 def generate(args: argparse.Namespace) -> None:
-    run = open_run(args)
-    from millrace import generate
+    rounds = [] if args.recurrence is None else [f"model.recurrence={args.recurrence}"]
+    if rounds or args.exit is not None:
+        check_rounds(args)
+    run = open_run(args, rounds)
+    from millrace import draw, generate
 
-    sampling = generate.Sampling(args.temperature, args.top_k, args.top_p, args.seed)
-    pieces = generate.generate(run, args.prompt, args.tokens, sampling)
+    sampling = draw.Sampling(args.temperature, args.top_k, args.top_p, args.seed)
+    named = {name: getattr(args, name) for name in ("steps", "block", "order")}
+    named = {name: value for name, value in named.items() if value is not None}
+    pieces = generate.generate(run, args.prompt, args.tokens, sampling, named, args.exit or 0.0, args.pause)
     print(args.prompt, end="", flush=True)
     for piece in pieces:
         print(piece, end="", flush=True)
     print()
+
+
+def check_rounds(args: argparse.Namespace) -> None:
+    from millrace import recipe
+
+    option = "--exit" if args.recurrence is None else "--recurrence"
+    if not recipe.load_run(args.run).model.recurrence:
+        raise UserError(
+            f"{option}: expected nothing, since the run has no recurrent depth (model.recurrence)"
+        )
+    if args.recurrence is not None and args.recurrence < 1:
+        raise UserError(f"--recurrence: found {args.recurrence}, expected 1 or more")
+    if args.exit is not None and not 0 <= args.exit < math.inf:
+        raise UserError(f"--exit: found {args.exit:g}, expected a share such as 0.03")
 
 
 def export(args: argparse.Namespace) -> None:
@@ -263,7 +282,8 @@ def parser() -> argparse.ArgumentParser:
 
     def with_run(one: argparse.ArgumentParser) -> argparse.ArgumentParser:
         one.add_argument("run", metavar="RUN", help="a run folder")
-        one.add_argument("--ema", action="store_true", help="take the averaged weights (optimizer.ema)")
+        text = "take the averaged weights (optimizer.ema), or not (default: where the run keeps them)"
+        one.add_argument("--ema", action=argparse.BooleanOptionalAction, help=text)
         return one
 
     def with_recipe(one: argparse.ArgumentParser) -> None:
@@ -322,6 +342,18 @@ def parser() -> argparse.ArgumentParser:
         "--top-p", type=float, default=1.0, help="draw among the likeliest that reach p (default: 1)"
     )
     one.add_argument("--seed", type=int, default=0)
+    text = "pause tokens after the prompt, if it was trained with them (pack.pause)"
+    one.add_argument("--pause", type=int, default=0, metavar="N", help=text)
+    text = "of a diffusion model: told in so many steps (default: one for each token)"
+    one.add_argument("--steps", type=int, metavar="N", help=text)
+    text = "of a diffusion model: so many tokens are done before the next are begun (default: all at once)"
+    one.add_argument("--block", type=int, metavar="N", help=text)
+    text = "of a diffusion model: the surest tokens first, any, or each by chance (default: confident)"
+    one.add_argument("--order", choices=["confident", "random", "ancestral"], help=text)
+    text = "with recurrent depth: rounds of the layers in the middle (default: as the run was trained)"
+    one.add_argument("--recurrence", type=int, metavar="N", help=text)
+    text = "with recurrent depth: no further round once one changes less than this share, 0.03"
+    one.add_argument("--exit", type=float, metavar="SHARE", help=text)
 
     one = with_run(add(commands, "export", export, "write a Hugging Face model folder"))
     one.add_argument("folder", metavar="DIR", help="a new folder")

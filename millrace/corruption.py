@@ -92,6 +92,17 @@ def diffuse(key: Array, may: Array) -> tuple[Array, Array]:
     return may & (jax.random.uniform(token_key, may.shape) < chance), 1 / chance
 
 
+def choose_number(key: Array, may: Array, place: Array) -> tuple[Array, Array]:
+    """The same noise for evaluation, told with less chance (LLaDA, arXiv 2502.09992): of the n tokens of each
+    row that `may` be chosen exactly k, all k from 1 to n alike, by the row's `place` in 0 to 1, [b]. Returns
+    the chosen, [b s], and the weight of each, n/k, [b 1]."""
+    tokens = may.sum(axis=1, keepdims=True)
+    number = jnp.clip(1 + jnp.floor(place[:, None] * tokens), 1, jnp.maximum(tokens, 1))
+    drawn = jnp.where(may, jax.random.uniform(key, may.shape), 1.0)
+    rank = jnp.argsort(jnp.argsort(drawn, axis=1), axis=1)
+    return may & (rank < number), tokens / number
+
+
 def _special(vocabulary: Vocabulary) -> list[int]:
     named = (vocabulary.pad, vocabulary.bos, vocabulary.eos, vocabulary.mask)
     return sorted({token for token in named if token is not None})

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -27,14 +27,14 @@ def evaluate(
     mesh: Mesh,
     *,
     sequences: int,
-    causal: bool,
+    given: Sequence[str] | None,
     batches: int = 0,
     stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, float] | None:
     """`score` is an eval_step with its weights. `batches` 0 takes the whole split. What an objective draws at
     random (which tokens to mask) depends only on the row's number, so that evaluations can be compared.
-    Bits a byte are told of causal models only: a masked one tells no text as a whole. None if `stop` said so
-    half-way."""
+    `given` are the special tokens of a document that the objective does not tell, or None if it tells no text
+    as a whole, of which there are no bits a byte. None if `stop` said so half-way."""
     rows = dataset.rows("evaluation")
     if not rows:
         raise UserError(
@@ -58,16 +58,20 @@ def evaluate(
         turn, _, told = name.rpartition("_")
         if turn and told != "count":
             result[name] = total / max(totals[f"{turn}_count"], 1.0)
-    if causal and not dataset.has_loss:  # of a chat, too, only a part is told
-        result["bits_per_byte"] = loss / math.log(2) * answers_per_byte(dataset)
+    if given is not None and not dataset.has_loss:  # of a chat, too, only a part is told
+        result["bits_per_byte"] = loss / math.log(2) * answers_per_byte(dataset, given)
     return result
 
 
-def answers_per_byte(dataset: Dataset) -> float:
-    """How many tokens a decoder must tell for a byte of held-out text: all but those that begin documents."""
+def answers_per_byte(dataset: Dataset, given: Sequence[str]) -> float:
+    """How many tokens a model must tell for a byte of held-out text: all but those given with a document."""
     split = dataset.index.splits["evaluation"]
-    given = split.documents if dataset.bos is not None else 0
-    return (split.tokens - given) / max(split.bytes, 1)
+    free = sum(getattr(dataset, name) is not None for name in given) * split.documents
+    return (split.tokens - free) / max(split.bytes, 1)
+
+
+def given_to(objective: Any) -> Sequence[str] | None:
+    return getattr(file("objectives", objective), "GIVEN", None)
 
 
 def evaluate_run(run: Opened) -> dict[str, float]:
@@ -79,9 +83,9 @@ def evaluate_run(run: Opened) -> dict[str, float]:
     task = make_task(cfg, vocabulary(dataset))
     axes = module.axes(file("models", cfg.model).Model, cfg.model)
     with jax.set_mesh(run.devices):
-        score = functools.partial(jax.jit(eval_step(task, axes)), run.params)
+        score = functools.partial(jax.jit(eval_step(task, axes, cfg.eval.draws)), run.params)
         rows = cfg.batch.sequences // cfg.batch.accumulate
-        result = evaluate(score, dataset, run.devices, sequences=rows, causal=cfg.model.causal)
+        result = evaluate(score, dataset, run.devices, sequences=rows, given=given_to(cfg.objective))
     assert result is not None
     return result
 
@@ -89,9 +93,10 @@ def evaluate_run(run: Opened) -> dict[str, float]:
 SAID = ("loss", "unigram_entropy", "perplexity", "bits_per_byte")
 
 
-def spoken(result: dict[str, float]) -> str:
+def spoken(result: dict[str, float], objective: Any) -> str:
+    name = getattr(file("objectives", objective), "LOSS", "evaluation loss")
     said = (
-        f"evaluation loss {result['loss']:.4f} nats, unigram entropy {result['unigram_entropy']:.4f}, "
+        f"{name} {result['loss']:.4f} nats, unigram entropy {result['unigram_entropy']:.4f}, "
         f"perplexity {result['perplexity']:,.2f}"
     )
     said += f", {result['bits_per_byte']:.3f} bits a byte" if "bits_per_byte" in result else ""

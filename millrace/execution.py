@@ -60,6 +60,8 @@ class Execution:
     unroll: int = 1
     products: str = "compute"  # of the layers: in the compute dtype, in fp8, in int8 or ternary
     native: bool = False  # the chip multiplies 8 bits itself (products/support.py)
+    rounds: Any = None  # of recurrent depth (depth.py), where they are not the model's usual ones
+    loop: Any = None  # what runs the layers in the place of one after the other; set by the model
 
     @property
     def dtype(self) -> Any:
@@ -90,6 +92,8 @@ def layers_in_turn(
 ) -> jax.Array:
     """Runs x through a stack of layers that differ in what is fixed when compiling, such as the reach of
     their attention: layer i by body i, and from the start again after the last of them."""
+    if how.loop is not None:
+        return how.loop.run(how, bodies, x, blocks)
     period, count = len(bodies), depth(blocks)
     if how.remat != "none":
         # What is left over of the periods is in no loop.
@@ -97,6 +101,16 @@ def layers_in_turn(
         bodies = [jax.checkpoint(body, policy=REMAT[how.remat], prevent_cse=guard) for body in bodies]
     steps = [lambda x, block, body=body: (body(block, x), None) for body in bodies]
     return scan_in_turn(steps, x, blocks, unroll=how.unroll)[0]
+
+
+def cached_layers(
+    how: Execution, bodies: Sequence[Callable[..., Any]], x: jax.Array, blocks: Any, cache: Any
+) -> tuple[jax.Array, Any]:
+    """Runs the next tokens through a stack of layers by `body(x, (block, its cache))`, which gives x and the
+    cache with these tokens; the cache has a leading axis of layers."""
+    if how.loop is not None:
+        return how.loop.decode(bodies, x, blocks, cache)
+    return scan_in_turn(bodies, x, (blocks, cache))
 
 
 def scan_in_turn(bodies: Sequence[Callable[..., Any]], carry: Any, stack: Any, *, unroll: int = 1) -> Any:

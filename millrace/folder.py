@@ -29,13 +29,16 @@ class Opened:
     tokenizer_sha256: str | None
 
 
-def open_run(cfg: recipe.Run, *, item: Literal["params", "ema"] = "params") -> Opened:
-    """Restores the weights of the newest checkpoint, or their average, split over all devices there are."""
+def open_run(cfg: recipe.Run, *, item: Literal["params", "ema"] | None = None) -> Opened:
+    """Restores the weights of the newest checkpoint, or their average, split over all devices there are.
+    Unless one of them is named, the average where there is one."""
     folder, checkpoints = Path(cfg.run), Checkpoints(cfg.run)
     try:
         step = checkpoints.latest()
         if step is None:
             raise UserError(f"{cfg.run}: no checkpoint in it yet")
+        if item is None:
+            item = "ema" if checkpoints.has(step, "ema") else "params"
         if item == "ema" and not checkpoints.has(step, item):
             raise UserError(f"{cfg.run}: no average of the weights in it; train with optimizer.ema above 0")
         model = file("models", cfg.model).Model

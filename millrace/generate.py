@@ -1,14 +1,19 @@
-"""Text from a trained decoder: the prompt once through the model, then token by token from the cache."""
+"""Text from a trained decoder: the prompt once through the model, then token by token from the cache.
+Diffusion models tell theirs in another order (diffuse.py)."""
 
 import functools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from millrace import diffuse
+from millrace.data import pauses
+from millrace.depth import Rounds
+from millrace.draw import Sampling, draw
 from millrace.errors import UserError
 from millrace.execution import Execution, cast, own_products
 from millrace.folder import Opened
@@ -17,30 +22,27 @@ from millrace.objective import file
 from millrace.project import project
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """Temperature 0 takes the likeliest token; `top_k` and `top_p` leave the unlikely ones out."""
-
-    temperature: float = 0.8
-    top_k: int = 50  # 0: all
-    top_p: float = 1.0
-    seed: int = field(default=0, compare=False)  # no part of what is compiled
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.seed < 2**32:
-            raise UserError(f"--seed: expected a number from 0 to {2**32 - 1}")
-        if not self.temperature >= 0 or self.top_k < 0 or not 0 < self.top_p <= 1:
-            raise UserError(
-                "expected --temperature 0 or more, --top-k 0 or more and --top-p above 0 and at most 1"
-            )
-
-
-def generate(run: Opened, prompt: str, tokens: int, sampling: Sampling) -> Iterator[str]:
+def generate(
+    run: Opened,
+    prompt: str,
+    tokens: int,
+    sampling: Sampling,
+    reveal: dict[str, Any] | None = None,
+    exit: float = 0.0,
+    pause: int = 0,
+) -> Iterator[str]:
     """Pieces of text as they come, the prompt left out. Ends early where the model ends its text. What cannot
-    be continued is refused here, before the first piece is asked for."""
+    be continued is refused here, before the first piece is asked for. `reveal` says how a diffusion model
+    tells its tokens, `exit` when recurrent depth goes no deeper; `pause` tokens follow the prompt."""
     cfg, tokenizer = run.cfg, run.tokenizer
-    if not cfg.model.causal:
-        raise UserError(f"model.use: {cfg.model.use} reads text in both directions and cannot continue it")
+    diffuses = cfg.objective.use == "diffusion"
+    if not cfg.model.causal and not diffuses:
+        raise UserError(
+            f"model.use: {cfg.model.use} reads text in both directions and cannot continue it, unless it is "
+            "trained by objective.use: diffusion"
+        )
+    if reveal and not diffuses:
+        raise UserError(f"--{next(iter(reveal))}: expected nothing, since the run is no diffusion model")
     if tokenizer is None:
         raise UserError("no tokenizer.json in the run folder; copy the one the model was trained with there")
     if tokens < 1:
@@ -51,17 +53,21 @@ def generate(run: Opened, prompt: str, tokens: int, sampling: Sampling) -> Itera
         raise UserError("--prompt: found bytes that are not UTF-8, expected text in UTF-8") from None
     special = tokenizer.special
     ids = ([] if special.bos is None else [special.bos]) + tokenizer.encode(prompt)
+    if pause:
+        ids += [pauses.token_of(tokenizer, "--pause")] * pause
     if not ids:
         raise UserError("--prompt: expected some text, since this tokenizer has no begin-of-text token")
-    return pieces(run, ids, tokens, sampling)
+    if diffuses:
+        return pieces(run, ids, diffuse.sample(run, ids, tokens, sampling, diffuse.Reveal(**reveal or {})))
+    return pieces(run, ids, sample(run, ids, tokens, sampling, exit))
 
 
-def pieces(run: Opened, ids: list[int], tokens: int, sampling: Sampling) -> Iterator[str]:
+def pieces(run: Opened, ids: list[int], following: Iterator[int]) -> Iterator[str]:
     tokenizer, ids = run.tokenizer, list(ids)
     assert tokenizer is not None
     # With the prompt: tokenizers that mark the start of a word drop the space before the first.
     shown = tokenizer.decode(ids)
-    for token in sample(run, ids, tokens, sampling):
+    for token in following:
         if token in (tokenizer.special.eos, tokenizer.special.bos):
             return
         ids.append(token)
@@ -72,10 +78,13 @@ def pieces(run: Opened, ids: list[int], tokens: int, sampling: Sampling) -> Iter
             shown = text
 
 
-def sample(run: Opened, ids: list[int], tokens: int, sampling: Sampling) -> Iterator[int]:
-    """The tokens that follow `ids`, one by one, without end before there are `tokens` of them."""
+def sample(run: Opened, ids: list[int], tokens: int, sampling: Sampling, exit: float = 0.0) -> Iterator[int]:
+    """The tokens that follow `ids`, one by one, without end before there are `tokens` of them. With recurrent
+    depth, rounds end where they change less than the share `exit`."""
     cfg = run.cfg.model
     how = Execution(run.cfg.attention, run.cfg.memory.compute, products=own_products(cfg))
+    if exit:
+        how = replace(how, rounds=Rounds(cfg.recurrence, exit=exit))
     # Once and not in every step, which would read all weights in float32 for each token.
     names = axes(file("models", cfg).Model, cfg)
     model = jax.jit(lambda params: cast(params, names, how))(run.params)
@@ -98,19 +107,3 @@ def step(model: Any, given: Array, cache: Any, cfg: Any, how: Execution) -> tupl
     """The logits [v] after the given tokens [1 s], and the cache with these."""
     hidden, cache = model.decode(cfg, given, cache, how=how)
     return project(model.unembed, hidden[:, -1], "bd,vd->bv").astype(jnp.float32)[0], cache
-
-
-@functools.partial(jax.jit, static_argnames="sampling")
-def draw(logits: Array, key: Array, sampling: Sampling) -> Array:
-    """One token from logits [v]: of the `top_k` likeliest, the fewest whose chances reach `top_p`."""
-    if sampling.temperature == 0:
-        return logits.argmax().astype(jnp.int32)
-    order = jnp.argsort(-logits)
-    ordered = logits[order] / sampling.temperature
-    if sampling.top_k:
-        ordered = jnp.where(jnp.arange(logits.size) < sampling.top_k, ordered, -jnp.inf)
-    if sampling.top_p < 1:
-        chances = jax.nn.softmax(ordered)
-        before = jnp.cumsum(chances) - chances
-        ordered = jnp.where(before < sampling.top_p, ordered, -jnp.inf)
-    return order[jax.random.categorical(key, ordered)].astype(jnp.int32)

@@ -83,7 +83,8 @@ def weight(
     rule: Callable[[Any, Array, Array], Array] | None = None,
     when: Callable[[Any], bool] = lambda cfg: True,
 ) -> Any:
-    """Declares a weight. `when(cfg)` false leaves the field None (a tied head, an absent norm)."""
+    """Declares a weight. `when(cfg)` false leaves the field None (a tied head, an absent norm). An axis has
+    the size that the config gives its name, or in `state:embed` the size of another one."""
     return dataclasses.field(metadata=dict(axes=axes, init=init, when=when, more=(inputs, exact, rule)))
 
 
@@ -118,8 +119,9 @@ def build(
             elif "nested" in meta:
                 values[field.name] = walk(meta["nested"](), meta["sized"](cfg), path + ".", lead)
             else:
-                axes = Axes(lead + meta["axes"], len(lead), *meta["more"])
-                shape = tuple(getattr(cfg, name) for name in axes.names)
+                names = lead + meta["axes"]
+                axes = Axes(tuple(name.split(":")[0] for name in names), len(lead), *meta["more"])
+                shape = tuple(getattr(cfg, name.split(":")[-1]) for name in names)
                 init = functools.partial(meta["init"], axes=axes, shape=shape, cfg=cfg)
                 values[field.name] = leaf(path, axes, shape, init)
         return cls(**values)

@@ -1,6 +1,8 @@
 """What every training objective works with: a batch, the examples made of it, and the task they belong to.
 An objective is a file with `prepare`, which makes the examples, `loss`, and `most`: how many answers of a row
-can have a weight. One whose weights are updated in turns has `TURNS` instead of a loss."""
+can have a weight. One whose weights are updated in turns has `TURNS` instead of a loss. One that tells a text
+as a whole names the special tokens which it is `GIVEN`; one whose evaluation draws otherwise than its
+training has `prepare_evaluation`."""
 
 import importlib
 from collections.abc import Callable
@@ -10,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from millrace import mesh
+from millrace import depth, mesh
 from millrace.execution import Execution, default_unroll, products_of
 from millrace.kernels.cut_cross_entropy import bind, cut
 from millrace.kernels.head import Totals
@@ -108,25 +110,29 @@ def make_task(run: Any, vocabulary: Vocabulary, device: Any = None) -> Task:
 
 
 def file(folder: str, cfg: Any) -> Any:
-    """The module that a section's `use` names."""
-    return importlib.import_module(f"millrace.{folder}.{cfg.use}")
+    """The module that a section's `use` names; a model's with recurrent depth, where it has that."""
+    found = importlib.import_module(f"millrace.{folder}.{cfg.use}")
+    return depth.family(found) if folder == "models" and depth.is_recurrent(cfg) else found
 
 
-def token_loss(task: Task, model: Any, examples: Examples) -> Totals:
-    """Predicts a token at every position that counts; head and loss in one kernel, without logits."""
+def token_loss(task: Task, model: Any, examples: Examples, *, without: int | None = None) -> Totals:
+    """Predicts a token at every position that counts; head and loss in one kernel, without logits. The token
+    `without` cannot be the answer."""
     examples = jax.tree.map(mesh.balance, examples)  # a sum over tokens is the same in any order
     hidden = model(
         task.model, examples.inputs, how=task.how, segments=examples.segments, positions=examples.positions
     )
-    return head_loss(task, model, hidden, examples)
+    return head_loss(task, model, hidden, examples, without=without)
 
 
-def head_loss(task: Task, model: Any, hidden: Array, examples: Examples) -> Totals:
+def head_loss(
+    task: Task, model: Any, hidden: Array, examples: Examples, *, without: int | None = None
+) -> Totals:
     hidden, targets, weights = that_count(task, hidden, examples.targets, examples.weights)
     cfg = task.loss
     per_token = bind(file("losses", cfg).per_token, cfg)
     how = dict(soft_cap=cfg.soft_cap, split=cfg.split, chunk=cfg.chunk, filter=cfg.filter)
-    return cut(per_token, hidden, model.unembed, targets, weights, **how)
+    return cut(per_token, hidden, model.unembed, targets, weights, without=without, **how)
 
 
 def that_count(task: Task, hidden: Array, targets: Array, weights: Array) -> tuple[Array, Array, Array]:

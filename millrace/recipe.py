@@ -42,6 +42,29 @@ class Data:
 
 
 @dataclass(frozen=True)
+class Depth:
+    """What every model can have: layers in its middle that are run round after round (depth.py)."""
+
+    recurrence: int = 0  # rounds on average; 0: all layers are run once
+    prelude: int = 1  # layers before those
+    coda: int = 1  # layers after them
+    backprop: int = 8  # rounds that have gradients, the last ones
+
+    def __post_init__(self) -> None:
+        at_least(0, self, "recurrence", "prelude", "coda")
+        at_least(1, self, "backprop")
+        layers, loops = (getattr(self, name, 1) for name in ("layers", "loops"))
+        if not self.recurrence:
+            for name in ("prelude", "coda", "backprop"):
+                if getattr(self, name) != getattr(Depth, name):
+                    raise ValueError(f"{name}: expected recurrence to be set as well, or it has no effect")
+        elif not loops:
+            raise ValueError("recurrence: expected 0, since the layers of this model cannot be run in rounds")
+        elif self.prelude + self.coda >= layers:
+            raise ValueError(f"prelude: expected prelude + coda to be less than layers, {layers}")
+
+
+@dataclass(frozen=True)
 class Loss:
     z_loss: float = 0.0
     soft_cap: float | None = None
@@ -160,9 +183,11 @@ class Checkpoint:
 class Eval:
     every: int = 1000  # 0: only at the end
     batches: int = 0  # 0: the whole evaluation split
+    draws: int = 1  # of what is hidden, in each row: more tell the loss more exactly
 
     def __post_init__(self) -> None:
         at_least(0, self, "every", "batches")
+        at_least(1, self, "draws")
 
 
 @dataclass(frozen=True)
@@ -184,7 +209,7 @@ class Run:
     start: str | None = None  # a run folder, or one of Hugging Face, to take the first weights from
     take: str | None = None  # which of them, by name: embedding,head or blocks.w_*; all by default
     freeze: str | None = None  # weights that stay as they are, by name as above
-    model: Any = part("models")
+    model: Any = part("models", Depth)
     data: Data = section(Data)
     objective: Any = part("objectives", use="causal")
     loss: Any = part("losses", Loss, use="cross_entropy")
@@ -254,9 +279,11 @@ class Pack:
     mode: Literal["concat", "document", "best_fit"] = "best_fit"
     sequence_length: int = 2048
     evaluation: float = 0.01  # share of the documents held out
+    pause: int = 0  # pause tokens for 100 of a text, anywhere, and before each answer of a conversation
 
     def __post_init__(self) -> None:
         at_least(2, self, "sequence_length")
+        at_least(0, self, "pause")
         if not 0 <= self.evaluation < 1:
             raise ValueError("evaluation: expected a share from 0 up to, but not including, 1")
 
@@ -343,6 +370,12 @@ def check_run(run: Run, reader: Reader) -> None:
         reader.fail("objective.use", "expected rtd, which trains the generator that model.generator names")
     if run.objective.use == "rtd" and not pair:
         reader.fail("objective.use", "expected another, or a model with model.generator, which rtd trains")
+    if run.objective.use == "causal" and run.eval.draws != 1:
+        reader.fail("eval.draws", "expected 1, since causal language modelling hides nothing")
+    if getattr(run.objective, "exclude_mask", False) and getattr(run.loss, "label_smoothing", 0):
+        reader.fail(
+            "loss.label_smoothing", "expected 0, since with objective.exclude_mask a token is ruled out"
+        )
     own = getattr(run.model, "products", "compute")
     if own != "compute" and run.memory.products != "compute":
         reader.fail("memory.products", f"expected nothing, since those of {run.model.use} are {own} anyway")

@@ -2,14 +2,14 @@
 objectives take one turn at it; where there are several, the weights of a turn see those before it updated."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from millrace import execution, module
+from millrace import depth, execution, module
 from millrace.mesh import constrain
 from millrace.module import Array, Axes, dotted
 from millrace.objective import Batch, Examples, Task, Turn, file, turns
@@ -38,11 +38,12 @@ def train_step(task: Task, update: Update, axes: Any) -> Callable[[State, Batch]
         key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
         parts: Any = split(file("objectives", task.objective).prepare(task, batch, key), update.accumulate)
         growing = None if update.ramp is None else growth(update.ramp, state.step)
+        its = replace(task, how=depth.drawn(task.how, task.model, key))
         params, metrics, together = state.params, Metrics(), turns(task)
         trains, stay = module.trained(axes, update.frozen), frozen(params, update.frozen)
         grads = jax.tree.map(lambda still, w: None if still else jnp.zeros_like(w), stay, params)
         for turn in together:
-            own, sums, parts = turn_gradients(task, turn, axes, params, parts, stay=stay, first=growing)
+            own, sums, parts = turn_gradients(its, turn, axes, params, parts, stay=stay, first=growing)
             count = jnp.maximum(sums.pop("count"), 1.0)
             own = jax.tree.map(lambda g, count=count: g / count, own)
             own, norm = clipped(update.optimizer.clip, turn.take(trains), own)
@@ -57,26 +58,44 @@ def train_step(task: Task, update: Update, axes: Any) -> Callable[[State, Batch]
     return step
 
 
-def eval_step(task: Task, axes: Any) -> Callable[[Any, Batch, Any], Metrics]:
+def eval_step(task: Task, axes: Any, draws: int = 1) -> Callable[[Any, Batch, Any], Metrics]:
     """Sums over one batch, weights untouched. `first` is the number of its first row in the split: each row
-    draws by its own number (which tokens to mask), so that the size of the batch changes nothing."""
-    prepare = file("objectives", task.objective).prepare
+    draws by its own number (which tokens to mask), so that the size of the batch changes nothing. Each draws
+    so often, and all the draws lie evenly over whatever the objective varies between them."""
+    objective = file("objectives", task.objective)
+    placed = getattr(objective, "prepare_evaluation", None)
 
     def step(params: Any, batch: Batch, first: Any) -> Metrics:
-        def alone(row: Batch, number: Array) -> Examples:
-            single = jax.tree.map(lambda x: x[None], row)
-            examples = prepare(task, single, jax.random.fold_in(jax.random.key(0), number))
-            return jax.tree.map(lambda x: x[0], examples)
+        def once(draw: Any) -> Metrics:
+            def alone(row: Batch, number: Array) -> Examples:
+                single = jax.tree.map(lambda x: x[None], row)
+                key = jax.random.fold_in(jax.random.key(0), number * draws + draw)
+                if placed is None:
+                    examples = objective.prepare(task, single, key)
+                else:
+                    examples = placed(task, single, key, (draw + spread(number)[None]) / draws)
+                return jax.tree.map(lambda x: x[0], examples)
 
-        examples: Any = jax.vmap(alone)(batch, first + jnp.arange(batch.tokens.shape[0]))
-        model, sums = execution.cast(params, axes, task.how), Metrics()
-        for turn in turns(task):
-            told = turn.loss(task, model, examples)
-            examples = told.following
-            sums |= {turn.name + name: total for name, total in told.sums.items()}
-        return sums
+            examples: Any = jax.vmap(alone)(batch, first + jnp.arange(batch.tokens.shape[0]))
+            model, sums = execution.cast(params, axes, task.how), Metrics()
+            for turn in turns(task):
+                told = turn.loss(task, model, examples)
+                examples = told.following
+                sums |= {turn.name + name: total for name, total in told.sums.items()}
+            return sums
+
+        if draws == 1:
+            return once(0)
+        sums = jax.lax.scan(lambda _, draw: (None, once(draw)), None, jnp.arange(draws))[1]
+        return jax.tree.map(lambda each: each.sum(axis=0), sums)
 
     return step
+
+
+def spread(number: Array) -> Array:
+    """A place from 0 up to 1 for each number, such that those of numbers in a row lie evenly: the fractions
+    of its multiples of the golden ratio."""
+    return (jnp.asarray(number, jnp.uint32) * jnp.uint32(2654435769) >> 8) / jnp.float32(2**24)
 
 
 def split(examples: Examples, parts: int) -> Examples:

@@ -17,7 +17,7 @@ from millrace import build, config, fit, module, programs, recipe, start, step, 
 from millrace.checkpoint import Checkpoints
 from millrace.data.stream import Dataset, read_ahead
 from millrace.errors import UserError
-from millrace.evaluate import evaluate, place, vocabulary, with_vocabulary
+from millrace.evaluate import evaluate, given_to, place, vocabulary, with_vocabulary
 from millrace.folder import keep_tokenizer, lock
 from millrace.metrics import Late, Meter, peak_flops
 from millrace.objective import Batch, Task, file, flops, make_task
@@ -80,11 +80,11 @@ class Session:
             return
         with self.meter.pause("evaluate", current.params):
             result = evaluate(
-                functools.partial(self.eval_step, current.params),
+                functools.partial(self.eval_step, current.params if current.ema is None else current.ema),
                 self.dataset,
                 self.devices,
                 sequences=self.cfg.batch.sequences // self.cfg.batch.accumulate,
-                causal=self.cfg.model.causal,
+                given=given_to(self.cfg.objective),
                 batches=self.cfg.eval.batches,
                 stop=lambda: self.stopper.asked is not None,
             )
@@ -152,7 +152,7 @@ def run(cfg: recipe.Run, program: Path | None = None) -> int:
                     out=out,
                     meter=meter,
                     train_step=programs.compiled(traced, devices, program, out.event),
-                    eval_step=jax.jit(step.eval_step(task, axes)),
+                    eval_step=jax.jit(step.eval_step(task, axes, cfg.eval.draws)),
                     steps=steps,
                     stopper=stopper,
                     trace=Trace(cfg.profile, cfg.run),

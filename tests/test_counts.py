@@ -24,6 +24,7 @@ PUBLISHED = {
     "modernbert-large": 395_881_664,
     "bitnet-2b4t": 2_412_820_480,
     "xlstm-7b": 6_865_424_896,
+    "llada-8b": 8_015_581_184,
 }
 BODIES = {
     "eurobert-210m": 211_766_016,

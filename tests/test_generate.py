@@ -15,11 +15,11 @@ import transformers
 from millrace import generate, mesh, module, recipe
 from millrace.cli import main
 from millrace.data import learn, tokenise
+from millrace.draw import Sampling, draw
 from millrace.errors import UserError
 from millrace.execution import Execution
 from millrace.export import huggingface
 from millrace.folder import Opened, open_run
-from millrace.generate import Sampling, draw
 from millrace.models import llama
 from millrace.project import project
 from millrace.recipe import load_run

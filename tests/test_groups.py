@@ -26,6 +26,7 @@ class Section:
     mode: str = "best_fit"
     sequence_length: int = 48
     evaluation: float = 0.1
+    pause: int = 0
 
 
 TEXTS = [f"Text {n}: " + " ".join(f"{n * i % 23} of {i}" for i in range(n % 37)) + "é" for n in range(400)]

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from millrace.data import chat, normalise, shards, tokenise
+from millrace.data import chat, normalise, pauses, shards, tokenise
 from millrace.data.documents import Problems, Ragged, is_held_out
 from millrace.data.formats import PART
 from millrace.data.pack import Plan, fill, plan
@@ -102,9 +102,13 @@ def encode(
     of those that were read from it."""
     share = job.pack.evaluation if job.held_out == "documents" else 0.0
     growing = Growing(job.dtype, len(job.units) * PART)
+    random = np.random.Generator(np.random.PCG64([job.seed, job.number]))
+    pause = pauses.token_of(tokenizer, "pack.pause") if job.pack.pause else 0
     sizes, held_out = [np.zeros(0, np.int64)], [np.zeros(0, bool)]
     for table, last in portions(tables(job, problems, parts)):
         for ragged, bos, eos in encoded(table, tokenizer, problems):
+            if job.pack.pause:
+                ragged = pauses.with_pauses(ragged, pause, job.pack.pause, random)
             growing.add(ragged, bos, eos)
         sizes.append(normalise.sizes(table))
         ids = table["id"].to_pylist() if share > 0 else [""] * len(table)
@@ -209,7 +213,8 @@ class Growing:
             ends = ragged.offsets.tolist()
             for place, first, last in zip(places, ends[:-1], ends[1:], strict=True):
                 values[place : place + last - first] = ragged.values[first:last]
-        self.losses.append(np.broadcast_to(True, end - begin) if ragged.loss is None else ragged.loss)
+        whole = np.broadcast_to(True, end - begin)
+        self.losses.append(whole if ragged.loss is None else learnt(ragged.loss, is_text))
         self.masked = self.masked or ragged.loss is not None
         self.lengths.append(np.diff(offsets))
         self.used = end
@@ -217,6 +222,13 @@ class Growing:
     def ragged(self) -> Ragged:
         loss = np.concatenate(self.losses) if self.masked else None
         return Ragged(self.values[: self.used], np.cumsum(np.concatenate(self.lengths)), loss)
+
+
+def learnt(loss: np.ndarray, is_text: np.ndarray) -> np.ndarray:
+    """Which tokens are to be learnt, those among them that begin and end a document."""
+    out = np.ones(len(is_text), bool)
+    out[is_text] = loss
+    return out
 
 
 def plan_splits(job: Job, number: int, *, lengths: np.ndarray, held_out: np.ndarray) -> dict[str, Plan]:

@@ -24,7 +24,7 @@ Say = Callable[[str], None]
 # What each stage reads of the recipe: it is done again when that has changed, or what one before it reads.
 READS = {
     "normalize": ("sources", "normalize"),
-    "tokenizer": ("tokenizer", "pack.evaluation", "seed"),
+    "tokenizer": ("tokenizer", "pack.evaluation", "pack.pause", "seed"),
     "pack": ("pack", "seed"),
     "shuffle": ("shuffle", "sources.weight"),
 }

@@ -15,7 +15,18 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from millrace.data import chat, duplicates, groups, learn, normalise, report, shuffle, summary, tokenise
+from millrace.data import (
+    chat,
+    duplicates,
+    groups,
+    learn,
+    normalise,
+    pauses,
+    report,
+    shuffle,
+    summary,
+    tokenise,
+)
 from millrace.data.documents import SAMPLES, Part, Problems, is_held_out
 from millrace.data.formats import PART
 from millrace.data.progress import Bar
@@ -118,6 +129,8 @@ class Work(Stages):
             with Bar("tokenizer", 1):
                 trained = learn.train(texts, kind=cfg.use, vocab=cfg.vocab, report=self.say)
             tokenise.save(trained, self.folder)
+        if self.recipe.pack.pause:
+            pauses.add_token(self.folder)
         if cfg.template is not None:
             tokenise.write_template(self.folder, read_template(cfg.template))
         tokenizer = self.tokenizer

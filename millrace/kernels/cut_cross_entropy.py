@@ -36,12 +36,14 @@ def cut(
     split: str = "auto",
     chunk: int | str = "auto",
     filter: float = 0.0,
+    without: int | None = None,
 ) -> Totals:
     """The totals of `per_token`, an elementwise function, over the logits of hidden [b s d] and unembed
     [v d], multiplied in hidden's dtype and summed in float32. `chunk` is the most tokens, or rows of the
     vocabulary, at a time on one device. A target may be anything where its weight is 0. Only `hidden` and
-    `unembed` get gradients. Where kernels can skip it, probabilities below `filter` are left out of them."""
-    return _cut(Head(per_token, soft_cap, chunk, filter), split, hidden, unembed, targets, weights)
+    `unembed` get gradients. Where kernels can skip it, probabilities below `filter` are left out of them. The
+    token `without` is ruled out; the mean of the logits then means nothing."""
+    return _cut(Head(per_token, soft_cap, chunk, filter, without), split, hidden, unembed, targets, weights)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -92,6 +92,8 @@ def refuses(head: Head, split: Split, hidden: Any, unembed: Any) -> str | None:
         return "they are for Hopper GPUs"
     if hidden.dtype != jnp.bfloat16:
         return f"they are for bfloat16, and the activations are {hidden.dtype}"
+    if head.without is not None:
+        return "they rule out no token"
     if split.width:
         return "mesh.fsdp splits the vocabulary's matrix"
     sizes = (math.prod(hidden.shape[:-1]), "tokens", TOKENS), (rows, "rows", VOCAB), (width, "columns", WIDE)

@@ -82,6 +82,8 @@ def refuses(head: Head, split: Split, hidden: Any, unembed: Any) -> str | None:
         return f"{device().device_kind} has no products of bfloat16 in kernels"
     if hidden.dtype != jnp.bfloat16:
         return f"they are for bfloat16, and the activations are {hidden.dtype}"
+    if head.without is not None:
+        return "they rule out no token"
     for size, name in ((tokens, "tokens"), (width, "columns")):
         if size % LANES:
             return f"{size} {name} are not a multiple of {LANES}"

@@ -27,7 +27,7 @@ def totals(head: Head, split: Split, hidden: Array, unembed: Array, targets: Arr
 
     def step(sums: Totals, piece: tuple[Array, Array, Array]) -> tuple[Totals, tuple[()]]:
         x, y, w = piece
-        scores = common.logits(head, x, unembed)
+        scores = _logits(head, x, unembed, split)
         stats = _stats(scores, _is_target(scores, y, split), split)
         return add(sums, stats, head.per_token(stats), w), ()
 
@@ -43,7 +43,7 @@ def totals_and_gradients(
     def step(carry: tuple[Totals, Array], piece: tuple[Array, Array, Array]) -> Any:
         sums, d_unembed = carry
         x, y, w = piece
-        scores = common.logits(head, x, matrix)
+        scores = _logits(head, x, matrix, split)
         hit = _is_target(scores, y, split)
         stats = _stats(scores, hit, split)
         losses, pull = jax.vjp(head.per_token, stats)
@@ -65,6 +65,10 @@ def totals_and_gradients(
 
 def _whole(unembed: Array, split: Split) -> Array:
     return lax.all_gather(unembed, split.width, axis=1, tiled=True) if split.width else unembed
+
+
+def _logits(head: Head, x: Array, unembed: Array, split: Split) -> Array:
+    return common.logits(head, x, unembed, common.first_column(len(unembed), split))
 
 
 def _is_target(scores: Array, targets: Array, split: Split) -> Array:

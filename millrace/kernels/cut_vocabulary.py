@@ -166,7 +166,8 @@ class _Tile(NamedTuple):
 
 
 def _tile(cut: Cut, chunk: Chunk) -> _Tile:
-    scores = common.logits(cut.head, cut.x, chunk.matrix)
+    first = chunk.start + common.first_column(cut.rows, cut.split)
+    scores = common.logits(cut.head, cut.x, chunk.matrix, first)
     hit = common.is_target(scores, cut.own, chunk.start)
     if not chunk.padded(cut):
         return _Tile(scores, hit, True)

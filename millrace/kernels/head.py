@@ -11,6 +11,8 @@ from jax import lax
 
 Array = jax.Array
 
+OUT = -1e9  # the logit of a token that is ruled out: no probability in float32, and a finite square
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -41,6 +43,7 @@ class Head:
     soft_cap: float | None = None
     chunk: int | str = "auto"  # tokens or rows of the vocabulary at a time
     filter: float = 0.0  # probabilities below may be left out of the gradients
+    without: int | None = None  # a token that has no probability, whatever its logit
 
 
 @dataclass(frozen=True)
@@ -58,9 +61,16 @@ class Split:
         return tuple(axis for axis in self.tokens if axis not in self.width)
 
 
-def logits(head: Head, x: Array, unembed: Array) -> Array:
-    product = jnp.einsum("cd,vd->cv", x, unembed, preferred_element_type=jnp.float32)
-    return product if head.soft_cap is None else head.soft_cap * jnp.tanh(product / head.soft_cap)
+def logits(head: Head, x: Array, unembed: Array, first: Any) -> Array:
+    """Of the tokens from number `first` on."""
+    scores = jnp.einsum("cd,vd->cv", x, unembed, preferred_element_type=jnp.float32)
+    if head.soft_cap is not None:
+        scores = head.soft_cap * jnp.tanh(scores / head.soft_cap)
+    if head.without is None:
+        return scores
+    return jnp.where(
+        lax.broadcasted_iota(jnp.int32, (1, len(unembed)), 1) + first == head.without, OUT, scores
+    )
 
 
 def is_target(scores: Array, targets: Array, first: Any) -> Array:

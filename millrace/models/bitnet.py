@@ -111,7 +111,7 @@ class Model:
 
 def rounded(model: Any, cfg: Any, how: Execution) -> Any:
     """The model with its matrices in -1, 0 and 1, if the caller has not made them so (`execution.cast`)."""
-    return cast(model, axes(Model, cfg), replace(how, products="ternary")) if cfg.ternary else model
+    return cast(model, axes(type(model), cfg), replace(how, products="ternary")) if cfg.ternary else model
 
 
 def flops(cfg: Any, sequence: int) -> float:

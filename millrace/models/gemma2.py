@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from millrace.errors import UserError
-from millrace.execution import Execution, layers_in_turn, scan_in_turn
+from millrace.execution import Execution, cached_layers, layers_in_turn
 from millrace.export import config_json
 from millrace.layers.attention import Mask, attend
 from millrace.layers.kinds import Kind, keys_seen
@@ -162,8 +162,8 @@ class Model:
         start = cache.length
         positions = jnp.broadcast_to(start + jnp.arange(tokens.shape[1]), tokens.shape)
 
-        def body(kind: Kind, x: Array, layer: tuple[Block, Array, Array]) -> tuple[Array, Any]:
-            block, keys, values = layer
+        def body(kind: Kind, x: Array, layer: tuple[Block, tuple[Array, Array]]) -> tuple[Array, Any]:
+            block, (keys, values) = layer
             q, k, v = block.heads(cfg, kind, x, positions)
             keys = jax.lax.dynamic_update_slice_in_dim(keys, k, start, axis=1)
             values = jax.lax.dynamic_update_slice_in_dim(values, v, start, axis=1)
@@ -172,7 +172,7 @@ class Model:
 
         bodies = [functools.partial(body, kind) for kind in kinds(cfg)]
         x = self.embed(cfg, tokens, how.dtype)
-        x, (keys, values) = scan_in_turn(bodies, x, (self.blocks, cache.k, cache.v))
+        x, (keys, values) = cached_layers(how, bodies, x, self.blocks, (cache.k, cache.v))
         return norm(x, self.final_norm, cfg.norm_eps), Cache(keys, values, start + tokens.shape[1])
 
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from millrace.errors import UserError
-from millrace.execution import Execution, layers
+from millrace.execution import Execution, cached_layers, layers
 from millrace.export import config_json
 from millrace.layers.attention import Mask, attend
 from millrace.layers.mlp import gated
@@ -151,8 +151,8 @@ class Model:
         start = cache.length
         positions = jnp.broadcast_to(start + jnp.arange(tokens.shape[1]), tokens.shape)
 
-        def body(x: Array, layer: tuple[Block, Array, Array]) -> tuple[Array, tuple[Array, Array]]:
-            block, keys, values = layer
+        def body(x: Array, layer: tuple[Block, tuple[Array, Array]]) -> tuple[Array, tuple[Array, Array]]:
+            block, (keys, values) = layer
             q, k, v = block.heads(cfg, x, positions)
             keys = jax.lax.dynamic_update_slice_in_dim(keys, k, start, axis=1)
             values = jax.lax.dynamic_update_slice_in_dim(values, v, start, axis=1)
@@ -160,7 +160,7 @@ class Model:
             return block.rest(cfg, x, mixed, how), (keys, values)
 
         x = lookup(self.embedding, tokens, how.dtype)
-        x, (keys, values) = jax.lax.scan(body, x, (self.blocks, cache.k, cache.v))
+        x, (keys, values) = cached_layers(how, [body], x, self.blocks, (cache.k, cache.v))
         hidden = rms_norm(x, self.final_norm, cfg.norm_eps)
         return hidden, Cache(keys, values, start + tokens.shape[1])
 

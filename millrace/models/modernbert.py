@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from millrace.errors import UserError
-from millrace.execution import Execution, layers_in_turn, scan_in_turn
+from millrace.execution import Execution, cached_layers, layers_in_turn
 from millrace.export import config_json
 from millrace.layers.attention import Mask, attend
 from millrace.layers.bias import first_of_many
@@ -179,7 +179,7 @@ class Model:
         positions = jnp.broadcast_to(start + jnp.arange(tokens.shape[1]), tokens.shape)
 
         def body(kind: Kind, x: Array, layer: Any) -> tuple[Array, Any]:
-            (block, *norm), keys, values = layer
+            (block, *norm), (keys, values) = layer
             q, k, v = block.heads(kind, _normed(cfg, x, *norm), positions)
             keys = jax.lax.dynamic_update_slice_in_dim(keys, k, start, axis=1)
             values = jax.lax.dynamic_update_slice_in_dim(values, v, start, axis=1)
@@ -187,8 +187,8 @@ class Model:
             return block.rest(cfg, x, mixed, how), (keys, values)
 
         bodies = [functools.partial(body, kind) for kind in kinds(cfg)]
-        layers = (self.blocks, *self.norms(cfg)), cache.k, cache.v
-        x, (keys, values) = scan_in_turn(bodies, self.embed(cfg, tokens, how.dtype), layers)
+        x, layers = self.embed(cfg, tokens, how.dtype), (self.blocks, *self.norms(cfg))
+        x, (keys, values) = cached_layers(how, bodies, x, layers, (cache.k, cache.v))
         return self.head(cfg, x), Cache(keys, values, start + tokens.shape[1])
 
 

@@ -35,6 +35,7 @@ class Config:
     # Fixed by the architecture.
     causal = True
     tied = False
+    loops = False
     activation = "swiglu"
     gates = 4
     window = 4  # positions that the convolution before sLSTM sees

@@ -8,6 +8,7 @@ from millrace.module import Array
 from millrace.objective import Batch, Examples, Task, seen, token_loss
 
 loss = token_loss
+GIVEN = ("bos",)  # what begins a document has nothing before it to be told from
 
 
 @dataclass(frozen=True)

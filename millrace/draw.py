@@ -1,0 +1,46 @@
+"""A token drawn from logits: by temperature, among the likeliest."""
+
+import functools
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+
+from millrace.errors import UserError
+from millrace.module import Array
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Temperature 0 takes the likeliest token; `top_k` and `top_p` leave the unlikely ones out."""
+
+    temperature: float = 0.8
+    top_k: int = 50  # 0: all
+    top_p: float = 1.0
+    seed: int = field(default=0, compare=False)  # no part of what is compiled
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.seed < 2**32:
+            raise UserError(f"--seed: expected a number from 0 to {2**32 - 1}")
+        if not self.temperature >= 0 or self.top_k < 0 or not 0 < self.top_p <= 1:
+            raise UserError(
+                "expected --temperature 0 or more, --top-k 0 or more and --top-p above 0 and at most 1"
+            )
+
+
+@functools.partial(jax.jit, static_argnames="sampling")
+def draw(logits: Array, key: Array, sampling: Sampling) -> Array:
+    """One token from logits [v]: of the `top_k` likeliest, the fewest whose chances reach `top_p`."""
+    if sampling.temperature == 0:
+        return logits.argmax().astype(jnp.int32)
+    order = jnp.argsort(-logits)
+    ordered = logits[order] / sampling.temperature
+    if sampling.top_k:
+        ordered = jnp.where(jnp.arange(logits.size) < sampling.top_k, ordered, -jnp.inf)
+    if sampling.top_p < 1:
+        chances = jax.nn.softmax(ordered)
+        before = jnp.cumsum(chances) - chances
+        ordered = jnp.where(before < sampling.top_p, ordered, -jnp.inf)
+    # Float32's plain noise goes no higher than 16: of a large vocabulary the unlikely would never come
+    # (arXiv 2409.02908).
+    return order[jax.random.categorical(key, ordered, mode="high")].astype(jnp.int32)
