@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from millrace.layers import activations
+from millrace.layers import activations, mlp
 from millrace.layers.mlp import Activation, activate, gated, glu
 
 SPECIAL = [0.0, -0.0, 1e-3, -1e-3, 3.5, -3.5, np.inf, -np.inf, np.nan]
@@ -182,3 +182,14 @@ def test_without_a_loop_the_compiler_is_held_back_from_keeping_hidden_units() ->
 
     guarded = unrolled(lambda x, g, u, w: gated("swiglu", x @ g, x @ u, w, merges=True))
     assert guarded < unrolled(lambda x, g, u, w: glu("swiglu", x @ g, x @ u) @ w) - 2 * 128 * hidden * 4
+
+
+@pytest.mark.parametrize(("kind", "bits"), [("relu_bits", 1), ("gelu_bits", 2)])
+def test_an_mlp_whose_second_matrix_is_frozen_keeps_bits_alone(kind: Any, bits: int) -> None:
+    up, w = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((2, 64, 96), (96, 32)))
+    frozen = lambda up, w: mlp.plain(kind, up, jax.lax.stop_gradient(w), merges=True)
+    found = kept(frozen, up, w)
+    assert found.pop(("float32", (96, 32))) == 1  # the matrix itself
+    assert found == {("uint8", (2, 64 * bits // 8, 96)): 1}
+    trained = kept(lambda up, w: mlp.plain(kind, up, w, merges=True), up, w)
+    assert ("float32", (2 * 64, 96)) in trained  # the hidden units, for its gradient

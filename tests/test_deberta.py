@@ -45,6 +45,7 @@ def sizes(draw: Any) -> dict[str, Any]:
         position_buckets=buckets,
         max_relative_positions=draw(st.sampled_from([-1, buckets, 2 * buckets])),
         max_position_embeddings=max(14, buckets),
+        hidden_act=draw(st.sampled_from(["gelu", "relu", "relu2"])),
         layer_norm_eps=draw(st.sampled_from([1e-7, 1e-2])),
         pos_att_type=draw(st.sampled_from(["p2c|c2p", ["c2p", "p2c"]])),
         norm_rel_ebd="layer_norm",
@@ -179,7 +180,7 @@ def test_a_deberta_that_cannot_be_imported_is_refused_in_words():
         mask_decoder=False, norm_eps=1e-7,
     )  # fmt: skip
     for changes, message in (
-        ({"hidden_act": "relu"}, 'hidden_act: found "relu", only "gelu"'),
+        ({"hidden_act": "tanh"}, 'hidden_act: found "tanh", expected gelu, relu or relu2'),
         ({"share_att_key": False}, "share_att_key: found false, only true"),
         ({"pos_att_type": "c2p"}, "pos_att_type: found .*only c2p with p2c"),
         ({"position_buckets": -1}, "position_buckets: found -1, expected a whole number"),

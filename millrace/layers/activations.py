@@ -89,6 +89,15 @@ def _steps_backward(kind: str, kept: Array, d: Array) -> tuple[Array]:
 smooth_bits.defvjp(_steps_forward, _steps_backward)
 
 
+PLAIN: dict[str, Callable[[Array], Array]] = {
+    "gelu": partial(jax.nn.gelu, approximate=False),
+    "gelu_bits": partial(smooth_bits, "gelu"),
+    "relu": relu,
+    "relu_bits": relu_bits,
+    "relu2": relu2,
+}
+
+
 def pack(codes: Array, bits: int) -> Array:
     """Small numbers of so many bits [... s f], several to a byte. Those a whole stretch of s apart share one,
     so that nothing moves along the last axis, which a mesh may split."""

@@ -1,5 +1,5 @@
 """The gated feed-forward activations: SwiGLU, GeGLU and ReGLU (arXiv 2002.05202), and ReLU squared as the
-gate (arXiv 2109.08668), as BitNet b1.58 has it; and GELU without a gate (arXiv 1606.08415)."""
+gate (arXiv 2109.08668), as BitNet b1.58 has it; and MLPs without a gate."""
 
 from functools import partial
 from typing import Any, Literal
@@ -7,9 +7,11 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from millrace.layers import activations
 from millrace.project import project
 
 Activation = Literal["swiglu", "geglu", "geglu_erf", "reglu", "relu2"]
+Plain = Literal["gelu", "gelu_bits", "relu", "relu_bits", "relu2"]
 
 
 def gated(kind: Activation, gate: jax.Array, up: jax.Array, w_down: Any, *, merges: bool) -> jax.Array:
@@ -24,11 +26,12 @@ def gated(kind: Activation, gate: jax.Array, up: jax.Array, w_down: Any, *, merg
     return down(gate, up, w_down)
 
 
-def plain(up: jax.Array, w_down: Any, *, merges: bool) -> jax.Array:
-    """The output of an MLP [b s d] without a gate from the product of its first matrix [b s f], of which
-    likewise nothing else is kept."""
-    active = lambda up, w: project(w, jax.nn.gelu(up, approximate=False), "bsf,fd->bsd")
-    if not isinstance(w_down, jax.Array):
+def plain(kind: Plain, up: jax.Array, w_down: Any, *, merges: bool) -> jax.Array:
+    """The output of an MLP [b s d] without a gate from the product of its first matrix [b s f]. Of GELU that
+    product alone is kept, of ReLU and its square the hidden units; with bits the hidden units and the bits,
+    or, where w_down is frozen, the bits alone."""
+    active = lambda up, w: project(w, activations.PLAIN[kind](up), "bsf,fd->bsd")
+    if kind != "gelu" or not isinstance(w_down, jax.Array):
         return active(up, w_down)
     return jax.checkpoint(active, prevent_cse=merges)(up, w_down)
 

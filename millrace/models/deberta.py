@@ -12,9 +12,10 @@ import jax.numpy as jnp
 from millrace.errors import UserError
 from millrace.execution import Execution, layers
 from millrace.export import config_json
+from millrace.layers.activations import PLAIN
 from millrace.layers.bias import biased, first_of_many
 from millrace.layers.disentangled import attend
-from millrace.layers.mlp import plain
+from millrace.layers.mlp import Plain, plain
 from millrace.layers.norm import layer_norm
 from millrace.mesh import constrain
 from millrace.module import Array, Axes, count, module, nested, normal, ones, stack, weight, zeros
@@ -27,6 +28,7 @@ class Config:
     embed: int
     heads: int
     mlp: int
+    activation: Plain = "gelu"  # with _bits, for w_down frozen: derivatives of 1 bit (ReLU), of 2 (GELU)
     vocab: int = 0  # 0: as many as the data's tokenizer has
     generator: int = 0  # layers of the generator that objective rtd trains beside it; 0: there is none
     sharing: Literal["gdes", "nes"] = "gdes"  # embeddings: the generator's plus a difference, or its own
@@ -39,6 +41,11 @@ class Config:
     causal = False
     tied = True
     answers = 1
+
+    @property
+    def exact(self) -> str:
+        """The activation, however its derivative is kept."""
+        return self.activation.removesuffix("_bits")
 
     def __post_init__(self):
         for name in ("layers", "embed", "heads", "mlp"):
@@ -150,7 +157,7 @@ class Block:
         out = biased(project(self.w_o, mixed, "bsnh,nhd->bsd"), self.b_o)
         x = _normed(cfg, stream + out, self.attn_norm, self.attn_norm_bias)
         up = biased(project(self.w_up, x, "bsd,df->bsf"), self.b_up)
-        out = biased(plain(up, self.w_down, merges=how.merges(cfg.layers)), self.b_down)
+        out = biased(plain(cfg.activation, up, self.w_down, merges=how.merges(cfg.layers)), self.b_down)
         x = _normed(cfg, x + out, self.mlp_norm, self.mlp_norm_bias)
         return constrain(x, "batch", "sequence", None)
 
@@ -238,7 +245,7 @@ class Model:
 
     def head(self, cfg: Any, x: Array) -> Array:
         assert self.b_head is not None and self.head_norm is not None and self.head_norm_bias is not None
-        h = jax.nn.gelu(biased(project(self.w_head, x, "bsd,de->bse"), self.b_head), approximate=False)
+        h = PLAIN[cfg.exact](biased(project(self.w_head, x, "bsd,de->bse"), self.b_head))
         h = _normed(cfg, h, self.head_norm, self.head_norm_bias)
         return jnp.concatenate([h, first_of_many(jnp.ones_like(h[..., 0]))], axis=-1)
 
@@ -262,7 +269,7 @@ class Model:
         # A product instead of a look-up, whose gradient would be a scatter.
         begun = jnp.einsum("bst,btd->bsd", is_first.astype(x.dtype), x)
         h = _normed(cfg, begun + x, self.find_norm, self.find_norm_bias)
-        h = jax.nn.gelu(biased(project(self.w_find, h, "bsd,de->bse"), self.b_find), approximate=False)
+        h = PLAIN[cfg.exact](biased(project(self.w_find, h, "bsd,de->bse"), self.b_find))
         return biased(project(self.w_answer, h, "bsd,da->bsa"), self.b_answer)[..., 0].astype(jnp.float32)
 
 
@@ -328,7 +335,6 @@ HF_TYPES = ("deberta-v2",)
 
 # What config.json says of every one of them, and the only values there are of it here.
 ONLY: dict[str, Any] = {
-    "hidden_act": "gelu",
     "relative_attention": True,
     "share_att_key": True,
     "norm_rel_ebd": "layer_norm",
@@ -366,6 +372,7 @@ def to_hf(cfg: Any, sequence: int) -> dict[str, Any]:
         "attention_probs_dropout_prob": 0.0,
         "pooler_hidden_act": "gelu",
         "pooler_hidden_size": cfg.embed,
+        "hidden_act": cfg.exact,
         "mask_decoder": has_places(cfg),  # our own word
         "legacy": False,
     }
@@ -383,6 +390,9 @@ def from_hf(settings: dict[str, Any]) -> dict[str, Any]:
         raise UserError(f"config.json: pos_att_type: found {shown(kinds)}, only c2p with p2c can be imported")
     if settings.get("conv_kernel_size"):
         raise UserError("config.json: conv_kernel_size: a model with a convolution cannot be imported")
+    active = settings.get("hidden_act", "gelu")
+    if active not in ("gelu", "relu", "relu2"):
+        raise UserError(f"config.json: hidden_act: found {shown(active)}, expected gelu, relu or relu2")
     own = settings.get("max_relative_positions") not in (None, -1)
     found = {
         "vocab": whole(settings, "vocab_size"),
@@ -390,6 +400,7 @@ def from_hf(settings: dict[str, Any]) -> dict[str, Any]:
         "embed": whole(settings, "hidden_size"),
         "heads": whole(settings, "num_attention_heads"),
         "mlp": whole(settings, "intermediate_size"),
+        "activation": active,
         "buckets": whole(settings, "position_buckets"),
         "reach": whole(settings, "max_relative_positions" if own else "max_position_embeddings"),
         "mask_decoder": config_json.truth(settings, "mask_decoder"),
