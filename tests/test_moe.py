@@ -216,8 +216,9 @@ def test_the_mesh_changes_neither_loss_nor_update(tiny, sizes, kind):
 
 
 def test_parts_of_a_batch_sum_their_loads(tiny):
-    (whole, _), (parts, _) = (Bench(tiny(*SMALL, f"batch.accumulate={n}")).run(2) for n in (1, 4))
+    (whole, rows), (parts, others) = (Bench(tiny(*SMALL, f"batch.accumulate={n}")).run(2) for n in (1, 4))
     assert_close(whole, parts, 1e-5)
+    assert rows[0]["busiest_expert"] == others[0]["busiest_expert"] and 1 < rows[0]["busiest_expert"] < 8
     bias = np.asarray(whole.params.blocks.bias)
     assert np.abs(bias).max() == pytest.approx(0.002) and np.unique(np.abs(bias).round(6)).size <= 3
 

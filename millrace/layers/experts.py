@@ -93,6 +93,11 @@ def even_out(rate: float, bias: Array, loads: Array) -> Array:
     return bias + rate * jnp.sign(loads.mean(axis=-1, keepdims=True) - loads)
 
 
+def busiest(loads: Array) -> Array:
+    """How often the busiest expert of any layer is chosen, as a multiple of the mean of that layer."""
+    return jnp.max(loads.max(axis=-1) / jnp.maximum(loads.mean(axis=-1), 1e-9))
+
+
 def mix(
     kind: Activation, x: Array, choice: Choice, experts: Matrices, *, gather_again: bool = False
 ) -> Array:
