@@ -1,7 +1,7 @@
-"""Is cuDNN's attention right, and how fast is it? Against the definition in float32, with what must not be
-seen changed to see what moves; packed documents with a mask and with a list of them; then times beside the
-other backends, and of long rows. Needs one NVIDIA GPU; from the repository's root:
-python -m benchmarks.attention_gpu, with `long` behind it for the times at 4,096 to 131,072 tokens alone."""
+"""Are cuDNN's attention and our own kernels right, and how fast are they? Against the definition in float32,
+with what must not be seen changed to see what moves; then times beside the other backends, and of long rows.
+Needs one Hopper GPU; from the repository's root: python -m benchmarks.attention_gpu, with `times` or `long`
+behind it for the times alone, of rows of 4,096 tokens or of 4,096 to 131,072."""
 
 import statistics
 import sys
@@ -15,10 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from millrace.attention import cudnn
 from millrace.layers.attention import Mask, attend, choose
 
-AUTO, XLA, CUDNN = (SimpleNamespace(use=name) for name in ("auto", "xla", "cudnn"))
+AUTO, XLA, CUDNN, HOPPER = (SimpleNamespace(use=name) for name in ("auto", "xla", "cudnn", "hopper"))
 BLOCKWISE = SimpleNamespace(use="blockwise", block_q=512, block_kv=512)
 
 
@@ -27,6 +26,7 @@ class Case:
     name: str
     mask: Mask
     packed: bool = False
+    soft_cap: float | None = None
 
 
 CASES = [
@@ -37,6 +37,7 @@ CASES = [
     Case("packed", Mask(), packed=True),
     Case("packed bidirectional", Mask(causal=False), packed=True),
     Case("packed window", Mask(window=256), packed=True),
+    Case("packed window, soft cap", Mask(window=256), packed=True, soft_cap=20.0),
 ]
 
 
@@ -44,90 +45,65 @@ def main() -> int:
     print(f"jax {jax.__version__}, {jax.devices()[0].device_kind}")
     if "long" in sys.argv[1:]:
         long_rows()
+    if "times" in sys.argv[1:]:
+        short_rows()
+    if sys.argv[1:]:
         return 0
     failures = 0
     print(
-        f"\n{'s 1024, bf16':22} {'head':>4} {'out':>8} {'dq':>8} {'dk':>8} {'dv':>8}  {'bf16 xla':>8}  probes"
+        f"\n{'s 1024, bf16':24} {'':6} head {'out':>8} {'dq':>8} {'dk':>8} {'dv':>8}  {'bf16 xla':>8}  probes"
     )
-    for head_dim in (64, 128):
+    for cfg, head_dim in ((CUDNN, 64), (CUDNN, 128), (HOPPER, 64), (HOPPER, 128), (HOPPER, 256)):
         for case in CASES:
-            failures += check(case, head_dim)
-    print(
-        f"\n{'a list of documents':22} {'room':>4} {'out':>8} {'dq':>8} {'dk':>8} {'dv':>8}  {'bf16 xla':>8}"
-    )
-    for case in CASES:
-        if case.packed:
-            # Of documents there are 7 with the padding: one too few takes the other way.
-            failures += sum(check_list(case, head_dim, most) for head_dim in (64, 128) for most in (7, 16, 6))
+            if case.soft_cap is None or cfg is HOPPER:
+                failures += check(cfg, case, head_dim)
     print("\nwhat auto takes, and why not cuDNN")
     for case in CASES:
         refusal(case.name, case, length=1024, dtype=jnp.bfloat16)
     refusal("causal, odd length", CASES[0], length=1023, dtype=jnp.bfloat16)
     refusal("packed, odd length", CASES[4], length=1023, dtype=jnp.bfloat16)
     refusal("float32", CASES[0], length=1024, dtype=jnp.float32)
-    refusal("soft cap", CASES[0], length=1024, dtype=jnp.bfloat16, soft_cap=30.0)
-    print("\nmilliseconds forward and backward at b 4, s 4096, 32 heads, 8 kv heads, head 64, median of 10")
-    print(f"{'':22} {'cudnn':>8} {'blockwise':>10} {'xla':>8}   ratio to cudnn")
-    for case in CASES:
-        times = [measure(cfg, case) for cfg in (CUDNN, BLOCKWISE, XLA)]
-        ratios = " : ".join(f"{seconds / times[0]:.2f}" for seconds in times)
-        print(f"{case.name:22} {times[0] * 1e3:8.2f} {times[1] * 1e3:10.2f} {times[2] * 1e3:8.2f}   {ratios}")
+    short_rows()
     print(f"\n{failures} wrong" if failures else "\nall right")
     return 1 if failures else 0
 
 
-def check(case: Case, head_dim: int) -> int:
+def check(cfg: Any, case: Case, head_dim: int) -> int:
     """Prints a line of errors, relative to the largest value; returns 1 if something is wrong."""
     arrays, segments = inputs(batch=2, length=1024, heads=(8, 2), head_dim=head_dim)
     with jax.default_matmul_precision("highest"):
         exact = run(XLA, case)(*(x.astype(jnp.float32) for x in arrays), segments)
-    found, plain = (run(cfg, case)(*arrays, segments) for cfg in (CUDNN, XLA))
+    found, plain = (run(cfg, case)(*arrays, segments) for cfg in (cfg, XLA))
     errors = [error(x, y) for x, y in zip(found, exact, strict=True)]
     yardstick = max(error(x, y) for x, y in zip(plain, exact, strict=True))
-    leaks = probe(case, arrays, segments)
+    leaks = probe(cfg, case, arrays, segments)
     right = max(errors) < max(3 * yardstick, 2e-2) and not leaks
     columns = " ".join(f"{x:8.1e}" for x in errors)
-    print(f"{case.name:22} {head_dim:4} {columns}  {yardstick:8.1e}  {'ok' if right else f'WRONG {leaks}'}")
+    verdict = "ok" if right else f"WRONG {leaks}"
+    print(f"{case.name:24} {cfg.use:6} {head_dim:4} {columns}  {yardstick:8.1e}  {verdict}")
     return 0 if right else 1
 
 
-def check_list(case: Case, head_dim: int, most: int) -> int:
-    """The same for documents that are listed: rows of two with padding, of seven, and of one."""
-    arrays, segments = inputs(batch=3, length=1024, heads=(8, 2), head_dim=head_dim)
-    ends = jnp.asarray([1, 130, 131, 400, 700, 900])
-    segments = segments.at[1].set(1 + (jnp.arange(1024)[:, None] >= ends).sum(1)).at[2].set(1)
-
-    def forward(q: Any, k: Any, v: Any) -> Any:
-        return cudnn.packed(q, k, v, segments, mask=case.mask, scale=head_dim**-0.5, most=most)
-
-    @jax.jit
-    def both(q: Any, k: Any, v: Any, d_out: Any) -> Any:
-        out, pull = jax.vjp(forward, q, k, v)
-        return out, *pull(d_out)
-
-    with jax.default_matmul_precision("highest"):
-        exact = run(XLA, case)(*(x.astype(jnp.float32) for x in arrays), segments)
-    plain = run(XLA, case)(*arrays, segments)
-    errors = [error(x, y) for x, y in zip(both(*arrays), exact, strict=True)]
-    yardstick = max(error(x, y) for x, y in zip(plain, exact, strict=True))
-    right = all(x < max(3 * yardstick, 2e-2) for x in errors)  # which a NaN is not
-    columns = " ".join(f"{x:8.1e}" for x in errors)
-    print(f"{case.name:22} {most:4} {columns}  {yardstick:8.1e}  {'ok' if right else 'WRONG'}")
-    return 0 if right else 1
+def short_rows() -> None:
+    print("\nmilliseconds forward and backward at b 4, s 4096, 32 heads, 8 kv heads, head 64, median of 10")
+    print(f"{'':24} {'cudnn':>8} {'hopper':>8} {'blockwise':>10}   hopper to cudnn")
+    for case in CASES:
+        if case.soft_cap is None:
+            times = [measure(cfg, case) for cfg in (CUDNN, HOPPER, BLOCKWISE)]
+            cells = f"{times[0] * 1e3:8.2f} {times[1] * 1e3:8.2f} {times[2] * 1e3:10.2f}"
+            print(f"{case.name:24} {cells}   {times[1] / times[0]:.2f}")
 
 
 def long_rows() -> None:
     """Milliseconds and GiB, forward and backward, of one row, 32 heads, 8 kv heads, head 64. Documents are of
     4,096 tokens on average, drawn from an exponential, or one fills the row. `-` where it takes too much."""
     ways = {
-        "no documents": lambda mask: lambda q, k, v, ids: attend(CUDNN, q, k, v, mask=mask),
-        "mask": lambda mask: lambda q, k, v, ids: cudnn.masked(q, k, v, ids, mask=mask, scale=0.125),
-        "list of 8": lambda mask: listed(mask, 8),
-        "list of 32": lambda mask: listed(mask, 32),
-        "list of 64": lambda mask: listed(mask, 64),
-        "blockwise": lambda mask: lambda q, k, v, ids: attend(BLOCKWISE, q, k, v, mask=mask, segments=ids),
+        "cudnn, one document": (CUDNN, False),
+        "cudnn, mask": (CUDNN, True),
+        "hopper": (HOPPER, True),
+        "blockwise": (BLOCKWISE, True),
     }
-    print(f"\n{'tokens':>7} {'documents':>9} {'window':>7}  " + " ".join(f"{name:>18}" for name in ways))
+    print(f"\n{'tokens':>7} {'documents':>9} {'window':>7}  " + " ".join(f"{name:>20}" for name in ways))
     for length in (4096, 32768, 131072):
         arrays, _ = inputs(batch=1, length=length, heads=(32, 8), head_dim=64)
         for mean in (4096, 4 * length):
@@ -135,19 +111,18 @@ def long_rows() -> None:
             for window in (None, 4096):
                 if window == length:
                     continue
-                cells = [timed(make(Mask(window=window)), arrays, ids) for make in ways.values()]
+                cells = [
+                    timed(cfg, Mask(window=window), arrays, ids if told else None)
+                    for cfg, told in ways.values()
+                ]
                 head = f"{length:7} {int(ids.max()):9} {window or '':>7}"
-                print(head, "", " ".join(f"{cell:>18}" for cell in cells), flush=True)
+                print(head, "", " ".join(f"{cell:>20}" for cell in cells), flush=True)
 
 
-def listed(mask: Mask, most: int) -> Callable[..., Any]:
-    return lambda q, k, v, ids: cudnn.packed(q, k, v, ids, mask=mask, scale=0.125, most=most)
-
-
-def timed(forward: Callable[..., Any], arrays: list[Any], ids: Any) -> str:
+def timed(cfg: Any, mask: Mask, arrays: list[Any], ids: Any) -> str:
     @jax.jit
     def both(q: Any, k: Any, v: Any, d_out: Any, ids: Any) -> Any:
-        out, pull = jax.vjp(lambda q, k, v: forward(q, k, v, ids), q, k, v)
+        out, pull = jax.vjp(lambda q, k, v: attend(cfg, q, k, v, mask=mask, segments=ids), q, k, v)
         return out, *pull(d_out)
 
     try:
@@ -173,10 +148,10 @@ def drawn(length: int, mean: int) -> Any:
     ]
 
 
-def probe(case: Case, arrays: list[Any], segments: Any) -> str:
+def probe(cfg: Any, case: Case, arrays: list[Any], segments: Any) -> str:
     """Changes one key and value, then one document, and names the change if other rows moved than may."""
     q, k, v, _ = arrays
-    forward = jax.jit(lambda q, k, v: call(CUDNN, case, q, k, v, segments))
+    forward = jax.jit(lambda q, k, v: call(cfg, case, q, k, v, segments))
     before = forward(q, k, v)
     place, length = 600, q.shape[1]
     positions, ids = jnp.arange(length), segments[0]
@@ -193,9 +168,9 @@ def probe(case: Case, arrays: list[Any], segments: Any) -> str:
     return ", ".join(problems)
 
 
-def refusal(name: str, case: Case, *, length: int, dtype: Any, soft_cap: float | None = None) -> None:
+def refusal(name: str, case: Case, *, length: int, dtype: Any) -> None:
     q, k = (jax.ShapeDtypeStruct((2, length, heads, 64), dtype) for heads in (8, 2))
-    options: dict[str, Any] = dict(mask=case.mask, segments=case.packed, soft_cap=soft_cap)
+    options: dict[str, Any] = dict(mask=case.mask, segments=case.packed, soft_cap=case.soft_cap)
     taken = choose(AUTO, q, k, **options)
     reason = ""
     if taken != "cudnn":
@@ -203,7 +178,7 @@ def refusal(name: str, case: Case, *, length: int, dtype: Any, soft_cap: float |
             choose(CUDNN, q, k, **options)
         except ValueError as problem:
             reason = str(problem)
-    print(f"{name:22} {taken:10} {reason}")
+    print(f"{name:24} {taken:10} {reason}")
 
 
 def measure(cfg: Any, case: Case) -> float:
@@ -228,7 +203,8 @@ def run(cfg: Any, case: Case) -> Callable[..., Any]:
 
 
 def call(cfg: Any, case: Case, q: Any, k: Any, v: Any, segments: Any) -> Any:
-    return attend(cfg, q, k, v, mask=case.mask, segments=segments if case.packed else None)
+    ids = segments if case.packed else None
+    return attend(cfg, q, k, v, mask=case.mask, segments=ids, soft_cap=case.soft_cap)
 
 
 def inputs(*, batch: int, length: int, heads: tuple[int, int], head_dim: int) -> tuple[list[Any], Any]:

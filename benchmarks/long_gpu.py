@@ -1,13 +1,15 @@
 """Long rows on one GPU against transformers + torch.compile in one run: 32,768 tokens through some layers of
-the shape of Gemma 2 9B, and 131,072 tokens through Llama-3.2-1B.
+Gemma 2 9B, and of a Llama of its shape, and 131,072 tokens through Llama-3.2-1B.
 
-    python -m benchmarks.long_gpu 32k      about 2 minutes
+    python -m benchmarks.long_gpu gemma    about 3 minutes
+    python -m benchmarks.long_gpu 32k      about 3 minutes
     python -m benchmarks.long_gpu 131k     about 2 minutes; what does not fit the memory is told as such
-    python -m benchmarks.long_gpu          both
+    python -m benchmarks.long_gpu          all of them
 
-Both: float32 master weights, bf16 compute, AdamW, clipping by global norm, random tokens, one row of one
-document. torch gets the faster of its fused attentions. Rows are named by what is computed again in the
-backward pass: none, or every layer in full (gradient checkpointing)."""
+Both sides: float32 master weights, bf16 compute, AdamW, clipping by global norm, random tokens, one row of
+one document. torch gets the faster of its fused attentions, and for Gemma 2, whose soft caps these do not
+have, the one of transformers' that has them and skips what is out of a window (flex_attention). Rows are
+named by what is computed again in the backward pass: none, or every layer in full (checkpointing)."""
 
 import argparse
 import functools
@@ -30,16 +32,19 @@ class Part:
     settings: dict[str, Any]
     remats: tuple[str, ...]  # of Millrace, each a row
     steps: int
+    attention: str = steps.UNMASKED  # of torch
 
 
-# Gemma 2's sizes as a Llama: torch's fused attentions have no soft cap, so its Gemma 2 would be slow.
+GEMMA = {"model.layers": 8, "data.sequence_length": 32_768}
+# Gemma 2's sizes as a Llama, for which torch's fused attentions can be used.
 AS_LLAMA = {"model.use": "llama", "model.activation": "geglu", "model.rope_theta": 10_000.0}
 AS_LLAMA |= {"model.norm_eps": 1e-6}
 
 PARTS = {
+    "gemma": Part("recipes/gemma2-9b-32k.yaml", GEMMA, ("full", "none"), 6, "flex_attention"),
     "32k": Part(
         "recipes/gemma2-9b-32k.yaml",
-        AS_LLAMA | {"model.layers": 8, "data.sequence_length": 32_768, "loss.soft_cap": "null"},
+        GEMMA | AS_LLAMA | {"loss.soft_cap": "null"},
         ("full", "none"),
         steps=6,
     ),
@@ -105,7 +110,10 @@ def run(args: argparse.Namespace) -> steps.Row:
     cfg, count = load(name, remat, args), args.steps or PARTS[name].steps
     if who == "millrace":
         return steps.millrace_steps(cfg, count)
-    model, attention = steps.transformers_model(cfg, steps.UNMASKED), steps.fastest_attention(cfg)
+    attention = PARTS[name].attention
+    model = steps.transformers_model(cfg, attention)
+    if attention == steps.UNMASKED:
+        attention = steps.fastest_attention(cfg)
     if remat == "full":
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return steps.torch_steps(model, steps.random_tokens(cfg), count) | {"attention": attention}

@@ -54,6 +54,10 @@ def evaluate(
         "unigram_entropy": dataset.index.unigram_entropy,
         "perplexity": math.exp(min(loss, 700.0)),
     }
+    for name, total in totals.items():  # of a second turn
+        turn, _, told = name.rpartition("_")
+        if turn and told != "count":
+            result[name] = total / max(totals[f"{turn}_count"], 1.0)
     if causal and not dataset.has_loss:  # of a chat, too, only a part is told
         result["bits_per_byte"] = loss / math.log(2) * answers_per_byte(dataset)
     return result
@@ -82,12 +86,17 @@ def evaluate_run(run: Opened) -> dict[str, float]:
     return result
 
 
+SAID = ("loss", "unigram_entropy", "perplexity", "bits_per_byte")
+
+
 def spoken(result: dict[str, float]) -> str:
     said = (
         f"evaluation loss {result['loss']:.4f} nats, unigram entropy {result['unigram_entropy']:.4f}, "
         f"perplexity {result['perplexity']:,.2f}"
     )
-    return said + (f", {result['bits_per_byte']:.3f} bits a byte" if "bits_per_byte" in result else "")
+    said += f", {result['bits_per_byte']:.3f} bits a byte" if "bits_per_byte" in result else ""
+    more = [name for name in result if name not in SAID]
+    return said + "".join(f", {name.replace('_', ' ')} {result[name]:.4f}" for name in more)
 
 
 def with_vocabulary(cfg: recipe.Run, dataset: Dataset) -> recipe.Run:

@@ -101,29 +101,39 @@ def stack(cls: type[T], axis: str = "layers", when: Callable[[Any], bool] = lamb
     return dataclasses.field(metadata=dict(stack=cls, axis=axis, when=when))
 
 
+def nested(cls: Callable[[], type], sized: Callable[[Any], Any], when: Callable[[Any], bool]) -> Any:
+    """Declares a module inside another, of the sizes in the config that `sized` makes of the other's."""
+    return dataclasses.field(metadata=dict(nested=cls, sized=sized, when=when))
+
+
 @dataclass_transform(frozen_default=True)
 def module(cls: type[T]) -> type[T]:
     return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True)(cls))
 
 
-def build(cls: type[T], cfg: Any, leaf: Callable[[str, Axes, tuple[int, ...], Initialiser], Any]) -> T:
-    """Builds `cls` with `leaf(path, axes, shape, init)` in the place of every weight."""
+def build(
+    cls: type[T], cfg: Any, leaf: Callable[[str, Axes, tuple[int, ...], Callable[[Array], Array]], Any]
+) -> T:
+    """Builds `cls` with `leaf(path, axes, shape, init)` in the place of every weight; init(key) draws it."""
 
-    def walk(cls: Any, prefix: str, lead: tuple[str, ...]) -> Any:
+    def walk(cls: Any, cfg: Any, prefix: str, lead: tuple[str, ...]) -> Any:
         values: dict[str, Any] = {}
         for field in dataclasses.fields(cls):
             meta, path = field.metadata, prefix + field.name
             if not meta["when"](cfg):
                 values[field.name] = None
             elif "stack" in meta:
-                values[field.name] = walk(meta["stack"], path + ".", (*lead, meta["axis"]))
+                values[field.name] = walk(meta["stack"], cfg, path + ".", (*lead, meta["axis"]))
+            elif "nested" in meta:
+                values[field.name] = walk(meta["nested"](), meta["sized"](cfg), path + ".", lead)
             else:
                 axes = Axes(lead + meta["axes"], len(lead), *meta["more"])
                 shape = tuple(getattr(cfg, name) for name in axes.names)
-                values[field.name] = leaf(path, axes, shape, meta["init"])
+                init = functools.partial(meta["init"], axes=axes, shape=shape, cfg=cfg)
+                values[field.name] = leaf(path, axes, shape, init)
         return cls(**values)
 
-    return walk(cls, "", ())
+    return walk(cls, cfg, "", ())
 
 
 def axes(cls: type[T], cfg: Any) -> T:
@@ -138,10 +148,9 @@ def init(cls: type[T], cfg: Any, key: Array) -> T:
     """Fresh weights in float32. Each depends only on the key and its own path, so that adding a weight
     leaves the others as they were."""
 
-    def leaf(path: str, axes: Axes, shape: tuple[int, ...], initialise: Initialiser) -> Array:
+    def leaf(path: str, axes: Axes, shape: tuple[int, ...], initialise: Callable[[Array], Array]) -> Array:
         # A checksum of the path, not Python's hash, which changes with every process.
-        own = jax.random.fold_in(key, zlib.crc32(path.encode()))
-        return initialise(own, axes, shape, cfg)
+        return initialise(jax.random.fold_in(key, zlib.crc32(path.encode())))
 
     return build(cls, cfg, leaf)
 

@@ -1,8 +1,9 @@
 """What every training objective works with: a batch, the examples made of it, and the task they belong to.
 An objective is a file with `prepare`, which makes the examples, `loss`, and `most`: how many answers of a row
-can have a weight."""
+can have a weight. One whose weights are updated in turns has `TURNS` instead of a loss."""
 
 import importlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,6 +66,37 @@ class Task:
     isolate: bool = True
 
 
+@module
+class Told:
+    """A loss to be differentiated, sums to be told as means (divided by that of `count`), and what the next
+    turn reads in the place of the examples."""
+
+    loss: Array
+    sums: dict[str, Array]
+    following: Any = None
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One of the updates of a step: its loss, the weights that are updated by it, and how they are put into
+    the whole. Those of the next turn see them updated. Each turn clips its own gradients."""
+
+    loss: Callable[[Task, Any, Any], Told]
+    name: str = ""  # stands before the names of its means, as in discriminator_loss
+    take: Callable[[Any], Any] = lambda whole: whole
+    put: Callable[[Any, Any], Any] = lambda whole, own: own
+
+
+def turns(task: Task) -> tuple[Turn, ...]:
+    return getattr(file("objectives", task.objective), "TURNS", (Turn(_told),))
+
+
+def _told(task: Task, model: Any, examples: Examples) -> Told:
+    totals = file("objectives", task.objective).loss(task, model, examples)
+    counts = examples.weights if examples.counts is None else examples.counts
+    return Told(totals.loss, {"loss": totals.loss, "nll": totals.nll, "count": counts.sum()})
+
+
 def make_task(run: Any, vocabulary: Vocabulary, device: Any = None) -> Task:
     """The task of a training recipe on devices such as this one; None stands for our own."""
     memory = run.memory
@@ -86,14 +118,23 @@ def token_loss(task: Task, model: Any, examples: Examples) -> Totals:
     hidden = model(
         task.model, examples.inputs, how=task.how, segments=examples.segments, positions=examples.positions
     )
-    targets, weights = examples.targets, examples.weights
-    most = file("objectives", task.objective).most(task.objective, targets.shape[1])
-    if most < targets.shape[1] and mesh.parts_of_a_row() == 1:
-        hidden, targets, weights = weighted(most, hidden, targets, weights)
+    return head_loss(task, model, hidden, examples)
+
+
+def head_loss(task: Task, model: Any, hidden: Array, examples: Examples) -> Totals:
+    hidden, targets, weights = that_count(task, hidden, examples.targets, examples.weights)
     cfg = task.loss
     per_token = bind(file("losses", cfg).per_token, cfg)
     how = dict(soft_cap=cfg.soft_cap, split=cfg.split, chunk=cfg.chunk, filter=cfg.filter)
     return cut(per_token, hidden, model.unembed, targets, weights, **how)
+
+
+def that_count(task: Task, hidden: Array, targets: Array, weights: Array) -> tuple[Array, Array, Array]:
+    """Of rows [b s ...] the positions that can have a weight, where they are few and on one device."""
+    most = file("objectives", task.objective).most(task.objective, targets.shape[1])
+    if most < targets.shape[1] and mesh.parts_of_a_row() == 1:
+        return weighted(most, hidden, targets, weights)
+    return hidden, targets, weights
 
 
 def flops(run: Any) -> float:

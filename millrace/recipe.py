@@ -338,6 +338,11 @@ def check_run(run: Run, reader: Reader) -> None:
         )
     if run.objective.use != "causal" and run.model.causal:
         reader.fail("objective.use", f"expected causal, since {run.model.use} sees only what came before")
+    pair = bool(getattr(run.model, "generator", 0))
+    if pair and run.objective.use != "rtd":
+        reader.fail("objective.use", "expected rtd, which trains the generator that model.generator names")
+    if run.objective.use == "rtd" and not pair:
+        reader.fail("objective.use", "expected another, or a model with model.generator, which rtd trains")
     own = getattr(run.model, "products", "compute")
     if own != "compute" and run.memory.products != "compute":
         reader.fail("memory.products", f"expected nothing, since those of {run.model.use} are {own} anyway")
@@ -427,8 +432,8 @@ def _check_seed(run: Run | DataRun, reader: Reader) -> None:
 def _check_schedule(run: Run, reader: Reader) -> None:
     lengths = durations(run, reader)
     steps, warmup = lengths["steps"], lengths["warmup"]
-    if steps < 1:
-        reader.fail("schedule.steps", "expected 1 step or more")
+    if not 1 <= steps < 2**31:
+        reader.fail("schedule.steps", "expected 1 step or more, and fewer than 2**31, as 32 bits count")
     for name, value in lengths.items():
         if value > steps:
             reader.fail(f"schedule.{name}", f"expected at most schedule.steps, which is {steps}")

@@ -1,4 +1,5 @@
-"""One update: examples, gradients (in parts if the batch is split), clipping, optimizer, average."""
+"""One update: examples, gradients (in parts if the batch is split), clipping, optimizer, average. Most
+objectives take one turn at it; where there are several, the weights of a turn see those before it updated."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,9 +10,10 @@ import jax.numpy as jnp
 import optax
 
 from millrace import execution, module
+from millrace.errors import UserError
 from millrace.mesh import constrain
 from millrace.module import Array, Axes, dotted
-from millrace.objective import Batch, Examples, Task, file
+from millrace.objective import Batch, Examples, Task, Turn, file, turns
 from millrace.schedule import Curves, Ramp
 from millrace.state import State
 
@@ -32,20 +34,33 @@ class Update:
 
 def train_step(task: Task, update: Update, axes: Any) -> Callable[[State, Batch], tuple[State, Metrics]]:
     """The function that takes a state and a batch to the next state; to be jitted with the state donated."""
+    together = turns(task)
+    if update.ramp is not None and len(together) > 1:
+        raise UserError("batch.ramp: expected nothing, since this objective takes its parts more than once")
 
     def step(state: State, batch: Batch) -> tuple[State, Metrics]:
         key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
-        examples = file("objectives", task.objective).prepare(task, batch, key)
-        parts = split(examples, update.accumulate)
+        parts: Any = split(file("objectives", task.objective).prepare(task, batch, key), update.accumulate)
+        params, metrics = state.params, Metrics()
+        still, trains = frozen(params, update.frozen), module.trained(axes, update.frozen)
+        grads = jax.tree.map(lambda stays, w: None if stays else jnp.zeros_like(w), still, params)
         growing = None if update.ramp is None else growth(update.ramp, state.step)
-        grads, sums = gradients(task, axes, state.params, parts, frozen=update.frozen, first=growing)
-        count = jnp.maximum(sums["count"], 1.0)
-        grads = jax.tree.map(lambda g: g / count, grads)
-        metrics = {
-            "loss": sums["loss"] / count,
-            "nll": sums["nll"] / count,
-            "grad_norm": optax.tree.norm(jax.tree.map(_if, module.trained(axes, update.frozen), grads)),
-        }
+        for turn in together:
+            own, sums, parts = turn_gradients(
+                task, turn, axes, params, parts, stay=update.frozen, first=growing
+            )
+            count = jnp.maximum(sums.pop("count"), 1.0)
+            own = jax.tree.map(lambda g, count=count: g / count, own)
+            norm = optax.tree.norm(jax.tree.map(_if, turn.take(trains), own))
+            metrics |= {turn.name + name: total / count for name, total in sums.items()}
+            metrics |= {turn.name + "grad_norm": norm}
+            small = clipped(update.optimizer.clip, own, norm)
+            # What a rule moves is no gradient to be clipped.
+            own = jax.tree.map(lambda is_trained, c, g: c if is_trained else g, turn.take(trains), small, own)
+            grads = turn.put(grads, own)
+            if turn is not together[-1]:  # the next sees what becomes of these; of its own it is not computed
+                new = apply(update, axes, state, grads, metrics, model=task.model)[0].params
+                params = turn.put(params, turn.take(new))
         by_name = dict(module.named(grads))  # of those that are not frozen
         ruled = {name: its.rule for name, its in module.named(axes) if its.rule and name in by_name}
         metrics |= {rule.name: rule.measure(by_name[name]) for name, rule in ruled.items()}
@@ -65,8 +80,13 @@ def eval_step(task: Task, axes: Any) -> Callable[[Any, Batch, Any], Metrics]:
             examples = prepare(task, single, jax.random.fold_in(jax.random.key(0), number))
             return jax.tree.map(lambda x: x[0], examples)
 
-        examples = jax.vmap(alone)(batch, first + jnp.arange(batch.tokens.shape[0]))
-        return _sums(task, axes, params, examples)[1]
+        examples: Any = jax.vmap(alone)(batch, first + jnp.arange(batch.tokens.shape[0]))
+        model, sums = execution.cast(params, axes, task.how), Metrics()
+        for turn in turns(task):
+            told = turn.loss(task, model, examples)
+            examples = told.following
+            sums |= {turn.name + name: total for name, total in told.sums.items()}
+        return sums
 
     return step
 
@@ -81,40 +101,52 @@ def split(examples: Examples, parts: int) -> Examples:
     return jax.tree.map(one, examples)
 
 
-def gradients(
+def gradients(task: Task, axes: Any, params: Any, parts: Examples) -> tuple[Any, Metrics]:
+    """Sums of gradients and losses of an objective that takes one turn."""
+    (turn,) = turns(task)
+    return turn_gradients(task, turn, axes, params, parts)[:2]
+
+
+def turn_gradients(
     task: Task,
+    turn: Turn,
     axes: Any,
     params: Any,
-    parts: Examples,
+    parts: Any,
     *,
-    frozen: frozenset[str] = frozenset(),
+    stay: frozenset[str] = frozenset(),
     first: Array | None = None,
-) -> tuple[Any, Metrics]:
-    """Sums of gradients and losses over all parts, one part in memory at a time. Sums, not means: parts that
-    hold fewer tokens must weigh less, or the update would differ from that of the whole batch. Frozen weights
-    have None. With `first`, only so many of the parts count."""
-    stay = jax.tree_util.tree_map_with_path(lambda path, w: dotted(path) in frozen, params)
-    fixed, params = (jax.tree.map(lambda s, w, of=of: w if s == of else None, stay, params) for of in (1, 0))
+) -> tuple[Any, Metrics, Any]:
+    """Sums of gradients and losses over all parts, one part in memory at a time, and the parts for the next
+    turn. Sums, not means: parts that hold fewer tokens must weigh less, or the update would differ from that
+    of the whole batch. The weights named by `stay` have None. With `first`, only so many parts count."""
+    still, whole = turn.take(frozen(params, stay)), turn.take(params)
+    own = jax.tree.map(lambda stays, w: None if stays else w, still, whole)
 
-    def whole(params: Any, examples: Examples) -> tuple[Array, Metrics]:
-        both = jax.tree.map(lambda s, old, w: old if s else w, stay, fixed, params)
-        return _sums(task, axes, both, examples)
+    def loss(own: Any, examples: Any) -> tuple[Array, Any]:
+        both = jax.tree.map(lambda stays, w, moved: w if stays else moved, still, whole, own)
+        told = turn.loss(task, execution.cast(turn.put(params, both), axes, task.how), examples)
+        return told.loss, (told.sums, told.following)
 
-    differentiate = jax.grad(whole, has_aux=True)
+    differentiate = jax.grad(loss, has_aux=True)
     if jax.tree.leaves(parts)[0].shape[0] == 1:
-        return differentiate(params, jax.tree.map(lambda x: x[0], parts))
+        grads, (sums, following) = differentiate(own, jax.tree.map(lambda x: x[0], parts))
+        return grads, sums, jax.tree.map(lambda x: x[None], following)
 
-    def add(total: Any, examples: Examples) -> tuple[Any, None]:
-        return jax.tree.map(jnp.add, total, differentiate(params, examples)), None
+    def add(total: Any, examples: Any) -> tuple[Any, Any]:
+        grads, (sums, following) = differentiate(own, examples)
+        return jax.tree.map(jnp.add, total, (grads, sums)), following
 
-    shapes = jax.eval_shape(differentiate, params, jax.tree.map(lambda x: x[0], parts))
-    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+    shapes = jax.eval_shape(differentiate, own, jax.tree.map(lambda x: x[0], parts))
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), (shapes[0], shapes[1][0]))
     if first is None:
-        return jax.lax.scan(add, zeros, parts)[0]
+        (grads, sums), following = jax.lax.scan(add, zeros, parts)
+        return grads, sums, following
     count = jax.tree.leaves(parts)[0].shape[0]
     with jax.named_scope(f"at_most_{count}_times"):  # by which `plan` knows it
         one = lambda n: jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, n, keepdims=False), parts)
-        return jax.lax.fori_loop(0, first, lambda n, total: add(total, one(n))[0], zeros)
+        grads, sums = jax.lax.fori_loop(0, first, lambda n, total: add(total, one(n))[0], zeros)
+    return grads, sums, None
 
 
 def growth(ramp: Ramp, step: Array) -> Array:
@@ -122,16 +154,25 @@ def growth(ramp: Ramp, step: Array) -> Array:
     return jnp.minimum(ramp.first + step // ramp.each, ramp.last)
 
 
+def frozen(params: Any, names: frozenset[str]) -> Any:
+    """For every weight, whether it is among these."""
+    return jax.tree_util.tree_map_with_path(lambda path, w: dotted(path) in names, params)
+
+
+def clipped(clip: float | None, grads: Any, norm: Array) -> Any:
+    if clip is None:
+        return grads
+    return jax.tree.map(lambda g: g * jnp.minimum(1.0, clip / (norm + 1e-6)), grads)
+
+
 def apply(
     update: Update, axes: Any, state: State, grads: Any, metrics: Metrics, *, model: Any = None
 ) -> tuple[State, Metrics]:
     """`model` is the section that weights with a rule of their own go by."""
-    cfg, norm = update.optimizer, metrics["grad_norm"]
-    finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(norm)
-    clipped = grads
-    if cfg.clip is not None:
-        clipped = jax.tree.map(lambda g: g * jnp.minimum(1.0, cfg.clip / (norm + 1e-6)), grads)
-    direction, optimizer = update.tx.update(clipped, state.optimizer, state.params)
+    cfg = update.optimizer
+    watched = [value for name, value in metrics.items() if name.endswith(("loss", "grad_norm"))]
+    finite = jnp.isfinite(jnp.stack(watched)).all()
+    direction, optimizer = update.tx.update(grads, state.optimizer, state.params)
     lr = cfg.learning_rate * update.curves.learning_rate(state.step)
     decay = cfg.weight_decay * update.curves.weight_decay(state.step)
 
@@ -163,13 +204,6 @@ def apply(
         streak=streak,
     )
     return new, metrics
-
-
-def _sums(task: Task, axes: Any, params: Any, examples: Examples) -> tuple[Array, Metrics]:
-    model = execution.cast(params, axes, task.how)
-    totals = file("objectives", task.objective).loss(task, model, examples)
-    counts = examples.weights if examples.counts is None else examples.counts
-    return totals.loss, {"loss": totals.loss, "nll": totals.nll, "count": counts.sum()}
 
 
 def _if(wanted: bool, leaf: Any) -> Any:

@@ -14,12 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src.cudnn import fused_attention_stablehlo as fused
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
 from millrace import mesh
-from millrace.attention import blockwise, cudnn, splash
+from millrace.attention import blockwise, splash
 from millrace.layers.attention import Mask, attend, choose
 
 AUTO = SimpleNamespace(use="auto")
@@ -450,57 +449,6 @@ def test_a_named_backend_that_cannot_do_it_says_why(
     with pytest.raises(ValueError, match=f"^attention.use: {cfg.use} cannot be used here: .*{reason}"):
         length = options.pop("length", 200)
         choose(cfg, *shapes(length, dtype), mask=Mask(), platform=platform, **options)
-
-
-def listed(q: Any, k: Any, v: Any, *, q_seqlen: Any, q_offsets: Any, **options: Any) -> Any:
-    """What JAX documents of cuDNN's packed layout, written out; what no document covers is not written."""
-    half = [jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) for x in (q, k, v)]
-    lists = q_seqlen, options["kv_seqlen"], q_offsets, options["kv_offsets"]
-    fused.check_layout(*half, None, *lists, None, None, fused.AttentionLayout.BTNH)
-    assert q_offsets.shape[1] == q_seqlen.shape[1] + 1 and options["kv_seqlen"] is q_seqlen
-    place, begins = jnp.arange(q.shape[1])[None, :, None], q_offsets[:, None, :-1]
-    inside = (begins >= 0) & (begins <= place) & (place < begins + q_seqlen[:, None])
-    causal = options["mask_type"] == fused.MaskType.PADDING_CAUSAL
-    mask, ids = Mask(causal, options["sliding_window_length"]), jnp.argmax(inside, -1)
-    out = attend(XLA, q, k, v, mask=mask, segments=ids, scale=options["scale"])
-    return jnp.where(inside.any(-1)[..., None, None], out, jnp.nan)
-
-
-@pytest.mark.parametrize("most", [3, 8, 2], ids=["as many as there are", "room for more", "too many"])
-@pytest.mark.parametrize("mask", [Mask(), Mask(causal=False), Mask(window=24)], ids=str)
-def test_cudnn_gets_a_list_of_documents_or_a_mask(monkeypatch: Any, mask: Mask, most: int) -> None:
-    inputs, case, taken = Inputs(), Case(mask, packed=True, scale=0.3), []
-
-    def hidden(q: Any, k: Any, v: Any, segments: Any, *, mask: Mask, scale: float) -> Any:
-        jax.debug.callback(lambda: taken.append("mask"))
-        return attend(XLA, q, k, v, mask=mask, segments=segments, scale=scale)
-
-    monkeypatch.setattr(cudnn, "dot_product_attention", listed)
-    monkeypatch.setattr(cudnn, "masked", hidden)
-    segments = inputs.segments.at[0].set(1)  # one row is a single document, the other three with its padding
-
-    @jax.jit
-    def run(q: Any, k: Any, v: Any, d_out: Any) -> Any:
-        out, pull = jax.vjp(
-            lambda q, k, v: cudnn.packed(q, k, v, segments, mask=mask, scale=0.3, most=most), q, k, v
-        )
-        return out, *pull(d_out)
-
-    object.__setattr__(inputs, "segments", segments)
-    found = [np.asarray(x, np.float64) for x in run(*inputs.arrays)]
-    assert_same(found, definition(inputs, case), 2e-5)
-    jax.effects_barrier()
-    assert bool(taken) == (most < 3)
-
-
-def test_cudnn_has_room_for_documents_as_its_memory_allows() -> None:
-    assert cudnn.room(shapes(8192)[0]) == 64
-    assert cudnn.room(jax.ShapeDtypeStruct((1, 131072, 32, 64), jnp.bfloat16)) == 8
-    assert [x.tolist() for x in cudnn.documents(jnp.asarray([[1, 1, 2, 0], [1, 1, 1, 1]]), 3)] == [
-        [[2, 1, 1], [4, -1, -1]],
-        [[0, 2, 3, -1], [0, -1, -1, -1]],
-        [3, 1],
-    ]
 
 
 @pytest.mark.slow

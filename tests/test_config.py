@@ -104,6 +104,7 @@ MISTAKES = [
     # The schedule.
     ("20", "-4", ":8: schedule.steps: found -4, expected a whole number of steps or '3B tokens'"),
     ("20", "0", ":8: schedule.steps: found 0, expected 1 step or more"),
+    ("20", "2147483648", ":8: schedule.steps: found 2147483648, expected 1 step or more, and fewer than"),
     ("20", "many", ':8: schedule.steps: found "many", expected a whole number of steps'),
     ("20", "2e1", ":8: schedule.steps: found 2e1, expected a whole number of steps"),
     (

@@ -15,6 +15,7 @@ from millrace import config, enlarge, mesh, module, recipe, start, train
 from millrace.errors import UserError
 from millrace.execution import Execution
 from millrace.folder import open_run
+from millrace.layers.bias import BIAS_COLUMNS
 from millrace.models import modernbert, modernbert_decoder
 from millrace.module import Axes
 from tests import parity
@@ -107,7 +108,7 @@ def test_the_bias_of_the_head_is_added_to_the_logits():
     logits = []
     for one in (params, dataclasses.replace(params, head_bias=bias)):
         hidden = jax.jit(lambda one: one(cfg, jnp.arange(8)[None], how=how))(one)
-        assert hidden.shape == (1, 8, 32 + modernbert.BIAS_COLUMNS)
+        assert hidden.shape == (1, 8, 32 + BIAS_COLUMNS)
         logits.append(hidden @ one.unembed.T)
     np.testing.assert_allclose(logits[1] - logits[0], jnp.broadcast_to(bias, (1, 8, 64)), atol=1e-5)
 

@@ -40,26 +40,41 @@ def export(run: Opened, folder: str, dtype: str, *, packed: bool = False) -> lis
             f"loss.soft_cap: found {cfg.loss.soft_cap}, which transformers has not for this model; take it "
             f"out of {cfg.run}/recipe.yaml to export the weights without it"
         )
-    settings = family.to_hf(cfg.model, cfg.data.sequence_length) | {"dtype": dtype, "torch_dtype": dtype}
-    if cap is not None and (cfg.loss.soft_cap is not None or cap not in settings):
-        settings[cap] = cfg.loss.soft_cap
-    table = table_of(family, cfg.model)
-    tensors = to_tensors(table, run.params, dtype)
-    if packed:
-        if own_products(cfg.model) != "ternary":
-            raise UserError(f"--packed: expected ternary weights, and those of {cfg.model.use} are not")
-        settings |= {"quantization_config": ternary.PACKED}
-        matrices = ternary.matrices(table, module.axes(family.Model, cfg.model), cfg.model.layers)
-        tensors = ternary.packed(to_tensors(table, run.params, "float32"), matrices, jnp.dtype(dtype))
+    if packed and own_products(cfg.model) != "ternary":
+        raise UserError(f"--packed: expected ternary weights, and those of {cfg.model.use} are not")
     with whole_or_nothing(folder) as made:
-        (made / "config.json").write_text(json.dumps(settings | special_ids(run), indent=2) + "\n")
-        save_shards(tensors, made)
-        if run.tokenizer is not None:
-            keep_tokenizer(cfg.run, made)
-            # A folder that was moved is not where its recipe says, and another may be there.
-            if not (made / "tokenizer.json").is_file() or tokenise.sha256(made) != run.tokenizer_sha256:
-                tokenise.save(run.tokenizer, made)
-    return sorted(Path(folder).iterdir())
+        for name, (model, params) in exports(family, run).items():
+            settings = family.to_hf(model, cfg.data.sequence_length) | {"dtype": dtype, "torch_dtype": dtype}
+            if cap is not None and (cfg.loss.soft_cap is not None or cap not in settings):
+                settings[cap] = cfg.loss.soft_cap
+            table = table_of(family, model)
+            tensors = to_tensors(table, params, dtype)
+            if packed:
+                settings |= {"quantization_config": ternary.PACKED}
+                matrices = ternary.matrices(table, module.axes(family.Model, model), model.layers)
+                tensors = ternary.packed(to_tensors(table, params, "float32"), matrices, jnp.dtype(dtype))
+            write(run, settings, tensors, made / name)
+    return sorted(path for path in Path(folder).rglob("*") if path.is_file())
+
+
+def exports(family: Any, run: Opened) -> dict[str, tuple[Any, Any]]:
+    """The models of a run, config and weights, by the folders they go to. Where there are several, the family
+    tells them apart."""
+    apart = getattr(family, "exports", lambda cfg, params: {"": (cfg, params)})
+    return apart(run.cfg.model, run.params)
+
+
+def write(
+    run: Opened, settings: dict[str, Any], tensors: Iterator[tuple[str, np.ndarray]], target: Path
+) -> None:
+    target.mkdir(exist_ok=True)
+    (target / "config.json").write_text(json.dumps(settings | special_ids(run), indent=2) + "\n")
+    save_shards(tensors, target)
+    if run.tokenizer is not None:
+        keep_tokenizer(run.cfg.run, target)
+        # A folder that was moved is not where its recipe says, and another may be there.
+        if not (target / "tokenizer.json").is_file() or tokenise.sha256(target) != run.tokenizer_sha256:
+            tokenise.save(run.tokenizer, target)
 
 
 def soft_cap_name(family: Any) -> str | None:

@@ -5,6 +5,7 @@ import importlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -23,8 +24,8 @@ Array = jax.Array
 KERNEL = "attention"
 CUDNN = "dot_product_attention_fwd_wrapper"
 
-# What `use: auto` tries, in this order; the last of each refuses nothing. On a CPU see `choose`.
-ORDER = {"gpu": ("cudnn", "blockwise"), "tpu": ("splash", "blockwise")}
+# What `use: auto` tries, in this order; the last of each refuses nothing.
+ORDER = {"gpu": ("cudnn", "hopper", "blockwise"), "tpu": ("splash", "blockwise")}
 
 
 @dataclass(frozen=True)
@@ -84,37 +85,40 @@ def attend(
         assert segments is None
         return _backend("xla").attend(cfg, q, k, v, q_segments=None, kv_segments=None, offset=offset, **how)
     mesh = current()
+    seen: dict[str, Any] = dict(mask=mask, segments=segments is not None, soft_cap=soft_cap)
     if mesh is None:
-        name = choose(cfg, q, k, mask=mask, segments=segments is not None, soft_cap=soft_cap)
-        local = _local(cfg, name, how, None)
-        return local(q, k, v, segments, segments)
+        name = choose(cfg, q, k, **seen)
+    else:
+        k, v = (_spread(x, q.shape[2], mesh) for x in (k, v))
+        queries, keys = _layouts(q, k, mesh)
+        mine, theirs = _part(q, queries, mesh), _part(k, keys, mesh)
+        context = q.shape[1] // mine.shape[1]
+        if len(chunks(q.shape[1])) > 1:  # two on each device, one after the other
+            mine = jax.ShapeDtypeStruct((mine.shape[0], mine.shape[1] // 2, *mine.shape[2:]), mine.dtype)
+        name = choose(cfg, mine, theirs, context=context, **seen)
+    return over_mesh(partial(_backend(name).attend, _settings(cfg, name), **how), q, k, v, segments=segments)
 
-    k, v = (_spread(x, q.shape[2], mesh) for x in (k, v))
-    queries = spec(("batch", "sequence", "heads", None), q.shape, mesh)
-    keys = spec(("batch", None, "kv_heads", None), k.shape, mesh)
-    mine, theirs = _part(q, queries, mesh), _part(k, keys, mesh)
-    context = q.shape[1] // mine.shape[1]
-    if len(chunks(q.shape[1])) > 1:  # two on each device, one after the other
-        mine = jax.ShapeDtypeStruct((mine.shape[0], mine.shape[1] // 2, *mine.shape[2:]), mine.dtype)
-    name = choose(
-        cfg,
-        mine,
-        theirs,
-        mask=mask,
-        segments=segments is not None,
-        soft_cap=soft_cap,
-        context=context,
-    )
+
+def over_mesh(
+    one: Callable[..., Array], q: Array, k: Array, v: Array, *tables: Array, segments: Array | None
+) -> Array:
+    """Runs `one(q, k, v, *tables, q_segments=, kv_segments=, offset=)` on every device's own part, each with
+    the keys of whole rows. Tables [r n h] are split by heads alone."""
+    mesh = current()
+    if mesh is None:
+        return one(q, k, v, *tables, q_segments=segments, kv_segments=segments, offset=0)
+    queries, keys = _layouts(q, k, mesh)
     whole = jax.sharding.PartitionSpec(keys[0], None)
     split = jax.sharding.PartitionSpec(keys[0], queries[1])
     held = jax.sharding.PartitionSpec(keys[0], queries[1], *keys[2:])
+    of_heads = jax.sharding.PartitionSpec(None, queries[2], None)
     return jax.shard_map(
-        _local(cfg, name, how, queries[1]),
-        in_specs=(queries, held, held, split, whole),
+        _local(one, queries[1]),
+        in_specs=(queries, held, held, split, whole, *(of_heads for _ in tables)),
         out_specs=queries,
         # The loops of the backends start from plain zeros, which this check would call a change of type.
         check_vma=False,
-    )(q, k, v, segments, segments)
+    )(q, k, v, segments, segments, *tables)
 
 
 def choose(
@@ -132,10 +136,7 @@ def choose(
     devices, and q one of its chunks. Raises UserError when the one that `attention.use` names cannot do
     it."""
     platform = platform or device().platform
-    short = ("xla",) if k.shape[1] <= 1024 else ("blockwise",)
-    # cuDNN skips what lies outside of a window that looks back, and masks one that looks both ways.
-    banded = mask.window is not None and (platform == "cpu" or platform == "gpu" and not mask.causal)
-    names = ("band",) * banded + ORDER.get(platform, short) if cfg.use == "auto" else (cfg.use,)
+    names = _order(platform, k.shape[1], mask, segments) if cfg.use == "auto" else (cfg.use,)
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k)]
     reason = None
     for name in names:
@@ -181,39 +182,51 @@ def complaint(platform: str, function: Callable[..., Array], *arguments: Any) ->
     return probe.complaint(platform, both, *arguments)
 
 
-def _local(cfg: Any, name: str, how: dict[str, Any], rows: Any) -> Callable[..., Array]:
-    """The backend on one device's arrays, whose queries are split over the mesh axes `rows`."""
+def _order(platform: str, length: int, mask: Mask, segments: bool) -> tuple[str, ...]:
+    """What `auto` tries."""
+    windowed = mask.window is not None
+    if platform == "gpu":
+        # cuDNN skips what lies outside of a window that looks back. Documents, and a window that looks both
+        # ways, it masks: on an H200 it takes 4 to 5 times as long as kernels that skip (2026-11).
+        both_ways = windowed and not mask.causal
+        first = ("hopper",) * (segments or both_ways) + ("band",) * both_ways
+        return tuple(dict.fromkeys((*first, *ORDER["gpu"])))
+    plain = ORDER.get(platform, ("xla",) if length <= 1024 else ("blockwise",))
+    return ("band",) * (windowed and platform == "cpu") + plain
 
-    def one(
-        q: Array, k: Array, v: Array, q_segments: Array | None, kv_segments: Array | None, offset: Any
+
+def _local(one: Callable[..., Array], rows: Any) -> Callable[..., Array]:
+    """`one` on a device's arrays, whose queries are split over the mesh axes `rows`."""
+
+    def local(
+        q: Array, k: Array, v: Array, q_segments: Array | None, kv_segments: Array | None, *tables: Array
     ) -> Array:
-        return _backend(name).attend(
-            _settings(cfg, name),
-            q,
-            k,
-            v,
-            q_segments=q_segments,
-            kv_segments=kv_segments,
-            offset=offset,
-            **how,
-        )
-
-    def local(q: Array, k: Array, v: Array, q_segments: Array | None, kv_segments: Array | None) -> Array:
         if rows is None:
-            return one(q, k, v, q_segments, kv_segments, 0)
+            return one(q, k, v, *tables, q_segments=q_segments, kv_segments=kv_segments, offset=0)
         # By hand: the compiler would gather the states, which are wider, and make keys of them everywhere.
         k, v = (jax.lax.all_gather(x, rows, axis=1, tiled=True) for x in (k, v))
         order, device = chunks(k.shape[1]), jax.lax.axis_index(rows)
         if len(order) == 1:
-            return one(q, k, v, q_segments, kv_segments, device * q.shape[1])
+            first = device * q.shape[1]
+            return one(q, k, v, *tables, q_segments=q_segments, kv_segments=kv_segments, offset=first)
         k, v = restore(k), restore(v)
         kv_segments = None if kv_segments is None else restore(kv_segments)
         held = jnp.asarray(order).reshape(-1, 2)[device] * (q.shape[1] // 2)
         halves = [None, None] if q_segments is None else jnp.split(q_segments, 2, axis=1)
         parts = zip(jnp.split(q, 2, axis=1), halves, held, strict=True)
-        return jnp.concatenate([one(q, k, v, ids, kv_segments, first) for q, ids, first in parts], axis=1)
+        made = [
+            one(q, k, v, *tables, q_segments=ids, kv_segments=kv_segments, offset=first)
+            for q, ids, first in parts
+        ]
+        return jnp.concatenate(made, axis=1)
 
     return local
+
+
+def _layouts(q: Array, k: Array, mesh: Any) -> tuple[Any, Any]:
+    """How queries are split, and keys once each device has all of its rows."""
+    queries = spec(("batch", "sequence", "heads", None), q.shape, mesh)
+    return queries, spec(("batch", None, "kv_heads", None), k.shape, mesh)
 
 
 def _spread(x: Array, heads: int, mesh: Any) -> Array:

@@ -1,5 +1,5 @@
 """The gated feed-forward activations: SwiGLU, GeGLU and ReGLU (arXiv 2002.05202), and ReLU squared as the
-gate (arXiv 2109.08668), as BitNet b1.58 has it."""
+gate (arXiv 2109.08668), as BitNet b1.58 has it; and GELU without a gate (arXiv 1606.08415)."""
 
 from functools import partial
 from typing import Any, Literal
@@ -22,6 +22,15 @@ def gated(kind: Activation, gate: jax.Array, up: jax.Array, w_down: Any, *, merg
         lambda gate, up, w: project(w, glu(kind, gate, up), "bsf,fd->bsd"), prevent_cse=merges
     )
     return down(gate, up, w_down)
+
+
+def plain(up: jax.Array, w_down: Any, *, merges: bool) -> jax.Array:
+    """The output of an MLP [b s d] without a gate from the product of its first matrix [b s f], of which
+    likewise nothing else is kept."""
+    active = lambda up, w: project(w, jax.nn.gelu(up, approximate=False), "bsf,fd->bsd")
+    if not isinstance(w_down, jax.Array):
+        return active(up, w_down)
+    return jax.checkpoint(active, prevent_cse=merges)(up, w_down)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

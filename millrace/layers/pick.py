@@ -10,12 +10,21 @@ from millrace.module import Array
 def weighted(most: int, hidden: Array, targets: Array, weights: Array) -> tuple[Array, Array, Array]:
     """Of rows [b s ...] in which at most so many weights are not 0, those positions and some with weight 0,
     [b most ...]."""
-    counts = weights != 0
-    # Those that count come first, each lot in its order.
-    rank = jnp.where(counts, jnp.cumsum(counts, 1), counts.sum(1, keepdims=True) + jnp.cumsum(~counts, 1)) - 1
+    rank = ranks(weights)
     order = jnp.argsort(rank, axis=1)[:, :most]
     targets, weights = (jnp.take_along_axis(x, order, axis=1) for x in (targets, weights))
     return _pick(hidden, order, rank), targets, weights
+
+
+def put_back(x: Array, weights: Array) -> Array:
+    """The positions [b most] that `weighted` put together in their places [b s]; nothing of use in others."""
+    return jnp.take_along_axis(x, jnp.minimum(ranks(weights), x.shape[1] - 1), axis=1)
+
+
+def ranks(weights: Array) -> Array:
+    """Those that count come first, each lot in its order."""
+    counts = weights != 0
+    return jnp.where(counts, jnp.cumsum(counts, 1), counts.sum(1, keepdims=True) + jnp.cumsum(~counts, 1)) - 1
 
 
 @jax.custom_vjp

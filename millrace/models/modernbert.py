@@ -12,6 +12,7 @@ from millrace.errors import UserError
 from millrace.execution import Execution, layers_in_turn, scan_in_turn
 from millrace.export import config_json
 from millrace.layers.attention import Mask, attend
+from millrace.layers.bias import first_of_many
 from millrace.layers.kinds import Kind, keys_seen
 from millrace.layers.mlp import gated
 from millrace.layers.norm import layer_norm
@@ -115,12 +116,6 @@ class Block:
         return constrain(x + out, "batch", "sequence", None)
 
 
-# The head's bias is one more column of its matrix, and the hidden states have a 1 there: the loss, which
-# never holds the logits, need not know of it. It comes with as many columns as a TPU's registers are wide, so
-# that meshes and kernels can still divide the width.
-BIAS_COLUMNS = 128
-
-
 @module
 class Model:
     embedding: Array = weight("vocab", "embed", init=truncated(0.02))
@@ -135,7 +130,7 @@ class Model:
     @property
     def unembed(self) -> Array:
         """[v d+128]: the embedding, the bias, and zeros."""
-        return jnp.concatenate([self.embedding, _first_of_many(self.head_bias)], axis=1)
+        return jnp.concatenate([self.embedding, first_of_many(self.head_bias)], axis=1)
 
     def __call__(
         self,
@@ -172,7 +167,7 @@ class Model:
     def head(self, cfg: Any, x: Array) -> Array:
         h = project(self.w_head, layer_norm(x, self.final_norm, cfg.norm_eps), "bsd,de->bse")
         h = layer_norm(jax.nn.gelu(h, approximate=False), self.head_norm, cfg.norm_eps)
-        return jnp.concatenate([h, _first_of_many(jnp.ones_like(h[..., 0]))], axis=-1)
+        return jnp.concatenate([h, first_of_many(jnp.ones_like(h[..., 0]))], axis=-1)
 
     def cache(self, cfg: Any, batch: int, length: int, dtype: Any) -> Cache:
         shape = (cfg.layers, batch, length, cfg.kv_heads, cfg.head_dim)
@@ -199,11 +194,6 @@ class Model:
 
 def _normed(cfg: Any, x: Array, weight: Array, is_first: Array) -> Array:
     return jnp.where(is_first, x, layer_norm(x, weight, cfg.norm_eps))
-
-
-def _first_of_many(x: Array) -> Array:
-    """x as the first of further columns, the others 0."""
-    return jnp.pad(x[..., None], [(0, 0)] * x.ndim + [(0, BIAS_COLUMNS - 1)])
 
 
 def flops(cfg: Any, sequence: int) -> float:

@@ -1,6 +1,7 @@
 """Masked language modelling (arXiv 1810.04805): some tokens are hidden, and told from those on both sides.
-With `masked: 0, random: 1` it is replaced-token corruption: each chosen token is shown as another one, and
-the model tells what stood there. Finding where tokens were replaced (ELECTRA) is not here."""
+With `span: 3` several are hidden side by side (the n-grams of DeBERTa-V2, arXiv 2006.03654). With `masked: 0,
+random: 1` it is replaced-token corruption: each chosen token is shown as another one, and the model tells
+what stood there; finding where tokens were replaced is objective rtd."""
 
 from dataclasses import dataclass
 
