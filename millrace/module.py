@@ -20,14 +20,13 @@ T = TypeVar("T")
 class Axes:
     """The axis names of one weight. The first `stacked` of them count layers; of the weight's own axes
     the first `inputs` are summed over when it meets an activation (0 for a bias). One that is `exact` meets
-    activations in float32. One with a `rule` is not trained: after each step it becomes
-    `rule(cfg, weight, gradient)`."""
+    activations in float32. One with a `rule` is moved by it, and not by gradients."""
 
     names: tuple[str, ...]
     stacked: int = 0
     inputs: int = 1
     exact: bool = False
-    rule: Callable[[Any, Array, Array], Array] | None = None
+    rule: "Rule | None" = None
 
     @property
     def own(self) -> tuple[str, ...]:
@@ -42,6 +41,16 @@ class Axes:
         """A matrix inside a stack of layers: what Muon orthogonalises; embeddings and heads are not. Where
         each layer has a stack of its own, as of experts, all of them are."""
         return self.is_matrix and self.stacked > 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """How a weight is moved that gradients do not train: after a step it is `move(cfg, weight, gradient)`.
+    `measure(gradient)` is written down as `name`."""
+
+    name: str
+    move: Callable[[Any, Array, Array], Array]
+    measure: Callable[[Array], Array]
 
 
 def normal(std: float) -> Initialiser:
@@ -80,7 +89,7 @@ def weight(
     init: Initialiser = NORMAL,
     inputs: int = 1,
     exact: bool = False,
-    rule: Callable[[Any, Array, Array], Array] | None = None,
+    rule: Rule | None = None,
     when: Callable[[Any], bool] = lambda cfg: True,
 ) -> Any:
     """Declares a weight. `when(cfg)` false leaves the field None (a tied head, an absent norm). An axis has

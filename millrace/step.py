@@ -53,6 +53,9 @@ def train_step(task: Task, update: Update, axes: Any) -> Callable[[State, Batch]
             if turn is not together[-1]:  # the next sees what becomes of these; of its own it is not computed
                 new = apply(update, axes, state, grads, metrics, model=task.model)[0].params
                 params = turn.put(params, turn.take(new))
+        by_name = dict(module.named(grads))  # of those that are not frozen
+        ruled = {name: its.rule for name, its in module.named(axes) if its.rule and name in by_name}
+        metrics |= {rule.name: rule.measure(by_name[name]) for name, rule in ruled.items()}
         return apply(update, axes, state, grads, metrics, model=task.model)
 
     return step
@@ -191,7 +194,7 @@ def apply(
         if d is None or g is None:
             return w
         if axes.rule is not None:
-            return axes.rule(model, w, g)
+            return axes.rule.move(model, w, g)
         return w - lr * (d + decay * w if axes.is_matrix else d)
 
     params = jax.tree.map(move, axes, state.params, direction, grads, is_leaf=_is_axes)

@@ -2,6 +2,7 @@
 
 import importlib
 import math
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -13,10 +14,12 @@ import torch
 import transformers
 from hypothesis import strategies as st
 
-from millrace import config, mesh
+from millrace import config, mesh, recipe
 from millrace.errors import UserError
 from millrace.layers import experts
 from millrace.layers.mlp import activate
+from millrace.plan import arithmetic
+from millrace.plan.slices import parse
 from tests import parity
 from tests.test_step import Bench, assert_close
 
@@ -216,8 +219,9 @@ def test_the_mesh_changes_neither_loss_nor_update(tiny, sizes, kind):
 
 
 def test_parts_of_a_batch_sum_their_loads(tiny):
-    (whole, _), (parts, _) = (Bench(tiny(*SMALL, f"batch.accumulate={n}")).run(2) for n in (1, 4))
+    (whole, rows), (parts, others) = (Bench(tiny(*SMALL, f"batch.accumulate={n}")).run(2) for n in (1, 4))
     assert_close(whole, parts, 1e-5)
+    assert rows[0]["busiest_expert"] == others[0]["busiest_expert"] and 1 < rows[0]["busiest_expert"] < 8
     bias = np.asarray(whole.params.blocks.bias)
     assert np.abs(bias).max() == pytest.approx(0.002) and np.unique(np.abs(bias).round(6)).size <= 3
 
@@ -282,3 +286,17 @@ def test_a_recipe_says_what_experts_cannot_do(tiny, override, said):
 def test_a_mesh_for_experts_needs_a_model_with_some(tiny):
     with pytest.raises(UserError, match="mesh.expert: .*divisor of the model's experts, 1"):
         tiny("mesh.expert=2")
+
+
+def test_a_plan_counts_the_experts_that_a_token_meets_and_holds_them_all():
+    path = Path(__file__).parent.parent / "recipes/moe-671b.yaml"
+    found = arithmetic.estimate(recipe.load(path), parse("v5p-512"))
+    assert found.mesh == dict(data=1, fsdp=32, tensor=1, context=1, expert=8)
+    assert found.parameters == 671_254_178_560
+    # 256 experts, of which a token meets 9 in each of 58 layers, attention, three dense layers and the head.
+    met = 58 * 9 * 3 * 7168 * 2048 + 61 * 7168 * 208 * 128 + 3 * 3 * 7168 * 18432 + 7168 * 129280
+    scores = 6 * 61 * 96 * 128 * 4096
+    assert found.flops_per_token == pytest.approx(6 * met + scores, rel=5e-3)
+    assert found.weight_bytes == pytest.approx(4 * 671_254_178_560 / 256, rel=0.01)  # nothing twice
+    fewer = recipe.load(path, ["mesh.expert=2"])
+    assert arithmetic.estimate(fewer, parse("v5p-512")).exposed_seconds > found.exposed_seconds

@@ -338,13 +338,13 @@ def test_the_vocabulary_of_a_plan_comes_from_the_data_where_it_is_there(
 )
 def test_a_shape_that_is_folded_keeps_its_meaning(shape: tuple[int, ...], what: str) -> None:
     cfg = recipe.load("recipes/llama3-8b.yaml", ["batch.sequences=32", "batch.accumulate=1"])
-    assert what in memory.meaning("f32", shape, cfg, dict(data=1, fsdp=16, tensor=1, context=1))[0]
+    assert what in memory.meaning("f32", shape, cfg, dict(data=1, fsdp=16, tensor=1, context=1, expert=1))[0]
 
 
 def test_buffers_are_named_by_what_their_shapes_mean(tmp_path: Path) -> None:
     (tmp_path / "module.memory-usage-report.txt").write_text(REPORT)
     cfg = recipe.load("recipes/llama3-8b.yaml", ["batch.sequences=32", "batch.accumulate=1"])
-    found = memory.largest(tmp_path, cfg, dict(data=1, fsdp=16, tensor=1, context=1))
+    found = memory.largest(tmp_path, cfg, dict(data=1, fsdp=16, tensor=1, context=1, expert=1))
     assert [(one.count, one.bytes) for one in found] == [
         (1, 4 * 2**30),
         (2, 4 * 128256 * 4096),

@@ -93,6 +93,11 @@ def even_out(rate: float, bias: Array, loads: Array) -> Array:
     return bias + rate * jnp.sign(loads.mean(axis=-1, keepdims=True) - loads)
 
 
+def busiest(loads: Array) -> Array:
+    """How often the busiest expert of any layer is chosen, as a multiple of the mean of that layer."""
+    return jnp.max(loads.max(axis=-1) / jnp.maximum(loads.mean(axis=-1), 1e-9))
+
+
 def mix(
     kind: Activation, x: Array, choice: Choice, experts: Matrices, *, gather_again: bool = False
 ) -> Array:
@@ -129,10 +134,8 @@ class Split(NamedTuple):
 def _local(kind: Activation, split: Split, x: Array, choice: Any, experts: Any) -> Array:
     """One device's rows, through the experts of all devices."""
     if split.width:
-        whole = [
-            gathered(w, split.width, axis=order.index(1)) for w, order in zip(experts, ORDERS, strict=True)
-        ]
-        experts = tuple(whole)
+        pairs = zip(experts, ORDERS, strict=True)
+        experts = [gathered(w, split.width, axis=order.index(1)) for w, order in pairs]
     tokens = x.reshape(-1, x.shape[-1])
     chosen, weights = (part.reshape(len(tokens), -1) for part in choice)
     if not split.experts:
@@ -168,8 +171,8 @@ def _rounds(kind: Activation, x: Array, chosen: Array, weights: Array, experts: 
     rounds = -(-len(order) // most)
     order = jnp.pad(order, (0, rounds * most - len(order)))
 
-    def one(number: Any, sorted: Any, x: Array, weights: Array, experts: Matrices) -> Array:
-        order, ends = sorted
+    def one(number: Any, places: Any, x: Array, weights: Array, experts: Matrices) -> Array:
+        order, ends = places
         pairs = jax.lax.dynamic_slice_in_dim(order, number * most, most)
         within = jnp.clip(ends - number * most, 0, most)
         sizes = jnp.diff(within, prepend=0)
@@ -191,8 +194,8 @@ def _repeated(one: Callable[..., Array]) -> Callable[..., Array]:
     not known when compiling. It has a gradient, for which each round is computed again."""
 
     def total(rounds: Array, one: Callable[[Any], Any]) -> Any:
-        def add(number: Any, sum: Any) -> Any:
-            return jax.tree.map(jnp.add, sum, one(number))
+        def add(number: Any, so_far: Any) -> Any:
+            return jax.tree.map(jnp.add, so_far, one(number))
 
         first = one(0)  # not in the loop: there is nothing yet to add it to
         with jax.named_scope(FURTHER):

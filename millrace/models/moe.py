@@ -13,12 +13,12 @@ from millrace.errors import UserError
 from millrace.execution import Execution, layers
 from millrace.export import config_json
 from millrace.layers.attention import Mask, attend
-from millrace.layers.experts import Matrices, even_out, mix, route
+from millrace.layers.experts import Matrices, busiest, even_out, mix, route
 from millrace.layers.mlp import gated
 from millrace.layers.norm import rms_norm
 from millrace.mesh import constrain
 from millrace.models import llama
-from millrace.module import Array, count, module, normal, ones, residual_normal, stack, weight, zeros
+from millrace.module import Array, Rule, count, module, normal, ones, residual_normal, stack, weight, zeros
 from millrace.project import lookup, prepared, project
 
 
@@ -99,8 +99,11 @@ class Expert:
     w_down: Array = weight("expert_mlp", "embed", init=residual_normal(0.02))
 
 
-def _even_out(cfg: Any, bias: Array, loads: Array) -> Array:
-    return even_out(cfg.balance_rate, bias, loads)
+BALANCE = Rule(
+    name="busiest_expert",
+    move=lambda cfg, bias, loads: even_out(cfg.balance_rate, bias, loads),
+    measure=busiest,
+)
 
 
 @module
@@ -116,7 +119,7 @@ class Block:
     # In float32: a choice between experts hangs on small differences.
     router: Array = weight("embed", "experts", exact=True)
     bias: Array | None = weight(
-        "experts", init=zeros, inputs=0, rule=_even_out, when=lambda cfg: cfg.balance == "bias"
+        "experts", init=zeros, inputs=0, rule=BALANCE, when=lambda cfg: cfg.balance == "bias"
     )
     experts: Expert = stack(Expert, "experts")
     shared_gate: Array | None = weight("embed", "shared_mlp", when=lambda cfg: cfg.shared > 0)
