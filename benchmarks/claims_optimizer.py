@@ -18,7 +18,7 @@ from pathlib import Path
 from benchmarks import steps
 
 RECIPE = "recipes/tiny/llama.yaml"
-RATES = {"adamw": (3e-3, 1e-2, 3e-2), "muon": (3e-3, 1e-2, 3e-2)}
+RATES = {"adamw": (3e-4, 1e-3, 3e-3, 1e-2), "muon": (3e-3, 1e-2, 3e-2, 1e-1)}
 ROWS, EVERY, HELD_OUT = 32, 20, 8  # rows a batch, steps between evaluations, batches of each
 Curve = list[tuple[int, float]]  # tokens, loss
 
