@@ -121,7 +121,7 @@ def test_a_token_that_is_ruled_out_has_no_probability_and_no_gradient(way, soft_
     wanted, d_wanted = jax.value_and_grad(plain, argnums=(0, 1))(hidden, unembed)
     with jax.set_mesh(
         mesh.make(
-            dict(zip(mesh.AXES, sizes or (1, 1, 1, 1), strict=True)), jax.devices()[: 8 if sizes else 1]
+            dict(zip(mesh.AXES, sizes or (1, 1, 1, 1), strict=False)), jax.devices()[: 8 if sizes else 1]
         )
     ):
         found, d_found = jax.jit(jax.value_and_grad(ours, argnums=(0, 1)))(hidden, unembed)

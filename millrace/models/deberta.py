@@ -15,7 +15,7 @@ from millrace.export import config_json
 from millrace.layers.activations import PLAIN
 from millrace.layers.bias import biased, first_of_many
 from millrace.layers.disentangled import attend
-from millrace.layers.mlp import Plain, plain
+from millrace.layers.mlp import plain
 from millrace.layers.norm import layer_norm
 from millrace.mesh import constrain
 from millrace.module import Array, Axes, count, module, nested, normal, ones, stack, weight, zeros
@@ -28,7 +28,9 @@ class Config:
     embed: int
     heads: int
     mlp: int
-    activation: Plain = "gelu"  # with _bits, for w_down frozen: derivatives of 1 bit (ReLU), of 2 (GELU)
+    activation: Literal["gelu", "gelu_bits", "relu", "relu_bits", "relu2"] = (
+        "gelu"  # bits: w_down frozen
+    )
     vocab: int = 0  # 0: as many as the data's tokenizer has
     generator: int = 0  # layers of the generator that objective rtd trains beside it; 0: there is none
     sharing: Literal["gdes", "nes"] = "gdes"  # embeddings: the generator's plus a difference, or its own
