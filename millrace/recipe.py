@@ -370,6 +370,8 @@ def check_run(run: Run, reader: Reader) -> None:
         reader.fail("objective.use", "expected rtd, which trains the generator that model.generator names")
     if run.objective.use == "rtd" and not pair:
         reader.fail("objective.use", "expected another, or a model with model.generator, which rtd trains")
+    if run.model.recurrence and getattr(run.model, "dense", 0):
+        reader.fail("model.dense", "expected 0 with model.recurrence, whose rounds are of layers of one kind")
     if run.objective.use == "causal" and run.eval.draws != 1:
         reader.fail("eval.draws", "expected 1, since causal language modelling hides nothing")
     if getattr(run.objective, "exclude_mask", False) and getattr(run.loss, "label_smoothing", 0):

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from millrace.errors import UserError
-from millrace.execution import Execution, layers
+from millrace.execution import Execution, cached_layers, layers
 from millrace.export import config_json
 from millrace.layers.attention import Mask, attend
 from millrace.layers.experts import Matrices, busiest, even_out, mix, route
@@ -196,8 +196,8 @@ class Model:
         start = cache.length
         positions = jnp.broadcast_to(start + jnp.arange(tokens.shape[1]), tokens.shape)
 
-        def body(x: Array, layer: tuple[Any, Array, Array]) -> tuple[Array, tuple[Array, Array]]:
-            block, keys, values = layer
+        def body(x: Array, layer: tuple[Any, tuple[Array, Array]]) -> tuple[Array, tuple[Array, Array]]:
+            block, (keys, values) = layer
             q, k, v = block.heads(cfg, x, positions)
             keys = jax.lax.dynamic_update_slice_in_dim(keys, k, start, axis=1)
             values = jax.lax.dynamic_update_slice_in_dim(values, v, start, axis=1)
@@ -207,7 +207,7 @@ class Model:
         x, kept = lookup(self.embedding, tokens, how.dtype), []
         for blocks, part in ((self.dense, slice(cfg.dense)), (self.blocks, slice(cfg.dense, None))):
             if blocks is not None:
-                x, pair = jax.lax.scan(body, x, (blocks, cache.k[part], cache.v[part]))
+                x, pair = cached_layers(how, [body], x, blocks, (cache.k[part], cache.v[part]))
                 kept.append(pair)
         keys, values = (jnp.concatenate(parts) for parts in zip(*kept, strict=True))
         hidden = rms_norm(x, self.final_norm, cfg.norm_eps)
