@@ -6,6 +6,7 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import math
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -40,7 +41,7 @@ class Call:
     causal: bool
     how: Execution
     segments: Array | None
-    shape: tuple[int, int]  # of the tokens
+    shape: tuple[int, ...]  # of the tokens
     scores: list[float] = field(default_factory=list)  # FLOPs a token of each attention
 
 
@@ -81,13 +82,14 @@ def outline(cfg: Any) -> Outline:
         table.register_forward_hook(lambda table, inputs, rows: laid_out(rows.to(compute())))
     for layer in layers(made):
         layer.forward = functools.partial(run_layer, layer.forward)
-    head.forward = lambda hidden: hidden
+    head.forward = lambda hidden: hidden  # type: ignore[assignment,method-assign]
     return Outline(made, axes, shapes, buffers, looked_up, ours, head.in_features)
 
 
 def make(cfg: Any) -> nn.Module:
     """The module that a recipe names, dropout off."""
-    cls, settings = find_class(cfg.module), config.to_dict(cfg)["config"] | {"vocab_size": cfg.vocab}
+    cls: Any = find_class(cfg.module)
+    settings = config.to_dict(cfg)["config"] | {"vocab_size": cfg.vocab}
     try:
         if is_transformers(cls):
             made = cls(cls.config_class(**settings, attn_implementation=ATTENTION))
@@ -135,8 +137,8 @@ def is_transformers(cls: type) -> bool:
 
 
 class Weightless(TorchFunctionMode):
-    """Memory that is only reserved is not even that: layers of any size are made at once. What has values from
-    the start, such as buffers, is made as ever."""
+    """Memory that is only reserved is not even that: layers of any size are made at once. What has values
+    from the start, such as buffers, is made as ever."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -164,8 +166,8 @@ def find_head(cfg: Any, made: nn.Module) -> nn.Linear:
         fit = [name for name, part in parts.items() if getattr(part, "out_features", 0) == cfg.vocab]
         if len(fit) != 1 or not isinstance(parts[fit[0]], nn.Linear):
             raise UserError(
-                f"model.head: expected the name of the nn.Linear that makes the logits, since {len(fit)} parts "
-                f"of {cfg.module} give as many numbers as there are tokens, {cfg.vocab}"
+                f"model.head: expected the name of the nn.Linear that makes the logits, since {len(fit)} "
+                f"parts of {cfg.module} give as many numbers as there are tokens, {cfg.vocab}"
             )
         head = parts[fit[0]]
     assert isinstance(head, nn.Linear)
@@ -217,9 +219,10 @@ def filled(cfg: Any, weights: dict[str, Any]) -> nn.Module:
 
 def settings(cfg: Any) -> dict[str, Any]:
     """What config.json says of it."""
-    made = outline(cfg).module
+    made: Any = outline(cfg).module
     if is_transformers(type(made)):
-        return made.config.to_dict() | {"architectures": [type(made).__name__]}  # type: ignore[union-attr,operator]
+        theirs = made.config.to_dict() | {"architectures": [type(made).__name__]}
+        return theirs | ({"use_cache": True} if "use_cache" in theirs else {})
     return {"module": cfg.module, "config": config.to_dict(cfg)["config"], "vocab_size": cfg.vocab}
 
 
@@ -297,8 +300,8 @@ def check(cfg: Any, call: Call, hidden: Any, known: Outline, knows_segments: boo
         raise UserError(f"model.module: the attention of {cfg.module} is not open to others, as ours must be")
     if call.segments is not None and not knows_segments:
         raise UserError(
-            f"data.isolate: expected false, since forward of {cfg.module} takes no `segments`, nor calls torch's "
-            "scaled_dot_product_attention, and so cannot tell packed documents apart"
+            f"data.isolate: expected false, since forward of {cfg.module} takes no `segments`, nor calls "
+            "torch's scaled_dot_product_attention, and so cannot tell packed documents apart"
         )
 
 
@@ -361,8 +364,8 @@ def transformers_attention(
     changes = [name for name in CHANGES if more.get(name) is not None]
     if attention_mask is not None or changes:
         raise UserError(
-            f"model.module: {type(module).__name__} wants attention with {changes[0] if changes else 'a mask'}, "
-            "which is not done here"
+            f"model.module: {type(module).__name__} wants attention with {(*changes, 'a mask')[0]}, which is "
+            "not done here"
         )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     window = sliding_window
@@ -394,8 +397,8 @@ def torch_attention(
         return env.j2t_iso(mixed.swapaxes(1, 2))
     if call.segments is not None or mesh.parts_of_a_row() > 1:
         raise UserError(
-            f"model.module: {call.name} calls scaled_dot_product_attention with a mask of its own, which tells no "
-            "packed documents apart; expected data.isolate and mesh.context to be false and 1, or is_causal"
+            f"model.module: {call.name} calls scaled_dot_product_attention with a mask of its own, which "
+            "tells no packed documents apart; expected data.isolate: false and mesh.context: 1, or is_causal"
         )
     return plain(query, key, value, attn_mask, 0.0, is_causal, scale, enable_gqa, env=env)
 
@@ -427,6 +430,5 @@ def flops(cfg: Any, sequence: int) -> float:
     shapes = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in known.shapes.items()}
     jax.eval_shape(once, shapes, jax.ShapeDtypeStruct((1, sequence), jnp.int32))
     free = known.looked_up - {known.head[0]}
-    return 6 * sum(int(np.prod(shape)) for name, shape in known.shapes.items() if name not in free) + sum(
-        scores
-    )
+    multiplied = [math.prod(shape) for name, shape in known.shapes.items() if name not in free]
+    return 6 * sum(multiplied) + sum(scores)
