@@ -14,9 +14,11 @@ from millrace.export.tensors import table_of
 from millrace.objective import file
 
 # Of layers that differ by turns, the third sees all of the text, and a fourth is left over.
-SIZES: dict[str, Any] = dict(layers=4, embed=32, heads=4, kv_heads=2, mlp=48, vocab=64, window=8, global_every=3)
+SIZES: dict[str, Any] = dict(
+    layers=4, embed=32, heads=4, kv_heads=2, mlp=48, vocab=64, window=8, global_every=3
+)
 SIZES |= dict(
-    module="transformers:LlamaForCausalLM",  # of which torch modules are one
+    module="transformers:LlamaForCausalLM",
     config=dict(
         hidden_size=32,
         intermediate_size=48,

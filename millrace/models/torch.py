@@ -148,3 +148,12 @@ HF_TYPES = ()  # other families read these; one of transformers' own is named by
 def to_hf(cfg: Any, sequence: int) -> dict[str, Any]:
     """config.json: that of transformers, or for another class what it is made with."""
     return torch_module().settings(cfg)
+
+
+def from_hf(settings: dict[str, Any]) -> dict[str, Any]:
+    """The recipe's model section for a config.json of transformers."""
+    name = next(iter(settings.get("architectures") or ["PreTrainedModel"]))
+    outside = ("architectures", "vocab_size", "dtype", "torch_dtype", "transformers_version", "model_type")
+    inside = {key: value for key, value in settings.items() if key not in outside}
+    vocab = settings.get("vocab_size", 0)
+    return {"use": "torch", "module": f"transformers:{name}", "config": inside, "vocab": vocab}
