@@ -111,9 +111,11 @@ def make_state(
     family = file("models", task.model)
     axes = module.axes(family.Model, task.model)
 
-    def fresh() -> State:
-        params = module.init(family.Model, task.model, jax.random.key(cfg.seed))
+    def around(params: Any) -> State:
         return state.fresh(params, update.tx, seed=cfg.seed, ema=cfg.optimizer.ema > 0)
+
+    def fresh() -> State:
+        return around(module.init(family.Model, task.model, jax.random.key(cfg.seed)))
 
     abstract = jax.eval_shape(fresh)
     homes = state.shardings(abstract, axes, devices)
@@ -121,7 +123,18 @@ def make_state(
         lambda leaf, home: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=home), abstract, homes
     )
     options = INIT_OPTIONS.get(jax.default_backend())
-    return abstract, jax.jit(fresh, out_shardings=homes, compiler_options=options)
+    on_host = getattr(family.Model, "on_host", None)
+    if on_host is None:
+        return abstract, jax.jit(fresh, out_shardings=homes, compiler_options=options)
+
+    def placed() -> State:
+        """Weights that no device can draw: each takes its part of what the host has."""
+        put = lambda w, home: jax.make_array_from_callback(w.shape, home, lambda index: w[index])
+        drawn = on_host(task.model, jax.random.key(cfg.seed))
+        params = jax.tree.map(put, drawn, homes.params)
+        return jax.jit(around, out_shardings=homes, donate_argnums=0, compiler_options=options)(params)
+
+    return abstract, placed
 
 
 def lowered(

@@ -34,12 +34,26 @@ PROBLEMS = {  # what the YAML parser says, and what it means to the reader
 }
 
 
+class Settings(dict):
+    """Keys that are not ours and that nobody here checks, such as those of a class outside of Millrace. What
+    is compiled is known by its config, which must be hashable, and with it these."""
+
+    def __init__(self, values: dict[str, Any]):
+        super().__init__(values)
+        self.text = json.dumps(values, sort_keys=True, default=list)
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(self.text)
+
+
 def to_dict(cfg: Any) -> dict[str, Any]:
     """A recipe as plain data, `use` included: what recipe.yaml in a run folder holds."""
     out: dict[str, Any] = {"use": cfg.use} if isinstance(getattr(cfg, "use", None), str) else {}
     for f in dataclasses.fields(cfg):
         value = getattr(cfg, f.name)
-        if isinstance(value, dict):
+        if isinstance(value, Settings):
+            out[f.name] = json.loads(value.text)
+        elif isinstance(value, dict):
             out[f.name] = {name: to_dict(part) for name, part in value.items()}
         else:
             out[f.name] = to_dict(value) if dataclasses.is_dataclass(value) else value
@@ -86,6 +100,9 @@ def part_class(folder: str, name: str, common: type | None = None) -> type:
     fields = dataclasses.fields(common) if common else ()
 
     def checks(self: Any) -> None:
+        for name, value in vars(self).items():
+            if isinstance(value, dict):
+                object.__setattr__(self, name, Settings(value))
         for cls in (own, common):
             getattr(cls, "__post_init__", lambda self: None)(self)
 
@@ -339,6 +356,8 @@ class Reader:
 
     def _fitting(self, key: str, value: Any, hint: Any) -> Any:
         options = typing.get_args(hint) or (hint,)
+        if isinstance(value, dict) and hint is dict:
+            return value
         if isinstance(value, dict | list):
             raise TypeError
         if float in options and type(value) is int:
@@ -393,6 +412,7 @@ def _cut(text: str) -> str:
 
 def _plain(hint: Any) -> str:
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
+    words |= {dict: "`key: value` pairs"}
     if typing.get_origin(hint) is Literal:
         return "one of " + ", ".join(map(str, typing.get_args(hint)))
     if typing.get_origin(hint) in (typing.Union, types.UnionType):

@@ -20,13 +20,15 @@ T = TypeVar("T")
 class Axes:
     """The axis names of one weight. The first `stacked` of them count layers; of the weight's own axes
     the first `inputs` are summed over when it meets an activation (0 for a bias). One that is `exact` meets
-    activations in float32. One with a `rule` is moved by it, and not by gradients."""
+    activations in float32. One with a `rule` is moved by it, and not by gradients. One that is `alone`
+    belongs to a layer that is not in a stack."""
 
     names: tuple[str, ...]
     stacked: int = 0
     inputs: int = 1
     exact: bool = False
     rule: "Rule | None" = None
+    alone: bool = False
 
     @property
     def own(self) -> tuple[str, ...]:
@@ -38,9 +40,9 @@ class Axes:
 
     @property
     def is_hidden_matrix(self) -> bool:
-        """A matrix inside a stack of layers: what Muon orthogonalises; embeddings and heads are not. Where
+        """A matrix inside the layers: what Muon orthogonalises; embeddings and heads are not. Where
         each layer has a stack of its own, as of experts, all of them are."""
-        return self.is_matrix and self.stacked > 0
+        return self.is_matrix and (self.stacked > 0 or self.alone)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +117,10 @@ def module(cls: type[T]) -> type[T]:
 def build(
     cls: type[T], cfg: Any, leaf: Callable[[str, Axes, tuple[int, ...], Callable[[Array], Array]], Any]
 ) -> T:
-    """Builds `cls` with `leaf(path, axes, shape, init)` in the place of every weight; init(key) draws it."""
+    """Builds `cls` with `leaf(path, axes, shape, init)` in the place of every weight; init(key) draws it. A
+    class whose weights are declared elsewhere has a `build` of its own, and an `init`."""
+    if own := getattr(cls, "build", None):
+        return own(cfg, leaf)
 
     def walk(cls: Any, cfg: Any, prefix: str, lead: tuple[str, ...]) -> Any:
         values: dict[str, Any] = {}
@@ -149,6 +154,8 @@ def shapes(cls: type[T], cfg: Any, dtype: Any = jnp.float32) -> T:
 def init(cls: type[T], cfg: Any, key: Array) -> T:
     """Fresh weights in float32. Each depends only on the key and its own path, so that adding a weight
     leaves the others as they were."""
+    if own := getattr(cls, "init", None):
+        return own(cfg, key)
 
     def leaf(path: str, axes: Axes, shape: tuple[int, ...], initialise: Callable[[Array], Array]) -> Array:
         # A checksum of the path, not Python's hash, which changes with every process.

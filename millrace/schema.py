@@ -8,7 +8,7 @@ from typing import Any
 from millrace import config
 
 FILE = {"type": "string", "pattern": "[.]ya?ml$"}  # a section may be taken from another file
-NAMES = {int: "integer", float: "number", bool: "boolean", str: "string", type(None): "null"}
+NAMES = {int: "integer", float: "number", bool: "boolean", str: "string", type(None): "null", dict: "object"}
 
 
 def schema(cls: type) -> dict[str, Any]:

@@ -31,7 +31,7 @@ class Source:
 
 def check(path: str, model: Any, take: str | None = None) -> Source:
     """What `model` can start from; UserError where it cannot."""
-    old, family = model_of(path), file("models", model)
+    old, family = model_of(path, model), file("models", model)
     theirs, ours = (dict(named(module.axes(file("models", cfg).Model, cfg))) for cfg in (old, model))
     if take is None:
         if old.use != model.use:
@@ -53,11 +53,14 @@ def check(path: str, model: Any, take: str | None = None) -> Source:
     return Source(path, old, taken)
 
 
-def model_of(path: str) -> Any:
-    """The model section of a folder."""
+def model_of(path: str, wanted: Any = None) -> Any:
+    """The model section of a folder. One of Hugging Face is a family of ours, unless the wanted one names its
+    classes itself."""
     if not (Path(path) / "recipe.yaml").is_file() and (Path(path) / "config.json").is_file():
         settings = huggingface.read_config(Path(path))
-        section = huggingface.family_of(settings).from_hf(settings)
+        own = None if wanted is None else file("models", wanted)
+        family = own if own is not None and not own.HF_TYPES else huggingface.family_of(settings)
+        section = family.from_hf(settings)
         return config.part_class("models", section.pop("use"))(**section)
     return recipe.load_run(path).model
 

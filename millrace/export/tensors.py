@@ -31,7 +31,8 @@ def to_tensors(table: Table, params: Any, dtype: str) -> Iterator[tuple[str, np.
         arrays = [np.asarray(jax.device_get(leaf.astype(jnp.dtype(dtype)))) for *_, leaf in parts]
         for place in np.ndindex(arrays[0].shape[: theirs.count("{")]):
             made = [_theirs(array[place], part[1]) for array, part in zip(arrays, parts, strict=True)]
-            yield in_place(theirs, place), np.ascontiguousarray(np.concatenate(made))
+            whole = np.concatenate(made) if made[1:] else made[0]  # a number alone has no axis to join
+            yield in_place(theirs, place), np.asarray(whole, order="C")
 
 
 def _theirs(array: np.ndarray, pattern: str) -> np.ndarray:

@@ -28,9 +28,7 @@ class Config:
     embed: int
     heads: int
     mlp: int
-    activation: Literal["gelu", "gelu_bits", "relu", "relu_bits", "relu2"] = (
-        "gelu"  # bits: w_down frozen
-    )
+    activation: Literal["gelu", "gelu_bits", "relu", "relu_bits", "relu2"] = "gelu"  # bits: w_down frozen
     vocab: int = 0  # 0: as many as the data's tokenizer has
     generator: int = 0  # layers of the generator that objective rtd trains beside it; 0: there is none
     sharing: Literal["gdes", "nes"] = "gdes"  # embeddings: the generator's plus a difference, or its own
