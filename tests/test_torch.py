@@ -6,12 +6,15 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 import transformers
+from hypothesis import strategies as st
+from parity import ANEW
 
 from millrace import build, config, module, recipe, step, train
 from millrace.checkpoint import Checkpoints
@@ -22,6 +25,7 @@ from millrace.execution import Execution
 from millrace.export import huggingface
 from millrace.folder import open_run
 from millrace.objective import file, make_task
+from millrace.plan import command
 from millrace.project import project
 
 pytest.importorskip("torchax", reason="needs torchax: pip install 'millrace[torch]'")
@@ -116,6 +120,31 @@ def test_parity_of_logits_with_torch_itself(name: str, plain) -> None:
     with torch.no_grad():
         out = theirs(cfg, params)(torch.tensor(tokens), **more)
     wanted = getattr(out, "logits", out).numpy()
+    np.testing.assert_allclose(logits_of(cfg, params, tokens), wanted, atol=2e-5 * np.abs(wanted).max())
+
+
+@ANEW
+@hypothesis.given(
+    name=st.sampled_from(["Llama", "Qwen3", "Mistral", "Gemma2"]),
+    layers=st.integers(1, 3),
+    heads=st.sampled_from([(2, 1), (4, 2), (6, 3)]),
+    head_dim=st.sampled_from([8, 16]),
+    window=st.integers(2, 9),
+    tied=st.booleans(),
+)
+def test_parity_of_random_configurations(name, layers, heads, head_dim, window, tied) -> None:
+    """Causal windows, soft caps of scores, QK-norms, heads of another width."""
+    cfg = section(
+        module=f"transformers:{name}ForCausalLM",
+        config=SIZES
+        | dict(num_hidden_layers=layers, num_attention_heads=heads[0], num_key_value_heads=heads[1])
+        | dict(head_dim=head_dim, tie_word_embeddings=tied, pad_token_id=0)
+        | (dict(sliding_window=window) if name in ("Mistral", "Gemma2") else {})
+        | (dict(attn_logit_softcapping=2.0, final_logit_softcapping=None) if name == "Gemma2" else {}),
+    )
+    params, tokens = weights_of(cfg), np.random.default_rng(0).integers(4, 64, (2, 24))
+    with torch.no_grad():
+        wanted = theirs(cfg, params)(torch.tensor(tokens)).logits.numpy()
     np.testing.assert_allclose(logits_of(cfg, params, tokens), wanted, atol=2e-5 * np.abs(wanted).max())
 
 
@@ -322,6 +351,11 @@ def test_a_module_that_cannot_tell_documents_apart_is_refused(plain) -> None:
     assert logits_of(cfg, params, tokens).shape == (1, 8, 64)
     with pytest.raises(UserError, match="data.isolate: expected false"):
         logits_of(cfg, params, tokens, segments=jnp.ones((1, 8), jnp.int32))
+
+
+def test_plan_is_refused(tmp_path, packed) -> None:
+    with pytest.raises(UserError, match="model.use: found torch, whose sizes"):
+        command.sized(load(tmp_path, packed, LLAMA))
 
 
 def test_recipes_keep_the_settings_of_a_class_as_they_are(tmp_path, packed) -> None:

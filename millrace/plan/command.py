@@ -18,6 +18,10 @@ DOES_NOT_FIT = 3
 
 def sized(cfg: recipe.Run) -> recipe.Run:
     """The recipe with the vocabulary of its data, where that is there."""
+    if getattr(cfg.model, "heads", None) is None:
+        raise UserError(
+            f"model.use: found {cfg.model.use}, whose sizes are not in the recipe, as plan needs them"
+        )
     if cfg.model.vocab:
         return cfg
     if not (Path(cfg.data.path) / "index.json").is_file():
