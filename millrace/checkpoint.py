@@ -39,10 +39,8 @@ class Checkpoints:
 
     def latest(self) -> int | None:
         """The newest step that is whole; those passed over are told and left where they are."""
-        chosen = steps.choose(self.run)
-        for number, said in chosen.passed.items():
-            print(f"millrace: {self.folder}/{number} is not used: {said}", file=sys.stderr)
-        return chosen.step
+        say = lambda line: print(f"millrace: {line}", file=sys.stderr)
+        return steps.newest(self.run, say) if steps.numbers(self.run) else None
 
     def resume(self) -> int | None:
         """For the trainer: the newest step that is whole, on all hosts. Nothing is moved yet."""

@@ -3,6 +3,7 @@ Needs neither JAX nor Orbax."""
 
 import shutil
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,6 +12,8 @@ from etils import epath
 from millrace import manifest
 from millrace.errors import UserError
 from millrace.manifest import Damaged
+
+Say = Callable[[str], None]
 
 QUARANTINE = "quarantine"
 UNFINISHED = (".orbax-checkpoint-tmp", ".removed")  # in the names of what is half written, or half gone
@@ -127,6 +130,65 @@ def remove(run: str, number: int) -> None:
     gone.rmtree()
 
 
+def check_run(run: str) -> None:
+    if not numbers(run):
+        raise UserError(f"{run}: found no checkpoint in {folder(run)}, expected a run folder with some")
+
+
+def one(run: str, step: str) -> int:
+    """A step that a user names."""
+    check_run(run)
+    if not step.isdecimal() or int(step) not in numbers(run):
+        raise UserError(f"{run}: found no step {step}, expected one of {', '.join(map(str, numbers(run)))}")
+    return int(step)
+
+
+def newest(run: str, say: Say) -> int:
+    """The newest whole step, for those who only read: what is passed over is told and left in its place."""
+    check_run(run)
+    chosen = choose(run)
+    for number, said in chosen.passed.items():
+        say(f"{folder(run)}/{number} is not used: {said}")
+    assert chosen.step is not None
+    return chosen.step
+
+
+def listed(run: str, say: Say) -> None:
+    """A table. Says `whole` only of what it has read."""
+    check_run(run)
+    rows = [("step", "tier", "size", "age", "state")]
+    for number in numbers(run):
+        step = described(run, number)
+        age = f"{max(time.time() - step.written, 0) / 3600:,.1f} h"
+        rows.append((str(number), step.tier, f"{step.size / 1e9:,.3f} GB", age, _state(run, number)))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [cell.rjust(width) for cell, width in zip(row[:-1], widths, strict=False)]
+        say("  ".join([*cells, row[-1]]))
+    aside = folder(run) / QUARANTINE
+    for path in sorted(aside.iterdir()) if aside.exists() else ():
+        say(f"put aside: {path}")
+
+
+def verified(run: str, step: str | None, say: Say) -> bool:
+    """Whether all that were asked for are whole; says it of each."""
+    check_run(run)
+    states = {number: _state(run, number) for number in ([one(run, step)] if step else numbers(run))}
+    for number, state in states.items():
+        say(f"step {number}: {state}")
+    return all(state == "whole" for state in states.values())
+
+
+def pruned(run: str, keep: int, say: Say, *, dry_run: bool = False) -> None:
+    gone = spare(run, keep)
+    for step in gone:
+        if not dry_run:
+            remove(run, step.number)
+        say(f"step {step.number}: {'would be removed' if dry_run else 'removed'}, {step.size / 1e9:,.3f} GB")
+    if not gone:
+        say(f"{run}: nothing to remove")
+
+
 def free(run: str) -> int | None:
     """Bytes on the disk of a run; None if it has none of its own."""
     if "://" in run:
@@ -135,6 +197,14 @@ def free(run: str) -> int | None:
     while not path.exists():
         path = path.parent
     return shutil.disk_usage(path).free
+
+
+def _state(run: str, number: int) -> str:
+    try:
+        known = manifest.verify(folder(run) / str(number))
+    except Damaged as damage:
+        return f"damaged: {damage}"
+    return f"unverified: {UNSEALED}" if known is None else "whole"
 
 
 def _size(path: epath.Path) -> int:

@@ -256,7 +256,7 @@ def with_weights(
 def check_same(saved: dict[str, Any], cfg: recipe.Run, dataset: Dataset) -> None:
     """A run goes on only with the model, the tokenizer and the data it began with, in their order. The rest
     of the recipe may change. What differs is told at once, all of it."""
-    before, now = flat(saved["recipe"]), flat(config.to_dict(cfg))
+    before, now = config.flat(saved["recipe"]), config.flat(config.to_dict(cfg))
     fixed = {key for key in {**before, **now} if key.startswith("model.")}
     if "seed" in saved:  # not an import, which has taken no step yet
         fixed |= {"optimizer.use", "seed", "batch.sequences", "data.sequence_length"}
@@ -282,12 +282,6 @@ def check_same(saved: dict[str, Any], cfg: recipe.Run, dataset: Dataset) -> None
             f"{cfg.run} holds a run with {'; with '.join(wrong)}; use another `run`, or put back what differs"
             + may
         )
-
-
-def flat(tree: dict[str, Any]) -> dict[str, Any]:
-    sections = {key: value for key, value in tree.items() if isinstance(value, dict)}
-    nested = {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
-    return {key: value for key, value in tree.items() if key not in sections} | nested
 
 
 def meta(cfg: recipe.Run, dataset: Dataset, number: int) -> dict[str, Any]:
