@@ -9,7 +9,7 @@ help:
 	@echo "make demo      corpus, tokenizer, training, evaluation, sample and export, in a few minutes on a CPU"
 	@echo "make test      lint and the quick tests"
 	@echo "make test-all  the slow tests as well"
-	@echo "make chaos     the tests that kill processes, flip bytes and fill disks, slow ones included"
+	@echo "make chaos     the tests that kill processes, flip bytes and cut files, slow ones included"
 	@echo "make lint      ruff and mypy"
 	@echo "make bench     ratios against peers, on a machine with one GPU"
 	@echo "make bench-cpu  the demo recipe beside torch, on any machine"
