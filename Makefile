@@ -3,12 +3,13 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help demo test test-all lint bench bench-cpu bench-data bench-plan clean
+.PHONY: help demo test test-all chaos lint bench bench-cpu bench-data bench-plan clean
 
 help:
 	@echo "make demo      corpus, tokenizer, training, evaluation, sample and export, in a few minutes on a CPU"
 	@echo "make test      lint and the quick tests"
 	@echo "make test-all  the slow tests as well"
+	@echo "make chaos     the tests that kill processes, flip bytes and cut files, slow ones included"
 	@echo "make lint      ruff and mypy"
 	@echo "make bench     ratios against peers, on a machine with one GPU"
 	@echo "make bench-cpu  the demo recipe beside torch, on any machine"
@@ -63,6 +64,9 @@ test: lint
 
 test-all: .venv/libtpu lint
 	$(BIN)/python -m pytest -n auto --dist worksteal --quiet --slow
+
+chaos: .venv/test
+	$(BIN)/python -m pytest --quiet --slow tests/test_checkpoint.py
 
 .venv/gpu: .venv/test
 	@$(PIP) install --quiet --quiet --constraint constraints.txt --editable '.[gpu]'

@@ -1,17 +1,25 @@
-"""Checkpoints through Orbax: asynchronous and atomic. A weight is stored whole under its dotted path, all
-layers in one array, so that the layout depends on neither the mesh nor how the layers are compiled."""
+"""Checkpoints through Orbax: asynchronous and atomic, each with a manifest of its bytes. A weight is stored
+whole under its dotted path, all layers in one array, so that the layout depends on neither the mesh nor how
+the layers are compiled."""
 
 import contextlib
+import math
+import sys
+import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
 
+from millrace import manifest, steps
 from millrace.errors import UserError
 from millrace.module import named
 from millrace.state import State
+
+ITEMS = ("params", "ema", "rest")
 
 
 class Checkpoints:
@@ -20,38 +28,101 @@ class Checkpoints:
 
     def __init__(self, run: str, *, keep: int | None = None):
         """With `keep`, for the trainer, who alone may clear away old and half-written checkpoints."""
-        self.run = run
-        folder = run if "://" in run else str(Path(run).absolute())
-        options = ocp.CheckpointManagerOptions(
-            max_to_keep=keep, enable_async_checkpointing=True, cleanup_tmp_directories=keep is not None
-        )
-        handlers: dict[str, Any] = {
-            item: ocp.StandardCheckpointHandler() for item in ("params", "ema", "rest")
-        }
+        self.run, self.keep, self.folder = run, keep, steps.folder(run)
+        handlers: dict[str, Any] = {item: ocp.StandardCheckpointHandler() for item in ITEMS}
         handlers["meta"] = ocp.JsonCheckpointHandler()
-        self.manager = ocp.CheckpointManager(f"{folder}/checkpoints", options=options, item_handlers=handlers)
+        self.orbax = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler(**handlers))
+        self.writer: threading.Thread | None = None  # of the manifest, behind Orbax's own
+        self.whole = True  # the last step that was to be saved is, or is on its way
+        self.chosen = steps.Chosen(None, {})
+        self.problems: list[str] = []
 
     def latest(self) -> int | None:
-        return self.manager.latest_step()
+        """The newest step that is whole; those passed over are told and left where they are."""
+        say = lambda line: print(f"millrace: {line}", file=sys.stderr)
+        return steps.newest(self.run, say) if steps.numbers(self.run) else None
 
-    def save(self, step: int, state: State, meta: dict[str, Any]) -> None:
-        """Returns once the weights are copied off the device; writing goes on behind."""
+    def resume(self) -> int | None:
+        """For the trainer: the newest step that is whole, on all hosts. Nothing is moved yet."""
+        error: UserError | None = None
+        if jax.process_index() == 0:
+            try:
+                self.chosen = steps.choose(self.run)
+            except UserError as refusal:
+                error = refusal
+        step = self.chosen.step
+        found = _agreed(-2 if error is not None else -1 if step is None else step)
+        if found == -2:
+            raise error or UserError(f"{self.folder}: no checkpoint in it can be trusted; see the first host")
+        return None if found < 0 else found
+
+    def clear_away(self) -> None:
+        """Once nothing stands against going on: puts damaged steps aside, and removes what was left
+        half-written."""
+        if jax.process_index():
+            return
+        steps.clear_unfinished(self.run)
+        self.problems += steps.set_aside(self.run, self.chosen.passed)
+        if not self.chosen.sealed:
+            self.problems.append(
+                f"step {self.chosen.step}: {steps.UNSEALED}; it is used since no other is whole"
+            )
+
+    def told(self) -> list[str]:
+        """What went wrong since this was last asked."""
+        told, self.problems = self.problems, []
+        return told
+
+    def save(self, step: int, state: State, meta: dict[str, Any], *, permanent: bool = False) -> bool:
+        """Returns once the weights are copied off the device; writing goes on behind. False if the disk has
+        no room for it."""
         items = {"params": dict(named(state.params)), "rest": _rest(state)}
         if state.ema is not None:
             items["ema"] = dict(named(state.ema))
-        self._save(step, items, meta)
+        return self._save(step, items, meta, permanent)
 
     def save_params(self, params: Any, meta: dict[str, Any]) -> None:
         """Weights alone, at step 0: what an import leaves for training to start from."""
-        self._save(0, {"params": dict(named(params))}, meta)
+        if not (self._save(0, {"params": dict(named(params))}, meta, False) and self.settle()):
+            raise UserError("; ".join(self.told()))
+
+    def check_room(self, state: Any) -> None:
+        """Before a run begins: whether its disk holds a checkpoint beside the newest one."""
+        free = steps.free(self.run)
+        if free is None:
+            return
+        older = sum(step.size for step in steps.spare(self.run, 1)) if self.keep is not None else 0
+        need = _need(state)
+        if need > free + older:
+            gains = f", and {_gb(older)} with older checkpoints removed" if older else ""
+            raise UserError(
+                f"run: a checkpoint takes {_gb(need)}, and the disk of {self.run} has {_gb(free)} free"
+                f"{gains}; make room, or put `run` on a larger disk"
+            )
+
+    def settle(self) -> bool:
+        """Waits for the save that is on its way. Whether the last one asked for is whole."""
+        if self.writer is not None:
+            self.writer.join()
+            self.writer = None
+        return self.whole
 
     def meta(self, step: int) -> dict[str, Any]:
         with self._whole(step):
-            return self.manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
+            return self.orbax.restore(
+                self.folder / str(step), args=ocp.args.Composite(meta=ocp.args.JsonRestore())
+            )["meta"]
 
     def has(self, step: int, item: str) -> bool:
+        return (self.folder / str(step) / item).is_dir()
+
+    def layout(self, step: int, item: str) -> dict[str, Any]:
+        """What is stored of each array, by its path: shape, dtype."""
         with self._whole(step):
-            return item in self.manager.item_metadata(step).keys()  # noqa: SIM118  (not a mapping)
+            stored = self.orbax.metadata(self.folder / str(step)).item_metadata[item]
+            if stored is None:
+                raise FileNotFoundError(f"no {item}/_METADATA")
+            return dict(stored)
 
     def restore(self, step: int, target: State) -> State:
         """`target` is a state of shapes with shardings, on any mesh. An average that was not kept before
@@ -71,20 +142,70 @@ class Checkpoints:
         return jax.tree.unflatten(jax.tree.structure(target), [flat[path] for path, _ in named(target)])
 
     def close(self) -> None:
-        self.manager.close()
+        self.settle()
+        self.orbax.close()
 
-    def _save(self, step: int, items: dict[str, Any], meta: dict[str, Any]) -> None:
-        args = {item: ocp.args.StandardSave(tree) for item, tree in items.items()}
-        self.manager.save(step, args=ocp.args.Composite(**args, meta=ocp.args.JsonSave(meta)), force=True)
+    def _save(self, step: int, items: dict[str, Any], meta: dict[str, Any], permanent: bool) -> bool:
+        self.settle()  # one at a time: two would hold two copies of the state in this host's memory
+        self.whole = self._make_room(step, _need(items))
+        if self.whole:
+            args = {item: ocp.args.StandardSave(tree) for item, tree in items.items()}
+            path = self.folder / str(step)
+            try:
+                self.orbax.save(path, args=ocp.args.Composite(**args, meta=ocp.args.JsonSave(meta)))
+            except (OSError, ValueError) as error:
+                self._failed(step, error)
+                return False
+            self.writer = threading.Thread(
+                target=self._finish, args=(step, permanent), name=f"checkpoint-{step}", daemon=True
+            )
+            self.writer.start()
+        return self.whole
+
+    def _finish(self, step: int, permanent: bool) -> None:
+        """In a thread of its own: waits for Orbax, on all hosts, and makes the step one that counts. Older
+        ones go only then."""
+        try:
+            self.orbax.wait_until_finished()
+            if jax.process_index() == 0:
+                manifest.seal(self.folder / str(step), step=step, permanent=permanent)
+                if self.keep is not None:
+                    for old in steps.spare(self.run, self.keep):
+                        steps.remove(self.run, old.number)
+        except Exception as error:  # whatever it is, the loop goes on and tells it
+            self._failed(step, error)
+
+    def _failed(self, step: int, error: Exception) -> None:
+        self.whole = False
+        said = " ".join(str(error).split())[:200]
+        self.problems.append(f"step {step}: the checkpoint could not be written ({said}); the run goes on")
+        if jax.process_index() == 0 and self.keep is not None:
+            with contextlib.suppress(OSError):
+                steps.clear_unfinished(self.run)
+
+    def _make_room(self, step: int, need: int) -> bool:
+        """Whether the disk holds so many bytes more, after what is not needed has gone if it must."""
+        enough = True
+        if jax.process_index() == 0 and (free := steps.free(self.run)) is not None and free < need:
+            if self.keep is not None:
+                steps.clear_unfinished(self.run)
+                for old in steps.spare(self.run, 1):
+                    steps.remove(self.run, old.number)
+                    self.problems.append(f"step {old.number}: checkpoint removed, since the disk is full")
+            free = steps.free(self.run) or 0
+            enough = free >= need
+            if not enough:
+                self.problems.append(
+                    f"step {step}: no checkpoint, which takes {_gb(need)}: the disk of {self.run} has "
+                    f"{_gb(free)} free; make room, the next save tries again"
+                )
+        return bool(_agreed(enough))
 
     def _read(self, step: int, item: str, wanted: dict[str, Any], section: str) -> dict[str, Any]:
         args = ocp.args.Composite(**{item: ocp.args.StandardRestore(wanted)})
         with self._whole(step):
-            stored = self.manager.item_metadata(step)[item]
-            if stored is None:
-                raise FileNotFoundError(f"no {item}/_METADATA")
-            _compare(wanted, stored, section)
-            return self.manager.restore(step, args=args)[item]
+            _compare(wanted, self.layout(step, item), section)
+            return self.orbax.restore(self.folder / str(step), args=args)[item]
 
     @contextlib.contextmanager
     def _whole(self, step: int) -> Iterator[None]:
@@ -97,11 +218,9 @@ class Checkpoints:
         except Exception as error:
             if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
                 raise  # no permission, no network: nothing to remove a checkpoint for
-            earlier = [other for other in self.manager.all_steps() if other < step]
-            then = f"go on from step {max(earlier)}, the one before" if earlier else "begin anew"
             raise UserError(
                 f"{self.run}/checkpoints/{step}: this checkpoint cannot be read "
-                f"({' '.join(str(error).split())[:100]}); if it is damaged, remove that folder to {then}"
+                f"({' '.join(str(error).split())[:100]}); if it is damaged, move that folder elsewhere"
             ) from error
 
 
@@ -109,9 +228,25 @@ def _rest(state: State) -> dict[str, Any]:
     return {path: leaf for path, leaf in named(state) if not path.startswith(("params.", "ema."))}
 
 
-def _compare(wanted: dict[str, Any], stored: Any, section: str) -> None:
+def _agreed(value: int) -> int:
+    """What the first host says, on all of them. They must all come here."""
+    if jax.process_count() == 1:
+        return value
+    return int(multihost_utils.broadcast_one_to_all(np.int64(value)))
+
+
+def _need(tree: Any) -> int:
+    """Bytes that a checkpoint takes at most. Orbax compresses, by less than a tenth for weights."""
+    size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+    return size + size // 50 + (1 << 20)  # what describes the arrays
+
+
+def _gb(size: float) -> str:
+    return f"{size / 1e9:,.2f} GB"
+
+
+def _compare(wanted: dict[str, Any], stored: dict[str, Any], section: str) -> None:
     """Says in plain words what differs, before Orbax does at length."""
-    stored = dict(stored)
     for path, leaf in wanted.items():
         found = tuple(stored[path].shape) if path in stored else None
         if found != tuple(leaf.shape):

@@ -150,6 +150,52 @@ def data_verify(args: argparse.Namespace) -> None:
     verify(args.folder, print)
 
 
+def checkpoint_ls(args: argparse.Namespace) -> None:
+    from millrace import steps
+
+    steps.listed(args.run, print)
+
+
+def checkpoint_verify(args: argparse.Namespace) -> int:
+    from millrace import steps
+
+    return 0 if steps.verified(args.run, args.step, print) else 1
+
+
+def checkpoint_prune(args: argparse.Namespace) -> None:
+    from millrace import steps
+
+    if args.keep < 1:
+        raise UserError(f"--keep: found {args.keep}, expected 1 or more")
+    steps.check_run(args.run)
+    if args.dry_run:
+        steps.pruned(args.run, args.keep, print, dry_run=True)
+        return
+    from millrace import folder
+
+    with folder.lock(args.run):
+        steps.pruned(args.run, args.keep, print)
+
+
+def checkpoint_diff(args: argparse.Namespace) -> int:
+    """1 if they differ, as `diff` has it."""
+    from millrace import steps
+
+    pairs = [(args.run, step) for step in args.others]
+    if len(args.others) == 1:
+        pairs = [(run, str(steps.newest(run, print))) for run in (args.run, *args.others)]
+    if len(pairs) != 2:
+        raise UserError("checkpoint diff: expected a run and two of its steps, or two runs")
+    (run, step), (other, other_step) = [(name, steps.one(name, number)) for name, number in pairs]
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # leaves the accelerators to those who train
+    from millrace.differences import differences
+
+    print(f"{run} step {step} -> {other} step {other_step}")
+    lines = list(differences(run, step, other, other_step))
+    print("\n".join(lines))
+    return 0 if all("are the same, bit for bit" in line for line in lines) else 1
+
+
 def open_run(args: argparse.Namespace, overrides: Sequence[str] = ()) -> Any:
     """The run folder that a command names; its recipe is checked before JAX is imported."""
     from millrace import recipe
@@ -327,6 +373,22 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--seed", type=int, default=0, help="draws other rows")
     one = add(data, "verify", data_verify, "check packed data: checksums, token range, counts")
     one.add_argument("folder", metavar="FOLDER", help="what `data prepare` made")
+
+    kept = commands.add_parser("checkpoint", help="look after the checkpoints of a run").add_subparsers(
+        metavar="COMMAND", required=True
+    )
+    one = add(kept, "ls", checkpoint_ls, "list the checkpoints of a run, and whether they are whole")
+    one.add_argument("run", metavar="RUN", help="a run folder")
+    one = add(kept, "verify", checkpoint_verify, "read checkpoints and compare them with their manifests")
+    one.add_argument("run", metavar="RUN", help="a run folder")
+    one.add_argument("step", metavar="STEP", nargs="?", help="one of them (default: all)")
+    one = add(kept, "prune", checkpoint_prune, "remove old temporary checkpoints")
+    one.add_argument("run", metavar="RUN", help="a run folder")
+    one.add_argument("--keep", type=int, required=True, metavar="N", help="the newest N stay")
+    one.add_argument("--dry-run", action="store_true", help="only say which")
+    one = add(kept, "diff", checkpoint_diff, "tell how recipes and weights of two checkpoints differ")
+    one.add_argument("run", metavar="RUN", help="a run folder")
+    one.add_argument("others", metavar="STEP", nargs="+", help="two of its steps, or another run folder")
 
     one = with_run(add(commands, "eval", evaluate, "print loss, perplexity and bits a byte of held-out data"))
     with_overrides(one, "the run's recipe")

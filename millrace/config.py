@@ -60,6 +60,13 @@ def to_dict(cfg: Any) -> dict[str, Any]:
     return out
 
 
+def flat(tree: dict[str, Any]) -> dict[str, Any]:
+    """Every value of a recipe under its dotted key."""
+    sections = {key: value for key, value in tree.items() if isinstance(value, dict)}
+    nested = {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
+    return {key: value for key, value in tree.items() if key not in sections} | nested
+
+
 def to_yaml(cfg: Any) -> str:
     return dump(to_dict(cfg))
 

@@ -97,9 +97,21 @@ class Session:
                 self.out.event(line)
 
     def save(self, number: int, current: State) -> None:
+        permanent = self.cfg.checkpoint.permanent > 0 and number % self.cfg.checkpoint.permanent == 0
         with self.meter.pause("checkpoint", current.params):
-            self.checkpoints.save(number, current, meta(self.cfg, self.dataset, number))
-        self.out.event(f"step {number}: checkpoint on its way to {self.cfg.run}/checkpoints")
+            about = meta(self.cfg, self.dataset, number)
+            sent = self.checkpoints.save(number, current, about, permanent=permanent)
+        tell(self.out, self.checkpoints)
+        if sent:
+            self.out.event(f"step {number}: checkpoint on its way to {self.cfg.run}/checkpoints")
+
+    def settled(self, code: int) -> int:
+        """The exit code, once the last save is whole: a run whose end is not kept is not done."""
+        whole = self.checkpoints.settle()
+        tell(self.out, self.checkpoints)
+        if not whole:
+            self.out.event("the last checkpoint was not written; the same command makes it again", "error")
+        return code if whole else code or 1
 
 
 def run(cfg: recipe.Run, program: Path | None = None) -> int:
@@ -113,10 +125,15 @@ def run(cfg: recipe.Run, program: Path | None = None) -> int:
     family, steps = file("models", task.model), recipe.durations(cfg)["steps"]
     with lock(cfg.run), fit.told():
         checkpoints = Checkpoints(cfg.run, keep=cfg.checkpoint.keep)
-        begun = checkpoints.latest() or 0
-        if checkpoints.latest() is not None:
-            check_same(checkpoints.meta(begun), cfg, dataset)
+        latest = checkpoints.resume()
+        begun = latest or 0
+        if latest is not None:
+            check_same(checkpoints.meta(latest), cfg, dataset)
+        elif (Path(cfg.run) / "metrics.jsonl").is_file():
+            checkpoints.problems.append(f"{cfg.run} has no checkpoint yet: the run begins at step 0")
+        checkpoints.clear_away()
         out = open_folder(cfg, begun, steps)
+        tell(out, checkpoints)
         programs.keep_compiled(cfg.run)
         try:
             with jax.set_mesh(devices), Stopper() as stopper:
@@ -129,8 +146,9 @@ def run(cfg: recipe.Run, program: Path | None = None) -> int:
                     out.event(finished(begun, steps))
                     return 0
                 fit.check(abstract)
+                checkpoints.check_room(abstract)
                 source = None
-                if cfg.start is not None and checkpoints.latest() is None:
+                if cfg.start is not None and latest is None:
                     source = start.check(cfg.start, task.model, cfg.take)
                 meter = Meter(
                     tokens_per_step=cfg.batch.sequences * cfg.data.sequence_length,
@@ -157,12 +175,12 @@ def run(cfg: recipe.Run, program: Path | None = None) -> int:
                     stopper=stopper,
                     trace=Trace(cfg.profile, cfg.run),
                 )
-                current = restored(checkpoints, abstract, fresh)
+                current = restored(checkpoints, latest, abstract, fresh)
                 if source is not None:
                     current, said = with_weights(source, task, current, devices, cfg.data.path)
                     out.event(said)
                 keep_recipe(cfg)
-                return loop(session, current, begun)
+                return session.settled(loop(session, current, begun))
         finally:
             checkpoints.close()
             out.close()
@@ -179,7 +197,7 @@ def loop(session: Session, current: State, start: int) -> int:
             session.log(late.push(number, metrics))
             last, stopping = number == session.steps, session.stopper.asked is not None
             evaluating = last or (not stopping and cfg.eval.every and number % cfg.eval.every == 0)
-            saving = last or stopping or number % cfg.checkpoint.every == 0
+            saving = last or stopping or recipe.saves(cfg.checkpoint, number)
             if session.trace.ends(number, stopping=last or stopping):
                 session.profile(number, current)
             if evaluating or saving:
@@ -206,8 +224,14 @@ ADVICE = (
 )
 
 
-def restored(checkpoints: Checkpoints, abstract: State, fresh: Callable[[], State]) -> State:
-    latest = checkpoints.latest()
+def tell(out: Writers, checkpoints: Checkpoints) -> None:
+    for line in checkpoints.told():
+        out.event(line, "warning")
+
+
+def restored(
+    checkpoints: Checkpoints, latest: int | None, abstract: State, fresh: Callable[[], State]
+) -> State:
     if latest is None:
         return fresh()
     if latest > 0:
@@ -230,30 +254,34 @@ def with_weights(
 
 
 def check_same(saved: dict[str, Any], cfg: recipe.Run, dataset: Dataset) -> None:
-    """A run goes on only with the model, the tokenizer and the order of the data it began with. The rest of
-    the recipe may change."""
-    if saved["tokenizer_sha256"] not in (None, dataset.tokenizer_sha256):
-        raise UserError(
-            f"{cfg.run} was trained with tokenizer {saved['tokenizer_sha256']}, and {cfg.data.path} was made "
-            f"with {dataset.tokenizer_sha256}; use another `run`, or the data it began with"
-        )
-    before, now = flat(saved["recipe"]), flat(config.to_dict(cfg))
-    fixed = [key for key in now if key.startswith("model.")]
+    """A run goes on only with the model, the tokenizer and the data it began with, in their order. The rest
+    of the recipe may change. What differs is told at once, all of it."""
+    before, now = config.flat(saved["recipe"]), config.flat(config.to_dict(cfg))
+    fixed = {key for key in {**before, **now} if key.startswith("model.")}
     if "seed" in saved:  # not an import, which has taken no step yet
-        fixed += ["optimizer.use", "seed", "batch.sequences", "data.sequence_length"]
-        fixed += ["batch.accumulate", "batch.ramp", "batch.ramp_from"] if cfg.batch.ramp_from else []
-    for key in fixed:
-        if before.get(key) != now[key]:
-            raise UserError(
-                f"{cfg.run} holds a run with {key} = {before.get(key)}, and this recipe says {now[key]}; "
-                "use another `run`, or put the key back"
-            )
-
-
-def flat(tree: dict[str, Any]) -> dict[str, Any]:
-    sections = {key: value for key, value in tree.items() if isinstance(value, dict)}
-    nested = {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
-    return {key: value for key, value in tree.items() if key not in sections} | nested
+        fixed |= {"optimizer.use", "seed", "batch.sequences", "data.sequence_length"}
+        fixed |= {"batch.accumulate", "batch.ramp", "batch.ramp_from"} if cfg.batch.ramp_from else set()
+    other = [key for key in {**now, **before} if before.get(key) != now.get(key) and key != "run"]
+    told = {key: f"{key} = {before.get(key)}, and this recipe says {now.get(key)}" for key in other}
+    wrong = [line for key, line in told.items() if key in fixed]
+    if saved["tokenizer_sha256"] not in (None, dataset.tokenizer_sha256):
+        wrong.append(
+            f"tokenizer {saved['tokenizer_sha256']}, and {cfg.data.path} was made with "
+            f"{dataset.tokenizer_sha256}"
+        )
+    fingerprint = saved.get("data", {}).get("fingerprint")
+    if fingerprint not in (None, dataset.fingerprint):
+        wrong.append(
+            f"data of fingerprint {fingerprint} ({saved['data']['path']}), and {cfg.data.path} has "
+            f"{dataset.fingerprint}: other rows, or another order"
+        )
+    if wrong:
+        free = [f"{key} {before.get(key)} -> {now.get(key)}" for key in other if key not in fixed]
+        may = f" (changed too, which it may be: {', '.join(free)})" if free else ""
+        raise UserError(
+            f"{cfg.run} holds a run with {'; with '.join(wrong)}; use another `run`, or put back what differs"
+            + may
+        )
 
 
 def meta(cfg: recipe.Run, dataset: Dataset, number: int) -> dict[str, Any]:
@@ -263,6 +291,7 @@ def meta(cfg: recipe.Run, dataset: Dataset, number: int) -> dict[str, Any]:
         "seed": cfg.seed,
         "data": {
             "path": cfg.data.path,
+            "fingerprint": dataset.fingerprint,
             "next_row": recipe.tokens_until(cfg, number) // cfg.data.sequence_length,
         },
         "recipe": config.to_dict(cfg),

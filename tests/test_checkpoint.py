@@ -1,0 +1,255 @@
+"""Checkpoints that can be trusted: damage is found, nothing is lost, nothing begins anew unasked."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from millrace import cli, manifest, steps, train
+from millrace.checkpoint import Checkpoints
+from millrace.errors import UserError
+from millrace.state import State
+
+
+def state(number: int, width: int = 64) -> State:
+    params = {"w": jax.random.normal(jax.random.key(number), (width, width)), "b": jnp.full(3, number, "f4")}
+    zero = jnp.zeros((), jnp.int32)
+    key = jax.random.key_data(jax.random.key(0))
+    return State(zero + number, params, {"mu": jax.tree.map(jnp.copy, params)}, None, key, zero + 0, zero + 0)
+
+
+def about(number: int) -> dict:
+    return {"step": number, "recipe": {"seed": number, "model": {"use": "none"}}, "tokenizer_sha256": None}
+
+
+def save(run: Path, *numbers: int, keep: int | None = 9, permanent: int = 0) -> None:
+    checkpoints = Checkpoints(str(run), keep=keep)
+    for number in numbers:
+        lasting = permanent > 0 and number % permanent == 0
+        assert checkpoints.save(number, state(number), about(number), permanent=lasting)
+    assert checkpoints.settle() and not checkpoints.told()
+    checkpoints.close()
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def damage(path: Path, random: np.random.Generator) -> str:
+    """Flips one byte or cuts the file short."""
+    before = bytearray(path.read_bytes())
+    place = int(random.integers(len(before)))
+    if random.random() < 0.5:
+        path.write_bytes(before[:place])
+        return f"{path} cut at {place}"
+    before[place] ^= int(random.integers(1, 256))
+    path.write_bytes(before)
+    return f"{path} flipped at {place}"
+
+
+@pytest.mark.parametrize("trials", [60, pytest.param(1000, marks=pytest.mark.slow)])
+def test_every_flipped_byte_and_every_cut_is_found_and_the_step_before_is_taken(tmp_path, trials):
+    save(tmp_path, 1, 2)
+    random = np.random.default_rng()
+    found = files(tmp_path / "checkpoints" / "2")
+    sizes = np.array([path.stat().st_size for path in found])
+    assert (sizes > 0).all() and any(path.name == manifest.NAME for path in found)
+    for trial in range(trials):
+        # By turns any file and any byte: small files are as important as large ones.
+        shares = None if trial % 2 else sizes / sizes.sum()
+        path = found[random.choice(len(found), p=shares)]
+        whole = path.read_bytes()
+        what = damage(path, random)
+        chosen = steps.choose(str(tmp_path))
+        assert chosen.step == 1 and list(chosen.passed) == [2], what
+        path.write_bytes(whole)
+    assert steps.choose(str(tmp_path)).step == 2
+    restored = Checkpoints(str(tmp_path)).restore(2, state(0))
+    np.testing.assert_array_equal(restored.params["w"], state(2).params["w"])
+
+
+def test_a_run_of_which_no_checkpoint_is_whole_is_refused_again_and_again(tmp_path):
+    save(tmp_path, 1, 2)
+    random = np.random.default_rng(0)
+    for number in (1, 2):
+        damage(tmp_path / "checkpoints" / str(number) / "meta" / "metadata", random)
+    for _ in range(2):
+        with pytest.raises(
+            UserError, match=r"no checkpoint in it can be trusted.*step 2: .*step 1: meta/meta"
+        ):
+            Checkpoints(str(tmp_path), keep=1).resume()
+        assert steps.numbers(str(tmp_path)) == [1, 2]  # nothing is moved
+    steps.set_aside(str(tmp_path), {1: "", 2: ""})
+    with pytest.raises(UserError, match=r"does not begin anew by itself.*quarantine holds 1-\S+, 2-"):
+        Checkpoints(str(tmp_path), keep=1).resume()
+
+
+def test_a_step_without_a_manifest_is_used_only_where_no_other_is_whole(tmp_path):
+    save(tmp_path, 1, 2)
+    (tmp_path / "checkpoints" / "2" / manifest.NAME).unlink()
+    assert steps.choose(str(tmp_path)).step == 1
+    (tmp_path / "checkpoints" / "1" / manifest.NAME).unlink()
+    checkpoints = Checkpoints(str(tmp_path), keep=1)
+    assert checkpoints.resume() == 2
+    checkpoints.clear_away()
+    assert "no manifest" in checkpoints.told()[0]
+
+
+def test_old_checkpoints_go_and_permanent_ones_stay(tmp_path):
+    save(tmp_path, *range(1, 9), keep=2, permanent=3)
+    assert steps.numbers(str(tmp_path)) == [3, 6, 7, 8]
+
+
+def test_a_list_that_names_files_elsewhere_is_not_followed(tmp_path):
+    save(tmp_path, 1)
+    folder = steps.folder(str(tmp_path)) / "1"
+    known = manifest.read(folder)
+    assert known is not None
+    bad = manifest.Manifest(1, False, {"../../secret": (0, 0)})
+    (folder / manifest.NAME).write_bytes(manifest._text(bad))
+    with pytest.raises(manifest.Damaged, match="outside of the folder"):
+        manifest.verify(folder)
+
+
+def test_a_full_disk_costs_old_checkpoints_then_a_save_and_never_the_run(tmp_path, monkeypatch):
+    run, room = str(tmp_path), [1 << 40]
+    monkeypatch.setattr(steps, "free", lambda run: room[0])
+    checkpoints = Checkpoints(run, keep=3)
+    for number in (1, 2):
+        assert checkpoints.save(number, state(number), about(number))
+    checkpoints.settle()
+    room[0] = 1000
+    assert not checkpoints.save(3, state(3), about(3)) and not checkpoints.settle()
+    told = " ".join(checkpoints.told())
+    assert "step 1: checkpoint removed" in told and "the disk of" in told and steps.numbers(run) == [2]
+    with pytest.raises(
+        UserError, match=r"run: a checkpoint takes 0\.00 GB, and the disk of .* 0\.00 GB free"
+    ):
+        checkpoints.check_room(state(4))
+    room[0] = 1 << 40
+    assert checkpoints.save(4, state(4), about(4)) and checkpoints.settle() and not checkpoints.told()
+    checkpoints.check_room(state(4))
+    checkpoints.close()
+
+
+def test_a_save_that_fails_is_told_and_the_next_one_is_tried(tmp_path, monkeypatch):
+    checkpoints = Checkpoints(str(tmp_path), keep=2)
+    assert checkpoints.save(1, state(1), about(1)) and checkpoints.settle()
+
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(manifest, "seal", full)
+        assert checkpoints.save(2, state(2), about(2))
+        assert not checkpoints.settle()
+    assert re.search(r"step 2: .*could not be written.*No space left", checkpoints.told()[0])
+    assert steps.choose(str(tmp_path)).step == 1
+    assert checkpoints.save(3, state(3), about(3)) and checkpoints.settle()
+    checkpoints.close()
+    assert steps.choose(str(tmp_path)).step == 3
+
+
+SAVER = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from test_checkpoint import *
+checkpoints = Checkpoints(sys.argv[2], keep=2)
+print("first", flush=True)
+for number in range(1, 10_000):
+    checkpoints.save(number, state(number, 1024), about(number))
+    print(number, flush=True)
+"""
+
+
+@pytest.mark.parametrize("kills", [1, pytest.param(10, marks=pytest.mark.slow)])
+def test_a_process_killed_while_it_saves_leaves_a_whole_step(tmp_path, kills):
+    random = np.random.default_rng()
+    for kill in range(kills):
+        run = tmp_path / str(kill)
+        command = [sys.executable, "-c", SAVER, str(Path(__file__).parent), str(run)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            while process.stdout.readline() != "3\n":
+                pass
+            time.sleep(random.uniform(0, 0.3))
+            process.kill()
+        checkpoints = Checkpoints(str(run), keep=2)
+        step = checkpoints.resume()
+        assert step is not None and step >= 2
+        checkpoints.clear_away()
+        left = {path.name for path in (run / "checkpoints").iterdir()}
+        assert left <= {"quarantine", *map(str, range(step + 1))}
+        restored = checkpoints.restore(step, state(0, 1024))
+        np.testing.assert_array_equal(restored.params["w"], state(step, 1024).params["w"])
+        checkpoints.close()
+
+
+MEMORY = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from test_checkpoint import *
+import psutil
+checkpoints, seen = Checkpoints(sys.argv[2], keep=2), []
+one = state(1, 2048)
+for number in range(1, 121):
+    checkpoints.save(number, one, about(number))
+    checkpoints.settle()
+    seen.append(psutil.Process().memory_info().rss)
+print((max(seen[-20:]) - max(seen[:20])) / 2**20)
+"""
+
+
+@pytest.mark.slow
+def test_a_hundred_saves_take_no_more_memory_than_twenty(tmp_path):
+    command = [sys.executable, "-c", MEMORY, str(Path(__file__).parent), str(tmp_path)]
+    grown = float(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
+    assert grown < 32  # MiB, one state; a leak would be a hundred
+
+
+def test_the_commands_list_verify_compare_and_prune(tmp_path, capsys):
+    run = str(tmp_path / "run")
+    save(tmp_path / "run", 1, 2, 3, permanent=1000)
+    assert cli.main(["checkpoint", "ls", run]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 4 and all("temporary" in line and line.endswith("whole") for line in lines[1:])
+    assert cli.main(["checkpoint", "verify", run]) == 0
+    damage(tmp_path / "run" / "checkpoints" / "2" / "meta" / "metadata", np.random.default_rng(1))
+    assert cli.main(["checkpoint", "verify", run]) == 1
+    assert "step 2: damaged: meta/metadata" in capsys.readouterr().out
+    assert cli.main(["checkpoint", "verify", run, "3"]) == 0
+    assert cli.main(["checkpoint", "verify", run, "7"]) == 2
+    assert "found no step 7, expected one of 1, 2, 3" in capsys.readouterr().err
+    assert cli.main(["checkpoint", "diff", run, "3", "3"]) == 0
+    assert cli.main(["checkpoint", "diff", run, "1", "3"]) == 1
+    said = capsys.readouterr().out
+    assert "recipe: seed: 1 -> 3" in said
+    assert "params: b: 100.0% of its values differ, by 2 at most, 2 of its norm" in said
+    assert cli.main(["checkpoint", "prune", run, "--keep", "1", "--dry-run"]) == 0
+    assert steps.numbers(run) == [1, 2, 3]
+    assert cli.main(["checkpoint", "prune", run, "--keep", "1"]) == 0
+    assert steps.numbers(run) == [3]
+    save(tmp_path / "other", 3)
+    capsys.readouterr()
+    assert cli.main(["checkpoint", "diff", run, str(tmp_path / "other")]) == 0
+    assert cli.main(["checkpoint", "ls", str(tmp_path)]) == 2
+
+
+def test_other_data_is_refused_with_all_that_differs(tiny, tmp_path, packed):
+    assert train.run(tiny("schedule.steps=1", "schedule.warmup=0")) == 0
+    shutil.copytree(packed, tmp_path / "data")
+    index = json.loads((tmp_path / "data" / "index.json").read_text())
+    index["splits"]["train"]["epochs"][0][0]["checksums"][""] = "00000000"
+    (tmp_path / "data" / "index.json").write_text(json.dumps(index))
+    changes = (f"data.path={tmp_path}/data", "model.mlp=128", "seed=3", "log.every=2")
+    said = r"seed = 0.*model\.mlp = 64.*says 128.*data of fingerprint \w+ .*may be: .*log\.every 1 -> 2"
+    with pytest.raises(UserError, match=said):
+        train.run(tiny(*changes))
