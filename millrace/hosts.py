@@ -171,12 +171,12 @@ def ending(*, is_program: bool) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        mistake, together = isinstance(error, UserError), jax.distributed.is_initialized()
+        together = jax.distributed.is_initialized()
         code = error.code if isinstance(error, UserError) else supervise.verdict(error, several=together)
         if not is_program or not (together or code in (supervise.MACHINE, supervise.PEER)):
             raise
         sys.stdout.flush()
-        told = f"millrace: {error}\n" if mistake else traceback.format_exc()
+        told = traceback.format_exc() if code == 1 else f"millrace: {' '.join(str(error).split())[:500]}\n"
         print(told, end="", file=sys.stderr, flush=True)
         if together and jax.process_index() == 0:
             time.sleep(1)  # its end ends the others, who may have the same to tell

@@ -1,5 +1,5 @@
 """Watches over a training process: starts it again after what a restart can mend, and not after a user's
-mistake. Without JAX, which ends a process that lost another host in a way that nothing within it can catch."""
+mistake. Without JAX, which may end a process that lost another host in a way that nothing in it can catch."""
 
 import contextlib
 import ctypes
@@ -106,9 +106,7 @@ class Supervisor:
             if now > reached or time.monotonic() - begun > LIVED:
                 left, reached = RESTARTS, now
             if not left:
-                self.say(
-                    f"the trainer {how.words}, {RESTARTS} times without a new checkpoint; not tried again"
-                )
+                self.say(f"the trainer {how.words}; after {RESTARTS} tries without a new checkpoint it ends")
                 return how.code
             delay = min(2.0 ** (RESTARTS - left), LONGEST) * random.uniform(0.5, 1)  # not all hosts at once
             left -= 1

@@ -54,11 +54,10 @@ def start(path: Path, *more: str, count: int = 2, devices: int = 4, counted: Pat
         command = [sys.executable, "-m", "millrace", "train"]
         if counted is not None:
             command = [sys.executable, "-c", COUNTED, str(counted / f"{host}.json")]
-        said = open(path.parent / f"{path.stem}-{host}.txt", "a")
-        processes.append(
-            subprocess.Popen([*command, str(path), *more], env=env, stdout=said, stderr=subprocess.STDOUT)
-        )
-        said.close()
+        with open(path.parent / f"{path.stem}-{host}.txt", "a") as said:
+            processes.append(
+                subprocess.Popen([*command, str(path), *more], env=env, stdout=said, stderr=subprocess.STDOUT)
+            )
     return processes
 
 
@@ -98,10 +97,8 @@ def test_two_hosts_train_as_one_does_and_each_reads_only_its_rows(tiny, tmp_path
     assert "8 cpu of 2 hosts" in said and said.count("parameters on") == 1  # one host speaks
     for host in range(2):
         read = json.loads((tmp_path / f"{host}.json").read_text())
-        wanted = [
-            [split, step, 4 * host, 4 * host + 4, 4] for split, step in [("train", n) for n in range(4)]
-        ]
-        assert read == [*wanted, ["evaluation", 0, 4 * host, 4 * host + 4, 4]]
+        share = [4 * host, 4 * host + 4, 4]
+        assert read == [*(["train", step, *share] for step in range(4)), ["evaluation", 0, *share]]
     codes, said = finish(start(alone, count=1, devices=8), alone)
     assert codes == [0], said
     one, other = f"{tmp_path}/alone", f"{tmp_path}/both"
@@ -180,9 +177,8 @@ def test_a_run_goes_on_with_fewer_hosts_and_other_meshes(tiny, tmp_path):
     path = save_recipe(tiny(f"run={tmp_path}/parts", *constant), tmp_path / "parts.yaml")
     lives = [(2, 4, "mesh.fsdp=2"), (1, 4, "mesh.tensor=2"), (1, 2, "mesh.context=2"), (2, 4, "mesh.fsdp=4")]
     for number, (count, devices, mesh) in enumerate(lives, 1):
-        codes, said = finish(
-            start(path, f"schedule.steps={2 * number}", mesh, count=count, devices=devices), path
-        )
+        processes = start(path, f"schedule.steps={2 * number}", mesh, count=count, devices=devices)
+        codes, said = finish(processes, path)
         assert codes == [0] * count, said
     whole = save_recipe(tiny(f"run={tmp_path}/whole", *constant, "schedule.steps=8"), tmp_path / "whole.yaml")
     codes, said = finish(start(whole, count=1, devices=8), whole)
