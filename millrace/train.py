@@ -24,6 +24,7 @@ from millrace.objective import Batch, Task, file, flops, make_task
 from millrace.products.support import emulated
 from millrace.state import State
 from millrace.tracing import Trace
+from millrace.watchdog import Watchdog
 from millrace.writers import Writers
 
 PREEMPTED = 75
@@ -48,6 +49,7 @@ class Session:
     steps: int
     stopper: hosts.Stopper
     trace: Trace
+    watchdog: Watchdog
 
     def batch(self, number: int) -> Batch:
         cfg = self.cfg
@@ -86,10 +88,15 @@ class Session:
                 sequences=self.cfg.batch.sequences // self.cfg.batch.accumulate,
                 given=given_to(self.cfg.objective),
                 batches=self.cfg.eval.batches,
-                stop=self.stopper.at_once,
+                stop=self.leaves_off,
             )
         if result is not None:
             self.out.write(number, {f"evaluate/{name}": value for name, value in result.items()})
+
+    def leaves_off(self) -> bool:
+        """Asked after each batch of an evaluation."""
+        self.watchdog.alive()
+        return self.stopper.at_once()
 
     def profile(self, number: int, current: State) -> None:
         with self.meter.pause("profile", current.params):
@@ -160,13 +167,15 @@ def run(cfg: recipe.Run, program: Path | None = None) -> int:
                     steps=steps,
                     stopper=stopper,
                     trace=Trace(cfg.profile, cfg.run),
+                    watchdog=Watchdog(cfg.hang, cfg.run),
                 )
                 current = restored(checkpoints, abstract, fresh)
                 if source is not None:
                     current, said = with_weights(source, task, current, devices, cfg.data.path)
                     out.event(said)
                 keep_recipe(cfg)
-                return loop(session, current, begun)
+                with session.watchdog:
+                    return loop(session, current, begun)
         finally:
             checkpoints.close()
             out.close()
@@ -181,10 +190,14 @@ def loop(session: Session, current: State, start: int) -> int:
             session.trace.before(number, current)
             current, metrics = session.train_step(current, batch)
             session.log(late.push(number, metrics))
+            session.watchdog.stepped(number)
             last, stopping = number == session.steps, session.stopper.after(number)
             evaluating = last or (not stopping and cfg.eval.every and number % cfg.eval.every == 0)
             saving = last or stopping or number % cfg.checkpoint.every == 0
-            if session.trace.ends(number, stopping=last or stopping):
+            tracing = session.trace.ends(number, stopping=last or stopping)
+            if tracing or evaluating or saving:
+                session.watchdog.alive()
+            if tracing:
                 session.profile(number, current)
             if evaluating or saving:
                 session.log(late.flush())

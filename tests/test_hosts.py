@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from millrace import config, hosts, recipe
+from millrace import config, hosts, recipe, supervise
 from millrace.checkpoint import Checkpoints
 from millrace.errors import UserError
 from millrace.folder import lock, open_run
@@ -34,13 +34,27 @@ open(sys.argv[1], "w").write(json.dumps(read))
 sys.exit(code)
 """
 
+# Trains until the second host stops reading.
+STUCK = """
+import os, sys, time
+from millrace import cli
+from millrace.data.stream import Dataset
+batch = Dataset.batch
+def stuck(self, step, **more):
+    if step == 6 and os.environ["MILLRACE_PROCESS"] == "1":
+        time.sleep(600)
+    return batch(self, step, **more)
+Dataset.batch = stuck
+sys.exit(cli.main(["train", *sys.argv[2:]]))
+"""
+
 
 def save_recipe(cfg: recipe.Run, path: Path) -> Path:
     path.write_text(config.to_yaml(cfg))
     return path
 
 
-def start(path: Path, *more: str, count: int = 2, devices: int = 4, counted: Path | None = None) -> list:
+def start(path: Path, *more: str, count: int = 2, devices: int = 4, script: str = "") -> list:
     """One process for each host. All of a host's output goes to a file beside the recipe."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -52,8 +66,8 @@ def start(path: Path, *more: str, count: int = 2, devices: int = 4, counted: Pat
         if count > 1:
             env |= dict(zip(hosts.NAMES, (f"127.0.0.1:{port}", str(count), str(host)), strict=True))
         command = [sys.executable, "-m", "millrace", "train"]
-        if counted is not None:
-            command = [sys.executable, "-c", COUNTED, str(counted / f"{host}.json")]
+        if script:
+            command = [sys.executable, "-c", script, str(path.parent / f"{host}.json")]
         with open(path.parent / f"{path.stem}-{host}.txt", "a") as said:
             processes.append(
                 subprocess.Popen([*command, str(path), *more], env=env, stdout=said, stderr=subprocess.STDOUT)
@@ -91,7 +105,7 @@ def test_two_hosts_train_as_one_does_and_each_reads_only_its_rows(tiny, tmp_path
     short = ("schedule.steps=4", "eval.batches=1", "mesh.fsdp=2")
     both = save_recipe(tiny(f"run={tmp_path}/both", *short), tmp_path / "both.yaml")
     alone = save_recipe(tiny(f"run={tmp_path}/alone", *short), tmp_path / "alone.yaml")
-    processes = start(both, counted=tmp_path)
+    processes = start(both, script=COUNTED)
     codes, said = finish(processes, both)
     assert codes == [0, 0], said
     assert "8 cpu of 2 hosts" in said and said.count("parameters on") == 1  # one host speaks
@@ -196,3 +210,14 @@ def test_what_one_host_finds_wrong_ends_all(tiny, tmp_path):
         codes, said = finish(start(path, "--once"), path)
     assert codes == [2, 2], said
     assert "host 0: " in said and said.count("another process trains in this folder") == 2
+
+
+@pytest.mark.slow
+def test_where_one_host_hangs_both_write_down_their_stacks_and_end(tiny, tmp_path):
+    path = save_recipe(tiny("hang=3", "schedule.steps=20", "mesh.fsdp=2"), tmp_path / "stuck.yaml")
+    codes, said = finish(start(path, script=STUCK), path)
+    assert codes == [supervise.HUNG] * 2, said
+    files = sorted((Path(tiny().run) / "stacks").iterdir())
+    assert [file.name[0] for file in files] == ["0", "1"]
+    waiting, stuck = (file.read_text() for file in files)
+    assert "in stuck" in stuck and "in stuck" not in waiting and "in loop" in waiting
