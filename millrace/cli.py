@@ -21,7 +21,8 @@ examples:
   millrace generate runs/demo --prompt "def main("
   millrace export runs/demo exported
 exit codes: 0 done, 2 a mistake in what was asked, 3 too large for the memory,
-  75 stopped early (run it again), 1 anything else"""
+  75 stopped early (run it again), 76 a step hung, 77 a fault of this machine, 78 another host was lost
+  (all three after `train` has tried again by itself), 1 anything else"""
 
 
 STAGES = [  # the commands that make data, how far they go, and what they do
@@ -38,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         args = parse(argv)
+        args.is_program = argv is None
         code = args.command(args) or 0
         sys.stdout.flush()
         return code
@@ -74,9 +76,15 @@ def train(args: argparse.Namespace) -> int:
     cfg = recipe.load_train(args.recipe, args.overrides)
     if args.program is not None and not args.program.is_dir():
         raise UserError(f"--program: no such folder: {args.program}")
-    from millrace import train
+    from millrace import supervise
 
-    return train.run(cfg, args.program)
+    if args.is_program and not args.once:
+        return supervise.Supervisor(cfg.run).watch()
+    supervise.tie()
+    from millrace import hosts, train
+
+    with hosts.ending(is_program=args.is_program):
+        return train.run(cfg, args.program)
 
 
 def plan(args: argparse.Namespace) -> int:
@@ -340,6 +348,8 @@ def parser() -> argparse.ArgumentParser:
     with_recipe(one)
     text = "start from the step that `plan --save DIR` compiled for these devices"
     one.add_argument("--program", type=Path, metavar="DIR", help=text)
+    text = "train in this process, and do not start again after a crash"
+    one.add_argument("--once", action="store_true", help=text)
 
     one = add(commands, "plan", plan, "tell whether a recipe fits a slice, how fast it is and what it costs")
     with_recipe(one)

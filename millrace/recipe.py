@@ -230,6 +230,7 @@ class Run:
     eval: Eval = section(Eval)
     log: Log = section(Log)
     profile: str | None = None  # steps of which a trace is written to RUN/profile, 10:15
+    hang: int = 300  # seconds after which a step is taken to hang, or 20 usual steps if longer; 0: never
 
 
 @dataclass(frozen=True)
@@ -360,6 +361,8 @@ def check_run(run: Run, reader: Reader) -> None:
         first, _, last = run.profile.partition(":")
         if not (first.isdecimal() and last.isdecimal() and 0 < int(first) <= int(last)):
             reader.fail("profile", "expected the first and the last step, as in 10:15")
+    if run.hang < 0:
+        reader.fail("hang", "expected a number of seconds, or 0")
     if run.take is not None and run.start is None:
         reader.fail("take", "expected start to be set as well, or it has no effect")
     _check_seed(run, reader)

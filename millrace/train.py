@@ -1,8 +1,8 @@
 """The run, top to bottom: mesh, data, model, optimizer, restore, loop. One command starts and resumes it."""
 
+import contextlib
 import dataclasses
 import functools
-import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from millrace import build, config, fit, module, programs, recipe, start, step, writers
+from millrace import build, config, fit, hosts, module, programs, recipe, start, step, writers
 from millrace.checkpoint import Checkpoints
 from millrace.data.stream import Dataset, read_ahead
 from millrace.errors import UserError
@@ -24,6 +24,7 @@ from millrace.objective import Batch, Task, file, flops, make_task
 from millrace.products.support import emulated
 from millrace.state import State
 from millrace.tracing import Trace
+from millrace.watchdog import Watchdog
 from millrace.writers import Writers
 
 PREEMPTED = 75
@@ -46,8 +47,9 @@ class Session:
     train_step: Callable[[State, Batch], tuple[State, step.Metrics]]
     eval_step: Callable[..., step.Metrics]
     steps: int
-    stopper: "Stopper"
+    stopper: hosts.Stopper
     trace: Trace
+    watchdog: Watchdog
 
     def batch(self, number: int) -> Batch:
         cfg = self.cfg
@@ -86,10 +88,15 @@ class Session:
                 sequences=self.cfg.batch.sequences // self.cfg.batch.accumulate,
                 given=given_to(self.cfg.objective),
                 batches=self.cfg.eval.batches,
-                stop=lambda: self.stopper.asked is not None,
+                stop=self.leaves_off,
             )
         if result is not None:
             self.out.write(number, {f"evaluate/{name}": value for name, value in result.items()})
+
+    def leaves_off(self) -> bool:
+        """Asked after each batch of an evaluation."""
+        self.watchdog.alive()
+        return self.stopper.at_once()
 
     def profile(self, number: int, current: State) -> None:
         with self.meter.pause("profile", current.params):
@@ -118,12 +125,16 @@ def run(cfg: recipe.Run, program: Path | None = None) -> int:
     """Trains until the schedule ends, with the step that lies compiled in a folder, if one does. Returns the
     exit code: 0 done, 75 asked to stop, 1 diverged."""
     started = time.perf_counter()
-    devices = build.make_mesh(cfg)
-    dataset = Dataset.open(cfg.data.path, sequence_length=cfg.data.sequence_length)
-    cfg = with_vocabulary(cfg, dataset)
-    task = make_task(cfg, vocabulary(dataset))
-    family, steps = file("models", task.model), recipe.durations(cfg)["steps"]
-    with lock(cfg.run), fit.told():
+    hosts.join()
+    with contextlib.ExitStack() as held:
+        with hosts.agreed(config.to_yaml(cfg)):
+            devices = build.make_mesh(cfg)
+            dataset = Dataset.open(cfg.data.path, sequence_length=cfg.data.sequence_length)
+            held.enter_context(lock(cfg.run))
+        held.enter_context(fit.told())
+        cfg = with_vocabulary(cfg, dataset)
+        task = make_task(cfg, vocabulary(dataset))
+        family, steps = file("models", task.model), recipe.durations(cfg)["steps"]
         checkpoints = Checkpoints(cfg.run, keep=cfg.checkpoint.keep)
         latest = checkpoints.resume()
         begun = latest or 0
@@ -136,7 +147,7 @@ def run(cfg: recipe.Run, program: Path | None = None) -> int:
         tell(out, checkpoints)
         programs.keep_compiled(cfg.run)
         try:
-            with jax.set_mesh(devices), Stopper() as stopper:
+            with jax.set_mesh(devices), hosts.Stopper() as stopper:
                 update = build.make_update(cfg, task)
                 abstract, fresh = build.make_state(cfg, task, update, devices)
                 out.event(describe(cfg, task, abstract, devices, begun, steps))
@@ -174,13 +185,16 @@ def run(cfg: recipe.Run, program: Path | None = None) -> int:
                     steps=steps,
                     stopper=stopper,
                     trace=Trace(cfg.profile, cfg.run),
+                    watchdog=Watchdog(cfg.hang, cfg.run),
                 )
                 current = restored(checkpoints, latest, abstract, fresh)
                 if source is not None:
                     current, said = with_weights(source, task, current, devices, cfg.data.path)
                     out.event(said)
                 keep_recipe(cfg)
-                return session.settled(loop(session, current, begun))
+                with session.watchdog:
+                    code = loop(session, current, begun)
+                return session.settled(code)
         finally:
             checkpoints.close()
             out.close()
@@ -195,10 +209,14 @@ def loop(session: Session, current: State, start: int) -> int:
             session.trace.before(number, current)
             current, metrics = session.train_step(current, batch)
             session.log(late.push(number, metrics))
-            last, stopping = number == session.steps, session.stopper.asked is not None
+            session.watchdog.stepped(number)
+            last, stopping = number == session.steps, session.stopper.after(number)
             evaluating = last or (not stopping and cfg.eval.every and number % cfg.eval.every == 0)
             saving = last or stopping or recipe.saves(cfg.checkpoint, number)
-            if session.trace.ends(number, stopping=last or stopping):
+            tracing = session.trace.ends(number, stopping=last or stopping)
+            if tracing or evaluating or saving:
+                session.watchdog.alive()
+            if tracing:
                 session.profile(number, current)
             if evaluating or saving:
                 session.log(late.flush())
@@ -321,7 +339,8 @@ def describe(cfg: recipe.Run, task: Task, abstract: State, devices: Mesh, start:
     size = sum(leaf.size for leaf in jax.tree.leaves(abstract.params))
     split = " x ".join(f"{axis} {n}" for axis, n in devices.shape.items() if n > 1)
     kind = jax.devices()[0].device_kind
-    where = f"{devices.size} {kind}" + (f" ({split})" if split else "")
+    many = f" of {jax.process_count()} hosts" if hosts.several() else ""
+    where = f"{devices.size} {kind}{many}" + (f" ({split})" if split else "")
     begin = f"from step {start} to {steps}" if 0 < start < steps else f"{steps} steps"
     rows = f"{cfg.batch.sequences} x {cfg.data.sequence_length} tokens"
     return f"{task.model.use} with {size:,} parameters on {where}; {begin} of {rows}"
@@ -331,22 +350,3 @@ def finished(start: int, steps: int) -> str:
     if start > steps:
         return f"the run is at step {start}, beyond schedule.steps, which is {steps}; raise it to go on"
     return f"all {steps} steps are done; raise schedule.steps to go on"
-
-
-class Stopper:
-    """Turns SIGTERM (preemption) and Ctrl-C into a wish the loop sees after the step at hand. A second
-    Ctrl-C stops at once."""
-
-    def __enter__(self) -> "Stopper":
-        self.asked: str | None = None
-        self.before = {number: signal.signal(number, self.ask) for number in (signal.SIGTERM, signal.SIGINT)}
-        return self
-
-    def ask(self, number: int, frame: Any) -> None:
-        if self.asked and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.asked = signal.Signals(number).name
-
-    def __exit__(self, *exc: Any) -> None:
-        for number, handler in self.before.items():
-            signal.signal(number, handler)

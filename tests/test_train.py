@@ -218,7 +218,7 @@ def test_a_run_killed_at_any_moment_goes_on_to_the_same_end(tiny, tmp_path):
     random, log = np.random.default_rng(), tmp_path / "broken" / "metrics.jsonl"
     kills = 0
     for number in range(1, 6):
-        process = start(broken)
+        process = start(broken, "--once")
         aim = 10 * number  # a step that is saved, later with each life
         while process.poll() is None and not (log.exists() and f'"step": {aim - 1},' in log.read_text()):
             time.sleep(0.002)

@@ -1,0 +1,82 @@
+"""Ends a run that hangs: where a step takes far too long, the stacks of all threads are written down and the
+process ends with a code of its own, on every host, since all of them wait for the one that is stuck."""
+
+import faulthandler
+import os
+import socket
+import statistics
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from millrace.supervise import HUNG
+
+TIMES = 20  # the median step that a step may take
+LONG = 6.0  # times as long for all but plain steps: the first one, saving, a batch of evaluation
+STDERR = 2  # the descriptor: a notebook's sys.stderr has none
+
+
+class Watchdog:
+    """A thread that wants to hear from the loop. `seconds` is the least that it waits, 0 for no watching."""
+
+    def __init__(self, seconds: float, run: str) -> None:
+        self.seconds, self.run = seconds, run
+        self.steps: deque[float] = deque(maxlen=100)
+        self.step, self.since, self.times = 0, time.monotonic(), LONG
+        self.ended = threading.Event()
+
+    def __enter__(self) -> "Watchdog":
+        if self.seconds:
+            threading.Thread(target=self.watch, name="watchdog", daemon=True).start()
+        return self
+
+    def stepped(self, step: int) -> None:
+        """A step is done."""
+        now = time.monotonic()
+        if self.times == 1.0:
+            self.steps.append(now - self.since)
+        self.step, self.since, self.times = step, now, 1.0
+
+    def alive(self) -> None:
+        """The loop is at something else."""
+        self.since, self.times = time.monotonic(), LONG
+
+    def limit(self) -> float:
+        usual = statistics.median(list(self.steps) or [0.0])
+        return max(self.seconds, TIMES * usual) * self.times
+
+    def watch(self) -> None:
+        """A call that never gives back Python's lock stops this thread too; then faulthandler's own, which
+        is wound up again with each round here, ends the process (with 1)."""
+        while not self.ended.wait(min(self.seconds / 4, 5.0)):
+            faulthandler.dump_traceback_later(2 * self.limit() + 10, exit=True, file=STDERR)
+            if time.monotonic() - self.since > self.limit():
+                self.bite()
+        faulthandler.cancel_dump_traceback_later()
+
+    def bite(self) -> None:
+        said = f"nothing came for {self.limit():,.0f} s after step {self.step}: the run hangs"
+        os.write(STDERR, f"millrace: {said}; the stacks of all threads:\n".encode())
+        faulthandler.dump_traceback(STDERR, all_threads=True)
+        # Last, since it may be the disk that hangs.
+        threading.Thread(target=self.keep, args=(said,), daemon=True).start()
+        time.sleep(1)
+        os._exit(HUNG)
+
+    def keep(self, said: str) -> None:
+        """In RUN/stacks/HOST-TIME.txt, unless that is at a URL."""
+        if "://" in self.run:
+            return
+        folder = Path(self.run) / "stacks"
+        folder.mkdir(parents=True, exist_ok=True)
+        name = f"{jax.process_index()}-{socket.gethostname()}-{time.strftime('%Y%m%d-%H%M%S')}.txt"
+        with open(folder / name, "w", encoding="utf-8") as file:
+            print(said, file=file, flush=True)
+            faulthandler.dump_traceback(file, all_threads=True)
+
+    def __exit__(self, *exc: Any) -> None:
+        self.ended.set()

@@ -1,0 +1,223 @@
+"""Runs of several hosts, as real processes that talk over loopback."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from millrace import config, hosts, recipe, supervise
+from millrace.checkpoint import Checkpoints
+from millrace.errors import UserError
+from millrace.folder import lock, open_run
+from millrace.module import named
+
+# Trains, and writes down which rows of each batch this host has read.
+COUNTED = """
+import json, sys
+from millrace import cli
+from millrace.data.stream import Dataset
+batch, read = Dataset.batch, []
+def counted(self, step, *, split, rows=slice(None), **more):
+    packed = batch(self, step, split=split, rows=rows, **more)
+    read.append([split, step, rows.start, rows.stop, len(packed.tokens)])
+    return packed
+Dataset.batch = counted
+code = cli.main(["train", *sys.argv[2:]])
+open(sys.argv[1], "w").write(json.dumps(read))
+sys.exit(code)
+"""
+
+# Trains until the second host stops reading.
+STUCK = """
+import os, sys, time
+from millrace import cli
+from millrace.data.stream import Dataset
+batch = Dataset.batch
+def stuck(self, step, **more):
+    if step == 6 and os.environ["MILLRACE_PROCESS"] == "1":
+        time.sleep(600)
+    return batch(self, step, **more)
+Dataset.batch = stuck
+sys.exit(cli.main(["train", *sys.argv[2:]]))
+"""
+
+
+def save_recipe(cfg: recipe.Run, path: Path) -> Path:
+    path.write_text(config.to_yaml(cfg))
+    return path
+
+
+def start(path: Path, *more: str, count: int = 2, devices: int = 4, script: str = "") -> list:
+    """One process for each host. All of a host's output goes to a file beside the recipe."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
+    env = os.environ | {"XLA_FLAGS": flags, "MILLRACE_HEARTBEAT": "10"}
+    processes = []
+    for host in range(count):
+        if count > 1:
+            env |= dict(zip(hosts.NAMES, (f"127.0.0.1:{port}", str(count), str(host)), strict=True))
+        command = [sys.executable, "-m", "millrace", "train"]
+        if script:
+            command = [sys.executable, "-c", script, str(path.parent / f"{host}.json")]
+        with open(path.parent / f"{path.stem}-{host}.txt", "a") as said:
+            processes.append(
+                subprocess.Popen([*command, str(path), *more], env=env, stdout=said, stderr=subprocess.STDOUT)
+            )
+    return processes
+
+
+def finish(processes: list, path: Path) -> tuple[list[int], str]:
+    try:
+        codes = [process.wait(timeout=240) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    texts = [file.read_text() for file in sorted(path.parent.glob(f"{path.stem}-*.txt"))]
+    return codes, "\n".join(texts)
+
+
+def wait_for_step(run: str, step: int, processes: list) -> None:
+    log, end = Path(run) / "metrics.jsonl", time.monotonic() + 180
+    while not (log.exists() and f'"step": {step},' in log.read_text()):
+        assert time.monotonic() < end and all(process.poll() is None for process in processes)
+        time.sleep(0.01)
+
+
+def weights(run: str) -> dict[str, np.ndarray]:
+    return {name: np.asarray(leaf) for name, leaf in named(open_run(recipe.load_run(run)).params)}
+
+
+def rows(run: str, key: str = "loss") -> dict[int, float]:
+    lines = (Path(run) / "metrics.jsonl").read_text().splitlines()
+    return {row["step"]: row[key] for row in map(json.loads, lines) if key in row}
+
+
+def test_two_hosts_train_as_one_does_and_each_reads_only_its_rows(tiny, tmp_path):
+    short = ("schedule.steps=4", "eval.batches=1", "mesh.fsdp=2")
+    both = save_recipe(tiny(f"run={tmp_path}/both", *short), tmp_path / "both.yaml")
+    alone = save_recipe(tiny(f"run={tmp_path}/alone", *short), tmp_path / "alone.yaml")
+    processes = start(both, script=COUNTED)
+    codes, said = finish(processes, both)
+    assert codes == [0, 0], said
+    assert "8 cpu of 2 hosts" in said and said.count("parameters on") == 1  # one host speaks
+    for host in range(2):
+        read = json.loads((tmp_path / f"{host}.json").read_text())
+        share = [4 * host, 4 * host + 4, 4]
+        assert read == [*(["train", step, *share] for step in range(4)), ["evaluation", 0, *share]]
+    codes, said = finish(start(alone, count=1, devices=8), alone)
+    assert codes == [0], said
+    one, other = f"{tmp_path}/alone", f"{tmp_path}/both"
+    for name, value in weights(one).items():
+        np.testing.assert_allclose(weights(other)[name], value, atol=1e-6, err_msg=name)
+    np.testing.assert_allclose(list(rows(other).values()), list(rows(one).values()), atol=1e-6)
+    ours, theirs = (list(rows(run, "evaluate/loss").values()) for run in (other, one))
+    np.testing.assert_allclose(ours, theirs, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_sigterm_to_one_host_stops_both_at_a_step_from_which_they_go_on_bit_for_bit(tiny, tmp_path):
+    settings = ("schedule.steps=60", "checkpoint.every=1000", "eval.batches=1", "mesh.fsdp=2")
+    whole = save_recipe(tiny(f"run={tmp_path}/whole", *settings), tmp_path / "whole.yaml")
+    broken = save_recipe(tiny(f"run={tmp_path}/broken", *settings), tmp_path / "broken.yaml")
+    codes, said = finish(start(whole), whole)
+    assert codes == [0, 0], said
+    processes = start(broken)
+    wait_for_step(f"{tmp_path}/broken", 5, processes)
+    processes[1].send_signal(signal.SIGTERM)
+    codes, said = finish(processes, broken)
+    assert codes == [75, 75], said
+    stopped = Checkpoints(f"{tmp_path}/broken").latest()
+    assert stopped is not None and 5 <= stopped < 60
+    assert f"goes on from step {stopped}" in said
+    codes, said = finish(start(broken), broken)
+    assert codes == [0, 0], said
+    for name, value in weights(f"{tmp_path}/whole").items():
+        np.testing.assert_array_equal(weights(f"{tmp_path}/broken")[name], value, err_msg=name)
+    assert rows(f"{tmp_path}/broken") == rows(f"{tmp_path}/whole")
+
+
+ADDRESS = {"MILLRACE_COORDINATOR": "10.0.0.1:8476", "MILLRACE_PROCESSES": "4", "MILLRACE_PROCESS": "3"}
+NO_CHIP = {"TPU_SKIP_MDS_QUERY": "1"}
+SLURM = {"SLURM_STEP_NODELIST": "a,b", "SLURM_NTASKS": "2", "SLURM_STEP_NUM_NODES": "2"} | NO_CHIP
+
+
+@pytest.mark.parametrize(
+    ("env", "found"),
+    [
+        (NO_CHIP, None),
+        (NO_CHIP | {"SLURM_NTASKS": "8"}, None),  # a batch script itself, which srun has not started
+        (NO_CHIP | {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, None),  # a single pod
+        (ADDRESS | {"MILLRACE_PROCESSES": "1"}, None),
+        (SLURM, {"local_device_ids": []}),
+        (SLURM | {"SLURM_NTASKS": "16"}, {}),
+        (NO_CHIP | {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "1"}, {}),
+        (NO_CHIP | {"TPU_WORKER_HOSTNAMES": "a,b"}, {}),
+        ({}, {}),  # a chip is there
+        ({"JAX_PLATFORMS": "cpu"}, None),
+    ],
+)
+def test_the_other_hosts_are_looked_for_where_there_may_be_some(env, found):
+    assert hosts.settings(env) == found
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"MILLRACE_COORDINATOR": "10.0.0.1"}, "expected the address of the first host"),
+        ({"MILLRACE_PROCESSES": "four"}, "MILLRACE_PROCESSES: found four, expected a number"),
+        ({"MILLRACE_PROCESS": "4"}, "MILLRACE_PROCESS: found 4, expected this host's number, 0 to 3"),
+    ],
+)
+def test_a_wrong_address_is_told(change, said):
+    with pytest.raises(UserError, match=said):
+        hosts.settings(ADDRESS | change)
+    assert hosts.settings(ADDRESS)["process_id"] == 3
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_fewer_hosts_and_other_meshes(tiny, tmp_path):
+    """Two hosts with eight devices, one with four, one with two, two with eight: as if it were eight all
+    along."""
+    constant = ("schedule.use=constant", "schedule.warmup=0", "eval.batches=1")
+    path = save_recipe(tiny(f"run={tmp_path}/parts", *constant), tmp_path / "parts.yaml")
+    lives = [(2, 4, "mesh.fsdp=2"), (1, 4, "mesh.tensor=2"), (1, 2, "mesh.context=2"), (2, 4, "mesh.fsdp=4")]
+    for number, (count, devices, mesh) in enumerate(lives, 1):
+        processes = start(path, f"schedule.steps={2 * number}", mesh, count=count, devices=devices)
+        codes, said = finish(processes, path)
+        assert codes == [0] * count, said
+    whole = save_recipe(tiny(f"run={tmp_path}/whole", *constant, "schedule.steps=8"), tmp_path / "whole.yaml")
+    codes, said = finish(start(whole, count=1, devices=8), whole)
+    assert codes == [0], said
+    ours, theirs = (list(rows(f"{tmp_path}/{run}").values()) for run in ("parts", "whole"))
+    assert len(ours) == 8
+    np.testing.assert_allclose(ours, theirs, atol=5e-5)
+
+
+@pytest.mark.slow
+def test_what_one_host_finds_wrong_ends_all(tiny, tmp_path):
+    """The first host cannot have the folder, which the second does not look at."""
+    path = save_recipe(tiny(), tmp_path / "recipe2.yaml")
+    with lock(tiny().run):
+        codes, said = finish(start(path, "--once"), path)
+    assert codes == [2, 2], said
+    assert "host 0: " in said and said.count("another process trains in this folder") == 2
+
+
+@pytest.mark.slow
+def test_where_one_host_hangs_both_write_down_their_stacks_and_end(tiny, tmp_path):
+    path = save_recipe(tiny("hang=3", "schedule.steps=20", "mesh.fsdp=2"), tmp_path / "stuck.yaml")
+    codes, said = finish(start(path, script=STUCK), path)
+    assert codes == [supervise.HUNG] * 2, said
+    files = sorted((Path(tiny().run) / "stacks").iterdir())
+    assert [file.name[0] for file in files] == ["0", "1"]
+    waiting, stuck = (file.read_text() for file in files)
+    assert "in stuck" in stuck and "in stuck" not in waiting and "in loop" in waiting

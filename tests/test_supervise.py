@@ -1,0 +1,124 @@
+"""What is started again, what is not, and what a signal to the supervisor does."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from millrace import supervise
+from tests.test_hosts import finish, rows, save_recipe, start, wait_for_step, weights
+
+# A supervisor whose worker does, in each life, what its next argument says; each makes a checkpoint if told.
+TRIAL = """
+import os, signal, sys, time
+from pathlib import Path
+from millrace import supervise
+run, lives = Path(sys.argv[1]), sys.argv[2].split(",")
+if "--once" not in sys.argv:
+    supervise.LONGEST = 0.02
+    sys.exit(supervise.Supervisor(str(run)).watch())
+with open(run / "lives", "a") as file:
+    file.write("x")
+what = (lives[(run / "lives").stat().st_size - 1 :] or lives[-1:])[0]
+if what.endswith("+"):
+    (run / "checkpoints" / str((run / "lives").stat().st_size)).mkdir(parents=True)
+    what = what[:-1]
+if what == "wait":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+    (run / "ready").touch()
+    time.sleep(60)
+if what.startswith("-"):
+    os.kill(os.getpid(), int(what[1:]))
+    time.sleep(60)
+sys.exit(int(what))
+"""
+
+
+def trial(run: Path, lives: str) -> subprocess.Popen:
+    run.mkdir(exist_ok=True)
+    command = [sys.executable, "-c", TRIAL, str(run), lives]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+
+
+@pytest.mark.parametrize(
+    ("lives", "code", "count"),
+    [
+        ("2", 2, 1),  # a mistake
+        ("3", 3, 1),
+        ("1", 1, 1),  # diverged, or a fault of ours
+        ("75", 75, 1),
+        ("-9,76,0", 0, 3),  # killed, then hung, then done
+        ("-6,78,77,2", 2, 4),
+        ("77", 77, supervise.RESTARTS + 1),
+        (",".join(["-9"] * 6 + ["-9+"] + ["-9"] * 6 + ["0"]), 0, 14),  # the budget begins anew
+    ],
+)
+def test_a_worker_is_started_again_only_where_that_can_help(tmp_path, lives, code, count):
+    process = trial(tmp_path, lives)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == code, said
+    assert len((tmp_path / "lives").read_text()) == count
+    assert said.count("starts again") == count - 1 and said.count("millrace:") <= count
+    if count > 1:
+        assert (tmp_path / "log.txt").read_text().count("starts again") == count - 1
+
+
+def test_a_signal_to_the_supervisor_reaches_the_worker_and_ends_both(tmp_path):
+    process = trial(tmp_path, "wait")
+    while not (tmp_path / "ready").exists():
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=30)
+    assert process.returncode == 75
+    assert len((tmp_path / "lives").read_text()) == 1
+
+
+def test_a_mistake_is_told_by_the_supervisor_itself_and_once(tmp_path):
+    (tmp_path / "recipe.yaml").write_text("run: x\nmodel: {use: lama}\n")
+    command = [sys.executable, "-X", "importtime", "-m", "millrace", "train", str(tmp_path / "recipe.yaml")]
+    said = subprocess.run(command, capture_output=True, text=True)
+    assert said.returncode == 2 and said.stderr.count("\nmillrace: ") == 1
+    assert "did you mean llama" in said.stderr and " jax\n" not in said.stderr
+
+
+def test_errors_of_machines_are_known_by_what_runtimes_say():
+    verdict = supervise.verdict
+    assert verdict(RuntimeError("INTERNAL: Failed to initialize TPU system"), several=False) == 77
+    assert verdict(RuntimeError("UNAVAILABLE: Connection reset by peer"), several=True) == 78
+    assert verdict(RuntimeError("UNAVAILABLE: Connection reset by peer"), several=False) == 1
+    assert verdict(KeyError("loss"), several=True) == 1
+
+
+def worker_of(supervisor: int) -> int:
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            if int(fields[1]) == supervisor:
+                return int(entry.name)
+    raise AssertionError("no worker")
+
+
+@pytest.mark.slow
+def test_two_hosts_of_which_one_is_killed_go_on_by_themselves_and_end_the_same(tiny, tmp_path):
+    settings = ("schedule.steps=150", "checkpoint.every=10", "eval.batches=1", "mesh.fsdp=2")
+    whole = save_recipe(tiny(f"run={tmp_path}/whole", *settings), tmp_path / "whole.yaml")
+    broken = save_recipe(tiny(f"run={tmp_path}/broken", *settings), tmp_path / "broken.yaml")
+    codes, said = finish(start(whole), whole)
+    assert codes == [0, 0], said
+    processes = start(broken)
+    wait_for_step(f"{tmp_path}/broken", 25, processes)
+    os.kill(worker_of(processes[1].pid), signal.SIGKILL)
+    codes, said = finish(processes, broken)
+    assert codes == [0, 0], said
+    assert "was ended by SIGKILL" in said
+    for name, value in weights(f"{tmp_path}/whole").items():
+        np.testing.assert_array_equal(weights(f"{tmp_path}/broken")[name], value, err_msg=name)
+    assert rows(f"{tmp_path}/broken") == rows(f"{tmp_path}/whole")
