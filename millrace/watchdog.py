@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 
+from millrace import hosts
 from millrace.supervise import HUNG
 
 TIMES = 20  # the median step that a step may take
@@ -27,7 +28,8 @@ class Watchdog:
         self.seconds, self.run = seconds, run
         self.steps: deque[float] = deque(maxlen=100)
         self.step, self.since, self.times = 0, time.monotonic(), LONG
-        self.ended = threading.Event()
+        self.round = min(seconds / 4, 5.0)
+        self.ended, self.bitten = threading.Event(), False
 
     def __enter__(self) -> "Watchdog":
         if self.seconds:
@@ -52,23 +54,28 @@ class Watchdog:
     def watch(self) -> None:
         """A call that never gives back Python's lock stops this thread too; then faulthandler's own, which
         is wound up again with each round here, ends the process (with 1)."""
-        while not self.ended.wait(min(self.seconds / 4, 5.0)):
+        while not self.ended.wait(self.round):
             faulthandler.dump_traceback_later(2 * self.limit() + 10, exit=True, file=STDERR)
-            if time.monotonic() - self.since > self.limit():
+            if time.monotonic() - self.since > self.limit() or hosts.heard("hang"):
                 self.bite()
         faulthandler.cancel_dump_traceback_later()
 
     def bite(self) -> None:
-        said = f"nothing came for {self.limit():,.0f} s after step {self.step}: the run hangs"
+        """The end of one host ends the others, the first one's at once: so each calls the others, and waits
+        until they must have heard and written, the first a little longer."""
+        self.bitten = True
+        waited = time.monotonic() - self.since
+        said = f"nothing came for {waited:,.0f} s after step {self.step}: the run hangs"
         os.write(STDERR, f"millrace: {said}; the stacks of all threads:\n".encode())
         faulthandler.dump_traceback(STDERR, all_threads=True)
-        # Last, since it may be the disk that hangs.
+        # In a thread, since it may be the disk or the network that hangs.
         threading.Thread(target=self.keep, args=(said,), daemon=True).start()
-        time.sleep(1)
+        time.sleep(2 * self.round * hosts.several() + (1.0 if jax.process_index() else 2.0))
         os._exit(HUNG)
 
     def keep(self, said: str) -> None:
         """In RUN/stacks/HOST-TIME.txt, unless that is at a URL."""
+        hosts.call("hang")
         if "://" in self.run:
             return
         folder = Path(self.run) / "stacks"
@@ -80,3 +87,5 @@ class Watchdog:
 
     def __exit__(self, *exc: Any) -> None:
         self.ended.set()
+        if self.bitten:  # what the loop meets now is that another host has ended
+            os._exit(HUNG)

@@ -1,6 +1,7 @@
 """What is started again, what is not, and what a signal to the supervisor does."""
 
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -32,10 +33,26 @@ if what == "wait":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
     (run / "ready").touch()
     time.sleep(60)
+if what == "count":  # how often Ctrl-C is heard within a second
+    signal.signal(signal.SIGINT, lambda *_: open(run / "heard", "a").write("x"))
+    (run / "ready").touch()
+    while not (run / "heard").exists():
+        time.sleep(0.01)
+    time.sleep(1)
+    sys.exit(75)
 if what.startswith("-"):
     os.kill(os.getpid(), int(what[1:]))
     time.sleep(60)
 sys.exit(int(what))
+"""
+
+# Takes a terminal for its own and becomes a command on it.
+ON_TERMINAL = """
+import fcntl, os, sys, termios
+terminal = os.open(sys.argv[1], os.O_RDWR)
+fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
+os.dup2(terminal, 0)
+os.execv(sys.argv[2], sys.argv[2:])
 """
 
 
@@ -76,6 +93,26 @@ def test_a_signal_to_the_supervisor_reaches_the_worker_and_ends_both(tmp_path):
     process.communicate(timeout=30)
     assert process.returncode == 75
     assert len((tmp_path / "lives").read_text()) == 1
+
+
+@pytest.mark.parametrize("how", ["terminal", "kill"])
+def test_one_ctrl_c_is_heard_once(tmp_path, how):
+    """A terminal sends it to the supervisor and the worker, `kill` to the supervisor alone."""
+    if how == "terminal":
+        ours, theirs = pty.openpty()
+        command = [sys.executable, "-c", ON_TERMINAL, os.ttyname(theirs)]
+        command += [sys.executable, "-c", TRIAL, str(tmp_path), "count"]
+        process = subprocess.Popen(command, start_new_session=True, stderr=subprocess.DEVNULL)
+    else:
+        process = trial(tmp_path, "count")
+    while not (tmp_path / "ready").exists():
+        time.sleep(0.01)
+    if how == "terminal":
+        os.write(ours, b"\x03")
+    else:
+        process.send_signal(signal.SIGINT)
+    process.communicate(timeout=30)
+    assert process.returncode == 75 and (tmp_path / "heard").read_text() == "x"
 
 
 def test_a_mistake_is_told_by_the_supervisor_itself_and_once(tmp_path):
