@@ -108,6 +108,7 @@ def load(recipe: str, settings: dict[str, Any], overrides: Sequence[str] = ()) -
     from millrace.recipe import load
 
     common: dict[str, Any] = {"batch.accumulate": 1, "data.isolate": "false"}
+    common |= {"batch.ramp": 0, "batch.ramp_from": 0}
     common |= {"schedule.warmup": 0, "schedule.steps": 1000, "optimizer.learning_rate": 1e-4}
     chosen = common | settings | dict(item.split("=", 1) for item in overrides)
     return load(recipe, [f"{key}={value}" for key, value in chosen.items()])

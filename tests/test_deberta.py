@@ -177,7 +177,7 @@ def test_a_deberta_that_cannot_be_imported_is_refused_in_words():
     settings = deberta.to_hf(deberta.Config(layers=2, embed=32, heads=4, mlp=48, vocab=64), 64)
     assert deberta.from_hf(settings) == dict(
         use="deberta", vocab=64, layers=2, embed=32, heads=4, mlp=48, buckets=256, reach=512,
-        mask_decoder=False, norm_eps=1e-7,
+        activation="gelu", mask_decoder=False, norm_eps=1e-7,
     )  # fmt: skip
     for changes, message in (
         ({"hidden_act": "tanh"}, 'hidden_act: found "tanh", expected gelu, relu or relu2'),
