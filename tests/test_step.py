@@ -26,6 +26,10 @@ def of_family(use: str) -> tuple[str, ...]:
     cls = config.part_class("models", use)
     sizes = dict(layers=2, embed=32, heads=4, kv_heads=2, mlp=64, head_dim=8, window=16, global_every=2)
     keys = [f"model.{f.name}={sizes[f.name]}" for f in dataclasses.fields(cls) if f.name in sizes]
+    if use == "torch":
+        names = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+        keys = [f"model.config.{name}={size}" for name, size in names.items()]
+        keys += ["model.module=transformers:LlamaForCausalLM", "model.config.tie_word_embeddings=true"]
     return (f"objective.use={'causal' if cls.causal else 'masked'}", "model=null", f"model.use={use}", *keys)
 
 

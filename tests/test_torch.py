@@ -127,7 +127,7 @@ def test_parity_of_logits_with_torch_itself(name: str, plain) -> None:
 @hypothesis.given(
     name=st.sampled_from(["Llama", "Qwen3", "Mistral", "Gemma2"]),
     layers=st.integers(1, 3),
-    heads=st.sampled_from([(2, 1), (4, 2), (6, 3)]),
+    heads=st.sampled_from([(2, 1), (4, 2), (8, 2)]),
     head_dim=st.sampled_from([8, 16]),
     window=st.integers(2, 9),
     tied=st.booleans(),
