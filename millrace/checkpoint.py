@@ -14,7 +14,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
-from millrace import manifest, steps
+from millrace import manifest, saved
 from millrace.errors import UserError
 from millrace.module import named
 from millrace.state import State
@@ -28,26 +28,26 @@ class Checkpoints:
 
     def __init__(self, run: str, *, keep: int | None = None):
         """With `keep`, for the trainer, who alone may clear away old and half-written checkpoints."""
-        self.run, self.keep, self.folder = run, keep, steps.folder(run)
+        self.run, self.keep, self.folder = run, keep, saved.folder(run)
         handlers: dict[str, Any] = {item: ocp.StandardCheckpointHandler() for item in ITEMS}
         handlers["meta"] = ocp.JsonCheckpointHandler()
         self.orbax = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler(**handlers))
         self.writer: threading.Thread | None = None  # of the manifest, behind Orbax's own
         self.whole = True  # the last step that was to be saved is, or is on its way
-        self.chosen = steps.Chosen(None, {})
+        self.chosen = saved.Chosen(None, {})
         self.problems: list[str] = []
 
     def latest(self) -> int | None:
         """The newest step that is whole; those passed over are told and left where they are."""
         say = lambda line: print(f"millrace: {line}", file=sys.stderr)
-        return steps.newest(self.run, say) if steps.numbers(self.run) else None
+        return saved.newest(self.run, say) if saved.numbers(self.run) else None
 
     def resume(self) -> int | None:
         """For the trainer: the newest step that is whole, on all hosts. Nothing is moved yet."""
         error: UserError | None = None
         if jax.process_index() == 0:
             try:
-                self.chosen = steps.choose(self.run)
+                self.chosen = saved.choose(self.run)
             except UserError as refusal:
                 error = refusal
         step = self.chosen.step
@@ -61,11 +61,11 @@ class Checkpoints:
         half-written."""
         if jax.process_index():
             return
-        steps.clear_unfinished(self.run)
-        self.problems += steps.set_aside(self.run, self.chosen.passed)
+        saved.clear_unfinished(self.run)
+        self.problems += saved.set_aside(self.run, self.chosen.passed)
         if not self.chosen.sealed:
             self.problems.append(
-                f"step {self.chosen.step}: {steps.UNSEALED}; it is used since no other is whole"
+                f"step {self.chosen.step}: {saved.UNSEALED}; it is used since no other is whole"
             )
 
     def told(self) -> list[str]:
@@ -88,10 +88,10 @@ class Checkpoints:
 
     def check_room(self, state: Any) -> None:
         """Before a run begins: whether its disk holds a checkpoint beside the newest one."""
-        free = steps.free(self.run)
+        free = saved.free(self.run)
         if free is None:
             return
-        older = sum(step.size for step in steps.spare(self.run, 1)) if self.keep is not None else 0
+        older = sum(step.size for step in saved.spare(self.run, 1)) if self.keep is not None else 0
         need = _need(state)
         if need > free + older:
             gains = f", and {_gb(older)} with older checkpoints removed" if older else ""
@@ -170,8 +170,8 @@ class Checkpoints:
             if jax.process_index() == 0:
                 manifest.seal(self.folder / str(step), step=step, permanent=permanent)
                 if self.keep is not None:
-                    for old in steps.spare(self.run, self.keep):
-                        steps.remove(self.run, old.number)
+                    for old in saved.spare(self.run, self.keep):
+                        saved.remove(self.run, old.number)
         except Exception as error:  # whatever it is, the loop goes on and tells it
             self._failed(step, error)
 
@@ -181,18 +181,18 @@ class Checkpoints:
         self.problems.append(f"step {step}: the checkpoint could not be written ({said}); the run goes on")
         if jax.process_index() == 0 and self.keep is not None:
             with contextlib.suppress(OSError):
-                steps.clear_unfinished(self.run)
+                saved.clear_unfinished(self.run)
 
     def _make_room(self, step: int, need: int) -> bool:
         """Whether the disk holds so many bytes more, after what is not needed has gone if it must."""
         enough = True
-        if jax.process_index() == 0 and (free := steps.free(self.run)) is not None and free < need:
+        if jax.process_index() == 0 and (free := saved.free(self.run)) is not None and free < need:
             if self.keep is not None:
-                steps.clear_unfinished(self.run)
-                for old in steps.spare(self.run, 1):
-                    steps.remove(self.run, old.number)
+                saved.clear_unfinished(self.run)
+                for old in saved.spare(self.run, 1):
+                    saved.remove(self.run, old.number)
                     self.problems.append(f"step {old.number}: checkpoint removed, since the disk is full")
-            free = steps.free(self.run) or 0
+            free = saved.free(self.run) or 0
             enough = free >= need
             if not enough:
                 self.problems.append(

@@ -159,42 +159,42 @@ def data_verify(args: argparse.Namespace) -> None:
 
 
 def checkpoint_ls(args: argparse.Namespace) -> None:
-    from millrace import steps
+    from millrace import saved
 
-    steps.listed(args.run, print)
+    saved.listed(args.run, print)
 
 
 def checkpoint_verify(args: argparse.Namespace) -> int:
-    from millrace import steps
+    from millrace import saved
 
-    return 0 if steps.verified(args.run, args.step, print) else 1
+    return 0 if saved.verified(args.run, args.step, print) else 1
 
 
 def checkpoint_prune(args: argparse.Namespace) -> None:
-    from millrace import steps
+    from millrace import saved
 
     if args.keep < 1:
         raise UserError(f"--keep: found {args.keep}, expected 1 or more")
-    steps.check_run(args.run)
+    saved.check_run(args.run)
     if args.dry_run:
-        steps.pruned(args.run, args.keep, print, dry_run=True)
+        saved.pruned(args.run, args.keep, print, dry_run=True)
         return
     from millrace import folder
 
     with folder.lock(args.run):
-        steps.pruned(args.run, args.keep, print)
+        saved.pruned(args.run, args.keep, print)
 
 
 def checkpoint_diff(args: argparse.Namespace) -> int:
     """1 if they differ, as `diff` has it."""
-    from millrace import steps
+    from millrace import saved
 
     pairs = [(args.run, step) for step in args.others]
     if len(args.others) == 1:
-        pairs = [(run, str(steps.newest(run, print))) for run in (args.run, *args.others)]
+        pairs = [(run, str(saved.newest(run, print))) for run in (args.run, *args.others)]
     if len(pairs) != 2:
         raise UserError("checkpoint diff: expected a run and two of its steps, or two runs")
-    (run, step), (other, other_step) = [(name, steps.one(name, number)) for name, number in pairs]
+    (run, step), (other, other_step) = [(name, saved.one(name, number)) for name, number in pairs]
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # leaves the accelerators to those who train
     from millrace.differences import differences
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from millrace import cli, manifest, steps, train
+from millrace import cli, manifest, saved, train
 from millrace.checkpoint import Checkpoints
 from millrace.errors import UserError
 from millrace.state import State
@@ -68,10 +68,10 @@ def test_every_flipped_byte_and_every_cut_is_found_and_the_step_before_is_taken(
         path = found[random.choice(len(found), p=shares)]
         whole = path.read_bytes()
         what = damage(path, random)
-        chosen = steps.choose(str(tmp_path))
+        chosen = saved.choose(str(tmp_path))
         assert chosen.step == 1 and list(chosen.passed) == [2], what
         path.write_bytes(whole)
-    assert steps.choose(str(tmp_path)).step == 2
+    assert saved.choose(str(tmp_path)).step == 2
     restored = Checkpoints(str(tmp_path)).restore(2, state(0))
     np.testing.assert_array_equal(restored.params["w"], state(2).params["w"])
 
@@ -86,8 +86,8 @@ def test_a_run_of_which_no_checkpoint_is_whole_is_refused_again_and_again(tmp_pa
             UserError, match=r"no checkpoint in it can be trusted.*step 2: .*step 1: meta/meta"
         ):
             Checkpoints(str(tmp_path), keep=1).resume()
-        assert steps.numbers(str(tmp_path)) == [1, 2]  # nothing is moved
-    steps.set_aside(str(tmp_path), {1: "", 2: ""})
+        assert saved.numbers(str(tmp_path)) == [1, 2]  # nothing is moved
+    saved.set_aside(str(tmp_path), {1: "", 2: ""})
     with pytest.raises(UserError, match=r"does not begin anew by itself.*quarantine holds 1-\S+, 2-"):
         Checkpoints(str(tmp_path), keep=1).resume()
 
@@ -95,7 +95,7 @@ def test_a_run_of_which_no_checkpoint_is_whole_is_refused_again_and_again(tmp_pa
 def test_a_step_without_a_manifest_is_used_only_where_no_other_is_whole(tmp_path):
     save(tmp_path, 1, 2)
     (tmp_path / "checkpoints" / "2" / manifest.NAME).unlink()
-    assert steps.choose(str(tmp_path)).step == 1
+    assert saved.choose(str(tmp_path)).step == 1
     (tmp_path / "checkpoints" / "1" / manifest.NAME).unlink()
     checkpoints = Checkpoints(str(tmp_path), keep=1)
     assert checkpoints.resume() == 2
@@ -105,12 +105,12 @@ def test_a_step_without_a_manifest_is_used_only_where_no_other_is_whole(tmp_path
 
 def test_old_checkpoints_go_and_permanent_ones_stay(tmp_path):
     save(tmp_path, *range(1, 9), keep=2, permanent=3)
-    assert steps.numbers(str(tmp_path)) == [3, 6, 7, 8]
+    assert saved.numbers(str(tmp_path)) == [3, 6, 7, 8]
 
 
 def test_a_list_that_names_files_elsewhere_is_not_followed(tmp_path):
     save(tmp_path, 1)
-    folder = steps.folder(str(tmp_path)) / "1"
+    folder = saved.folder(str(tmp_path)) / "1"
     known = manifest.read(folder)
     assert known is not None
     bad = manifest.Manifest(1, False, {"../../secret": (0, 0)})
@@ -121,7 +121,7 @@ def test_a_list_that_names_files_elsewhere_is_not_followed(tmp_path):
 
 def test_a_full_disk_costs_old_checkpoints_then_a_save_and_never_the_run(tmp_path, monkeypatch):
     run, room = str(tmp_path), [1 << 40]
-    monkeypatch.setattr(steps, "free", lambda run: room[0])
+    monkeypatch.setattr(saved, "free", lambda run: room[0])
     checkpoints = Checkpoints(run, keep=3)
     for number in (1, 2):
         assert checkpoints.save(number, state(number), about(number))
@@ -129,7 +129,7 @@ def test_a_full_disk_costs_old_checkpoints_then_a_save_and_never_the_run(tmp_pat
     room[0] = 1000
     assert not checkpoints.save(3, state(3), about(3)) and not checkpoints.settle()
     told = " ".join(checkpoints.told())
-    assert "step 1: checkpoint removed" in told and "the disk of" in told and steps.numbers(run) == [2]
+    assert "step 1: checkpoint removed" in told and "the disk of" in told and saved.numbers(run) == [2]
     with pytest.raises(
         UserError, match=r"run: a checkpoint takes 0\.00 GB, and the disk of .* 0\.00 GB free"
     ):
@@ -152,10 +152,10 @@ def test_a_save_that_fails_is_told_and_the_next_one_is_tried(tmp_path, monkeypat
         assert checkpoints.save(2, state(2), about(2))
         assert not checkpoints.settle()
     assert re.search(r"step 2: .*could not be written.*No space left", checkpoints.told()[0])
-    assert steps.choose(str(tmp_path)).step == 1
+    assert saved.choose(str(tmp_path)).step == 1
     assert checkpoints.save(3, state(3), about(3)) and checkpoints.settle()
     checkpoints.close()
-    assert steps.choose(str(tmp_path)).step == 3
+    assert saved.choose(str(tmp_path)).step == 3
 
 
 SAVER = """
@@ -234,9 +234,9 @@ def test_the_commands_list_verify_compare_and_prune(tmp_path, capsys):
     assert "recipe: seed: 1 -> 3" in said
     assert "params: b: 100.0% of its values differ, by 2 at most, 2 of its norm" in said
     assert cli.main(["checkpoint", "prune", run, "--keep", "1", "--dry-run"]) == 0
-    assert steps.numbers(run) == [1, 2, 3]
+    assert saved.numbers(run) == [1, 2, 3]
     assert cli.main(["checkpoint", "prune", run, "--keep", "1"]) == 0
-    assert steps.numbers(run) == [3]
+    assert saved.numbers(run) == [3]
     save(tmp_path / "other", 3)
     capsys.readouterr()
     assert cli.main(["checkpoint", "diff", run, str(tmp_path / "other")]) == 0

@@ -52,7 +52,7 @@ def test_tiles_visit_what_they_see_and_compare_only_at_its_edges(mask: Mask, pac
     length, block = 512, 64
     bounds = hopper.bounds(mask, 3, length, length, documents(length) if packed else None, 0)
     visible = seen(bounds, length)
-    queries = flash_hopper._spans(bounds, TILE, length, block)
+    queries = flash_hopper._spans(bounds, TILE, block)
     keys = flash_hopper._spans_of_keys(bounds, block, length, TILE)
     for spans, tiles in ((queries, visible), (keys, visible.swapaxes(1, 2))):
         tiles = tiles.reshape(3, length // TILE, TILE, length // block, block)

@@ -158,7 +158,7 @@ def forward(shape: Shape, q: Array, k: Array, v: Array, bounds: Bounds) -> tuple
     out = jax.ShapeDtypeStruct(q.shape, q.dtype)
     sums = jax.ShapeDtypeStruct((shape.batch * shape.heads * shape.queries,), jnp.float32)
     grid = (shape.heads, tiles, shape.batch)
-    spans = _spans(bounds, TILE, shape.keys, block)
+    spans = _spans(bounds, TILE, block)
     return _kernel(body, (out, sums), grid)(q, k, v, _known(bounds), spans)
 
 
@@ -233,7 +233,7 @@ def gradient_of_queries(
             _pipeline(2 * (span[3] - span[0]), specs, step, context, stages)(kv_ref)
 
     grid = (shape.heads, tiles, shape.batch)
-    spans = _spans(bounds, TILE, shape.keys, block)
+    spans = _spans(bounds, TILE, block)
     made = jnp.stack([sums, shared])
     out = jax.ShapeDtypeStruct(q.shape, q.dtype)
     return _kernel(body, out, grid)(q, d_out, jnp.concatenate([k, v]), _known(bounds), made, spans)
@@ -364,7 +364,7 @@ def _known(bounds: Bounds) -> Array:
     return jnp.stack([bounds.first.ravel(), bounds.last.ravel()]).astype(jnp.float32)
 
 
-def _spans(bounds: Bounds, tile: int, keys: int, block: int) -> Array:
+def _spans(bounds: Bounds, tile: int, block: int) -> Array:
     """Of the blocks of keys that each tile of queries visits: the first, the first that all of it sees whole,
     the first that it no longer does, and the end; one after the other."""
     firsts, lasts = (x.reshape(x.shape[0], -1, tile) for x in bounds)
