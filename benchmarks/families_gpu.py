@@ -7,6 +7,7 @@ soft caps.
 import argparse
 import dataclasses
 import sys
+import time
 from typing import Any
 
 SIZES = dict(layers=5, embed=512, heads=8, kv_heads=4, head_dim=64, mlp=1024, vocab=4096)
@@ -23,15 +24,18 @@ def main() -> int:
     from millrace.execution import Execution
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("families", nargs="*", help="all, if none is named")
     parser.add_argument("--length", type=int, default=2048)
-    length = parser.parse_args().length
+    args = parser.parse_args()
+    length = args.length
     rng, worst = np.random.default_rng(0), 0.0
     tokens = jnp.asarray(rng.integers(4, SIZES["vocab"], (2, length)))
     first = length // 3
     segments = jnp.broadcast_to(jnp.where(jnp.arange(length) < first, 1, 2), tokens.shape)
     places = jnp.where(jnp.arange(length) < first, jnp.arange(length), jnp.arange(length) - first)
     batch = objective.Batch(tokens, segments, jnp.broadcast_to(places, tokens.shape))
-    for use in config.names("models"):
+    for use in args.families or config.names("models"):
+        begun = time.perf_counter()
         cls = config.part_class("models", use)
         known = {field.name for field in dataclasses.fields(cls)}
         cfg = cls(**{key: value for key, value in SIZES.items() if key in known})
@@ -64,7 +68,9 @@ def main() -> int:
         apart, path = max(rows)
         worst = max(worst, apart)
         print(
-            f"{use:20} loss {float(loss):.4f} and {float(exact):.4f}; gradients {apart:.4f} apart at {path}"
+            f"{use:20} loss {float(loss):.4f} and {float(exact):.4f}; gradients {apart:.4f} apart at {path} "
+            f"({time.perf_counter() - begun:.0f} s)",
+            flush=True,
         )
     return int(worst > APART)
 

@@ -215,10 +215,10 @@ def keep(made: Ready, batch: Any, folder: Path) -> None:
 UNMASKED = "unmasked"
 
 
-def transformers_model(cfg: Any, attention: str = "sdpa") -> Any:
-    """The recipe's model as transformers has it, with weights of its own. By `UNMASKED`, for rows of one
-    document and models without windows, its attention gets no mask: torch.compile would make one of the row's
-    length squared for an encoder."""
+def transformers_model(cfg: Any, attention: str = "sdpa", **more: Any) -> Any:
+    """The recipe's model as transformers has it, with weights of its own, and `more` of its settings. By
+    `UNMASKED`, for rows of one document and models without windows, its attention gets no mask: torch.compile
+    would make one of the row's length squared for an encoder."""
     import torch
     import transformers
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -233,6 +233,7 @@ def transformers_model(cfg: Any, attention: str = "sdpa") -> Any:
     settings |= dict.fromkeys(
         ("bos_token_id", "eos_token_id", "pad_token_id")
     )  # else those of a published one
+    settings |= more
     kind, name = settings.pop("model_type"), settings.pop("architectures")[0]
     theirs = transformers.AutoConfig.for_model(
         kind, **settings, attn_implementation=attention, use_cache=False

@@ -18,10 +18,11 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class Axes:
-    """The axis names of one weight. The first `stacked` of them count layers; of the weight's own axes
-    the first `inputs` are summed over when it meets an activation (0 for a bias). One that is `exact` meets
+    """The axis names of one weight. The first `stacked` of them count layers; of the weight's own axes the
+    first `inputs` are summed over when it meets an activation (0 for a bias). One that is `exact` meets
     activations in float32. One with a `rule` is moved by it, and not by gradients. One that is `alone`
-    belongs to a layer that is not in a stack."""
+    belongs to a layer that is not in a stack. One that is `still` is never moved, one with a `rate` by that
+    share of the learning rate; one with a `grid` is rounded to it wherever it is used (rounding.py)."""
 
     names: tuple[str, ...]
     stacked: int = 0
@@ -29,6 +30,10 @@ class Axes:
     exact: bool = False
     rule: "Rule | None" = None
     alone: bool = False
+    still: bool = False
+    rate: float = 1.0
+    grid: Any = None
+    dtype: Any = None  # where it is not float32
 
     @property
     def own(self) -> tuple[str, ...]:
@@ -148,7 +153,7 @@ def axes(cls: type[T], cfg: Any) -> T:
 
 
 def shapes(cls: type[T], cfg: Any, dtype: Any = jnp.float32) -> T:
-    return build(cls, cfg, lambda path, axes, shape, init: jax.ShapeDtypeStruct(shape, dtype))
+    return build(cls, cfg, lambda path, axes, shape, init: jax.ShapeDtypeStruct(shape, axes.dtype or dtype))
 
 
 def init(cls: type[T], cfg: Any, key: Array) -> T:
@@ -167,7 +172,7 @@ def init(cls: type[T], cfg: Any, key: Array) -> T:
 def trained(axes: Any, frozen: frozenset[str] = frozenset()) -> Any:
     """For every weight, whether gradients move it: not if it is frozen, or moved by a rule of its own."""
     return jax.tree_util.tree_map_with_path(
-        lambda path, its: dotted(path) not in frozen and its.rule is None, axes
+        lambda path, its: dotted(path) not in frozen and its.rule is None and not its.still, axes
     )
 
 

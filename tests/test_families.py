@@ -29,7 +29,6 @@ def test_every_family_has_a_tiny_recipe():
     assert {recipe.load(path).model.use for path in TINY} == set(config.names("models"))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("path", TINY, ids=lambda path: path.stem)
 def test_a_tiny_run_learns_and_goes_on_bit_for_bit(path, demo, tmp_path):
     def load(name: str) -> recipe.Run:

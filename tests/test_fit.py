@@ -33,6 +33,7 @@ def test_a_copy_on_each_simulated_device_counts_eight_times():
         fit.check(state(memory // 32, P()))
 
 
+@pytest.mark.fault(26)
 def test_a_model_larger_than_the_memory_is_told_before_it_is_made(tiny, tmp_path, capsys):
     (tmp_path / "large.yaml").write_text(
         config.to_yaml(tiny("model.layers=64", "model.embed=32768", "model.mlp=131072"))
@@ -43,6 +44,7 @@ def test_a_model_larger_than_the_memory_is_told_before_it_is_made(tiny, tmp_path
     assert said.count("\n") == 1
 
 
+@pytest.mark.fault(26)
 def test_memory_that_runs_out_in_the_loop_is_told_with_advice(tiny, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(train, "loop", exhaust)
     (tmp_path / "recipe.yaml").write_text(config.to_yaml(tiny()))

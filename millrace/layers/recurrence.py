@@ -10,7 +10,8 @@ import jax.numpy as jnp
 
 from millrace.module import Array, module
 
-CHUNK = 128  # positions at once: as wide as the matrix units of TPUs
+CHUNK = 256  # positions at once: as wide as the matrix units of TPUs
+UNROLL = 4  # chunks whose states are added up side by side
 EPS = 1e-6
 NEVER = -1e30  # the logarithm of nothing, such that no difference of two is NaN
 
@@ -36,10 +37,11 @@ def mlstm(
     state: Matrix,
     segments: Array | None = None,
     chunk: int = CHUNK,
+    merges: bool = True,
 ) -> tuple[Array, Matrix]:
     """Outputs [b s n h] and the state after them, for queries and keys [b s n a], values [b s n h] and the
     input and forget gates before their exponential and sigmoid [b s n]. The state belongs to the document of
-    the first position. A chunk of 1 is the recurrence as it is written."""
+    the first position. A chunk of 1 is the recurrence as it is written. `merges`: see Execution.merges."""
     rows, length = gates[0].shape[:2]
     chunk = min(chunk, length)
     more = -length % chunk
@@ -49,11 +51,11 @@ def mlstm(
     parts = [_widen(x, more) for x in (*qkv, gates[0].astype(jnp.float32), decay, documents)]
     parts[3] = parts[3].at[:, length:].set(NEVER)
     parts[5] = parts[5].at[:, length:].set(documents[:, -1:])
-    chunks = [x.reshape(rows, -1, chunk, *x.shape[2:]).swapaxes(0, 1) for x in parts]
-    # Of a chunk the backward pass keeps its inputs alone: what lies between grows with the chunk's square.
-    body = jax.checkpoint(_chunk, prevent_cse=False)
-    (state, _), out = jax.lax.scan(body, (state, documents[:, 0]), chunks)
-    out = out.swapaxes(0, 1).reshape(rows, -1, *out.shape[3:])
+    chunks = [jnp.moveaxis(x.reshape(rows, -1, chunk, *x.shape[2:]), 1, 0) for x in parts]
+    chunks[:5] = [jnp.moveaxis(x, 3, 2) for x in chunks[:5]]
+    # The backward pass keeps the inputs alone: what lies between is many times as large.
+    out, state = jax.checkpoint(_chunks, prevent_cse=merges)(state, *chunks)
+    out = jnp.moveaxis(out, (0, 2), (1, 3)).reshape(rows, -1, *out.shape[2:3], out.shape[-1])
     return out[:, :length], state
 
 
@@ -61,33 +63,55 @@ def _widen(x: Array, more: int) -> Array:
     return jnp.pad(x, [(0, 0), (0, more)] + [(0, 0)] * (x.ndim - 2))
 
 
-def _chunk(carry: tuple[Matrix, Array], given: list[Array]) -> tuple[tuple[Matrix, Array], Array]:
-    (state, document), (q, k, v, write, decay, documents) = carry, given
-    size = decay.shape[1]
-    sees = (documents[:, :, None] == documents[:, None, :]) & jnp.tril(jnp.ones((size, size), bool))
-    continues = (documents == document[:, None])[..., None]
-    # Sums over a document's own positions, so that not even their rounding knows of another's: [b i n].
-    total = jnp.einsum("bij,bjn->bin", sees.astype(jnp.float32), decay, precision="highest")
-    # How much of position j is left at position i, and of the state, as logarithms: [b i j n] and [b i n].
-    left = jnp.where(sees[..., None], total[:, :, None] - total[:, None] + write[:, None], NEVER)
-    carried = total + jnp.where(continues, state.m[:, None], 0.0)
+def _chunks(
+    state: Matrix, q: Array, k: Array, v: Array, write: Array, decay: Array, documents: Array
+) -> tuple[Array, Matrix]:
+    """For [c b n i ...], c chunks of i positions, and documents [c b i]. All chunks are computed side by side
+    but for the states between them, each of which takes one sum."""
+    sees = (documents[..., :, None] == documents[..., None, :]) & jnp.tril(
+        jnp.ones((decay.shape[-1],) * 2, bool)
+    )
+    before = jnp.concatenate([documents[:1, :, 0], documents[:-1, :, -1]])  # [c b]
+    continues = (documents == before[..., None])[:, :, None]
+    # Sums over a document's own positions, so that not even their rounding knows of another's: [c b n i].
+    total = jnp.einsum("cbij,cbnj->cbni", sees.astype(jnp.float32), decay, precision="highest")
+    # How much of position j is left at position i, and of the state, as logarithms: [c b n i j], [c b n i].
+    left = jnp.where(sees[:, :, None], total[..., None] + (write - total)[..., None, :], NEVER)
+    most = left.max(axis=-1)
     # The maximum divides everything alike, so nothing depends on it, and no gradient need go through it.
-    m = jax.lax.stop_gradient(jnp.maximum(carried, left.max(axis=2)))
-    left, carried = jnp.exp(left - m[:, :, None]), jnp.where(continues, jnp.exp(carried - m), 0.0)
+    last = jax.lax.stop_gradient((total[..., -1], continues[..., -1], most[..., -1]))
+    end, starts = jax.lax.scan(_peak, jax.lax.stop_gradient(state.m), last)
+    carried = total + jnp.where(continues, starts[..., None], 0.0)
+    m = jax.lax.stop_gradient(jnp.maximum(carried, most))
+    left, carried = jnp.exp(left - m[..., None]), jnp.where(continues, jnp.exp(carried - m), 0.0)
 
-    wide: dict[str, Any] = dict(preferred_element_type=jnp.float32)
+    # Products are of the inputs' dtype, sums over chunks of float32: its products, which the backward pass
+    # would have for each of these, are several times as slow.
+    keys = k * left[..., -1, :, None].astype(k.dtype)
+    written = jnp.einsum("cbnja,cbnjh->cbnah", keys, v), keys.astype(jnp.float32).sum(axis=-2)
+    (c, n), (cs, ns) = jax.lax.scan(_remember, (state.c, state.n), (carried[..., -1], written), unroll=UNROLL)
+
     q = q * q.shape[-1] ** -0.5
-    scores = jnp.einsum("bina,bjna->bijn", q, k, **wide) * left
-    values = jnp.einsum("bijn,bjnh->binh", scores.astype(v.dtype), v, **wide)
-    values += carried[..., None] * jnp.einsum("bina,bnah->binh", q, state.c.astype(q.dtype), **wide)
-    norms = scores.sum(axis=2) + carried * jnp.einsum("bina,bna->bin", q, state.n.astype(q.dtype), **wide)
+    scores = jnp.einsum("cbnia,cbnja->cbnij", q, k) * left.astype(q.dtype)
+    values = jnp.einsum("cbnij,cbnjh->cbnih", scores, v).astype(jnp.float32)
+    values += carried[..., None] * jnp.einsum("cbnia,cbnah->cbnih", q, cs)
+    norms = jnp.einsum("cbnia,cbna->cbni", q, ns).astype(jnp.float32)
+    norms = scores.astype(jnp.float32).sum(axis=-1) + carried * norms
     out = values / (jnp.maximum(jnp.abs(norms), jnp.exp(-m)) + EPS)[..., None]
+    return out.astype(v.dtype), Matrix(c, n, end)
 
-    kept, last = carried[:, -1], left[:, -1]  # [b n] and [b j n]
-    keys = (k * last[..., None]).astype(k.dtype)
-    c = kept[..., None, None] * state.c + jnp.einsum("bjna,bjnh->bnah", keys, v, **wide)
-    n = kept[..., None] * state.n + keys.astype(jnp.float32).sum(axis=1)
-    return (Matrix(c, n, m[:, -1]), documents[:, -1]), out.astype(v.dtype)
+
+def _peak(m: Array, last: tuple[Array, Array, Array]) -> tuple[Array, Array]:
+    """The maximum [b n] after a chunk, and the one before it."""
+    total, continues, most = last
+    return jnp.maximum(total + jnp.where(continues, m, 0.0), most), m
+
+
+def _remember(memory: Any, given: Any) -> tuple[Any, Any]:
+    """The memory [b n a h] and its normaliser after a chunk, and, rounded, those before it."""
+    (c, n), (kept, (c_more, n_more)) = memory, given
+    after = kept[..., None, None] * c + c_more, kept[..., None] * n + n_more
+    return after, (c.astype(c_more.dtype), n.astype(c_more.dtype))
 
 
 @module

@@ -386,7 +386,9 @@ def from_hf(settings: dict[str, Any]) -> dict[str, Any]:
         if found != only:
             raise UserError(f"config.json: {name}: found {shown(found)}, only {shown(only)} can be imported")
     kinds = settings.get("pos_att_type") or []
-    if sorted(kinds.split("|") if isinstance(kinds, str) else kinds) != ["c2p", "p2c"]:
+    if isinstance(kinds, str):
+        kinds = kinds.split("|")
+    if kinds not in (["c2p", "p2c"], ["p2c", "c2p"]):
         raise UserError(f"config.json: pos_att_type: found {shown(kinds)}, only c2p with p2c can be imported")
     if settings.get("conv_kernel_size"):
         raise UserError("config.json: conv_kernel_size: a model with a convolution cannot be imported")

@@ -131,7 +131,7 @@ class Block:
         v = project(self.w_v, h, "bsd,dnh->bsnh")
         write = capped(project(self.w_input, h, "bsd,dn->bsn"), self.b_input, cfg.gate_cap)
         forget = capped(project(self.w_forget, h, "bsd,dn->bsn"), self.b_forget, cfg.gate_cap)
-        out, state = mlstm((q, k, v), (write, forget), state, segments)
+        out, state = mlstm((q, k, v), (write, forget), state, segments, merges=how.merges(cfg.layers))
         out = jax.nn.sigmoid(project(self.w_out_gate, h, "bsd,dnh->bsnh")) * normed(out, self.head_norm, cfg)
         return mlp(self, cfg, x + project(self.w_o, out, "bsnh,nhd->bsd"), how), state
 
