@@ -6,7 +6,7 @@ import contextlib
 import math
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
-from millrace import manifest, saved
+from millrace import manifest, saved, store
 from millrace.errors import UserError
 from millrace.module import named
 from millrace.state import State
@@ -26,9 +26,14 @@ class Checkpoints:
     """The checkpoints folder of a run. Weights (`params`), their average (`ema`) and the rest are items of
     their own: who exports reads only the one it needs."""
 
-    def __init__(self, run: str, *, keep: int | None = None):
-        """With `keep`, for the trainer, who alone may clear away old and half-written checkpoints."""
-        self.run, self.keep, self.folder = run, keep, saved.folder(run)
+    def __init__(
+        self, run: str, *, keep: int | None = None, before: Callable[[], object] = lambda: None
+    ) -> None:
+        """With `keep`, for the trainer, who alone may clear away old and half-written checkpoints. `before`
+        is called, in a thread, before a step counts."""
+        self.run, self.keep, self.folder, self.before = run, keep, saved.folder(run), before
+        if store.is_bucket(run):
+            store.prepare_gcsfs()
         handlers: dict[str, Any] = {item: ocp.StandardCheckpointHandler() for item in ITEMS}
         handlers["meta"] = ocp.JsonCheckpointHandler()
         self.orbax = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler(**handlers))
@@ -67,6 +72,25 @@ class Checkpoints:
             self.problems.append(
                 f"step {self.chosen.step}: {saved.UNSEALED}; it is used since no other is whole"
             )
+
+    def back(self, before: int) -> int | None:
+        """For the trainer, who gives up what it learnt from a step on: the checkpoint to go back to, on all
+        hosts. Later ones are put aside."""
+        self.settle()
+        error: UserError | None = None
+        found: int | None = None
+        if jax.process_index() == 0:
+            try:
+                found = saved.newest_before(self.run, before)
+                given_up = [number for number in saved.numbers(self.run) if number > (found or 0)]
+                why = f"the run went back to step {found}"
+                self.problems += saved.set_aside(self.run, dict.fromkeys(given_up, why))
+            except UserError as refusal:
+                error = refusal
+        step = _agreed(-2 if error is not None else -1 if found is None else found)
+        if step == -2:
+            raise error or UserError(f"{self.folder}: no checkpoint in it can be trusted; see the first host")
+        return None if step < 0 else step
 
     def told(self) -> list[str]:
         """What went wrong since this was last asked."""
@@ -114,7 +138,7 @@ class Checkpoints:
             )["meta"]
 
     def has(self, step: int, item: str) -> bool:
-        return (self.folder / str(step) / item).is_dir()
+        return bool(store.names(self.folder / str(step) / item))
 
     def layout(self, step: int, item: str) -> dict[str, Any]:
         """What is stored of each array, by its path: shape, dtype."""
@@ -168,6 +192,7 @@ class Checkpoints:
         try:
             self.orbax.wait_until_finished()
             if jax.process_index() == 0:
+                self.before()
                 manifest.seal(self.folder / str(step), step=step, permanent=permanent)
                 if self.keep is not None:
                     for old in saved.spare(self.run, self.keep):

@@ -1,18 +1,16 @@
 """A run folder, opened for use: its recipe, its tokenizer and its newest weights."""
 
 import contextlib
-import fcntl
-import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from millrace import mesh, module, recipe
+from millrace import mesh, module, recipe, store
 from millrace.checkpoint import Checkpoints
+from millrace.compress import stored
 from millrace.data import tokenise
 from millrace.data.mapped import open_folder
 from millrace.errors import UserError
@@ -32,7 +30,9 @@ class Opened:
 def open_run(cfg: recipe.Run, *, item: Literal["params", "ema"] | None = None) -> Opened:
     """Restores the weights of the newest checkpoint, or their average, split over all devices there are.
     Unless one of them is named, the average where there is one."""
-    folder, checkpoints = Path(cfg.run), Checkpoints(cfg.run)
+    if not store.is_url(cfg.run) and stored.settings_of(Path(cfg.run)) is not None:
+        return open_quantised(cfg, item)
+    checkpoints = Checkpoints(cfg.run)
     try:
         step = checkpoints.latest()
         if step is None:
@@ -52,36 +52,24 @@ def open_run(cfg: recipe.Run, *, item: Literal["params", "ema"] | None = None) -
         params = checkpoints.restore_params(step, target, item)
     finally:
         checkpoints.close()
-    if not (folder / "tokenizer.json").is_file():
-        return Opened(cfg, params, step, devices, None, None)
-    return Opened(cfg, params, step, devices, tokenise.load(folder), tokenise.sha256(folder))
+    return with_tokenizer(cfg, params, step, devices)
 
 
-@contextlib.contextmanager
-def lock(run: str) -> Iterator[None]:
-    """Keeps a second trainer out of a run folder: it would clear away what the first is writing. The kernel
-    lets go of the lock when the process dies, however it does. One host of several holds it; a folder that is
-    not a local one, or whose file system has no locks, goes without."""
-    if "://" in run or jax.process_index():
-        yield
-        return
-    Path(run).mkdir(parents=True, exist_ok=True)
-    with open(Path(run) / ".lock", "a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            holder = file.read().strip() or "unknown"
-            raise UserError(
-                f"{run}: another process trains in this folder (pid {holder}); wait for it, stop it, or use "
-                "another `run`"
-            ) from None
-        except OSError:
-            pass
-        file.truncate(0)
-        file.write(f"{os.getpid()}\n")
-        file.flush()
-        yield
+def open_quantised(cfg: recipe.Run, item: str | None) -> Opened:
+    """A folder that `millrace quantize` wrote: its weights as they are stored, whole on every device."""
+    if item == "ema":
+        raise UserError(f"{cfg.run}: no average of the weights in it, since it is quantised")
+    devices = mesh.make(dict.fromkeys(mesh.AXES, 1) | {"fsdp": jax.device_count()})
+    params = stored.read(cfg.run, file("models", cfg.model), cfg.model)
+    everywhere = NamedSharding(devices, PartitionSpec())
+    return with_tokenizer(cfg, jax.device_put(params, everywhere), 0, devices)
+
+
+def with_tokenizer(cfg: recipe.Run, params: Any, step: int, devices: Mesh) -> Opened:
+    with store.near(cfg.run, tokenise.FILES) as folder:
+        if not (folder / "tokenizer.json").is_file():
+            return Opened(cfg, params, step, devices, None, None)
+        return Opened(cfg, params, step, devices, tokenise.load(folder), tokenise.sha256(folder))
 
 
 def keep_tokenizer(source: str | Path, run: str | Path) -> None:

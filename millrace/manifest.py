@@ -1,6 +1,7 @@
 """What the files of a checkpoint must be: a list of their sizes and CRC-32C sums, which has a sum of its own.
 Orbax itself reads a flipped bit as another number and says nothing. CRC-32C finds every change of up to four
-bytes in a row; it proves nothing against somebody who rewrites the list too."""
+bytes in a row; it proves nothing against somebody who rewrites the list too. A bucket keeps the same sum of
+each object and is asked for it, so that nothing is read."""
 
 import os
 import re
@@ -11,11 +12,14 @@ from dataclasses import dataclass
 import google_crc32c
 from etils import epath
 
+from millrace import store
+
 NAME = "manifest.txt"
+DRAFT = NAME + ".draft"  # of a seal that was cut off
 HEAD = "millrace manifest 1"
 BLOCK = 1 << 20  # at 5 GB/s: the library holds Python's lock for 0.2 ms, which no loop notices
 THREADS = 4  # a disk serves no more
-LINE = re.compile(r"([0-9a-f]{8}) (\d+) (.+)")
+LINE = re.compile(r"([0-9a-f]{8}) (\d{1,18}) (.+)")
 
 
 class Damaged(Exception):
@@ -36,14 +40,11 @@ class Manifest:
 def seal(folder: epath.Path, *, step: int, permanent: bool) -> Manifest:
     """Measures a step that is written and lists it, whole or not at all. All of it is on the disk before the
     list is: a machine that loses power may keep the list alone otherwise."""
-    names = [name for name in sorted(_names(folder)) if name != NAME]
-    made = Manifest(step, permanent, dict(zip(names, _measured(folder, names, sync=True), strict=True)))
-    draft = folder / (NAME + ".draft")
-    draft.write_bytes(_text(made))
-    _sync(draft)
-    for path in {folder, *((folder / name).parent for name in names)}:
+    there = {name: entry for name, entry in store.entries(folder).items() if name not in (NAME, DRAFT)}
+    made = Manifest(step, permanent, dict(zip(there, _measured(folder, there, sync=True), strict=True)))
+    for path in {folder, *((folder / name).parent for name in there)}:
         _sync(path)
-    draft.replace(folder / NAME)
+    store.write(folder / NAME, _text(made))
     _sync(folder)
     return made
 
@@ -51,15 +52,16 @@ def seal(folder: epath.Path, *, step: int, permanent: bool) -> Manifest:
 def read(folder: epath.Path) -> Manifest | None:
     """None where there is none: the save was cut off before it."""
     try:
-        found = (folder / NAME).read_bytes()
+        found = store.read(folder / NAME)
     except FileNotFoundError:
         return None
     # Compared as bytes, not as numbers: a changed letter in the sum of the list is a change as well.
     _, _, body = found.partition(b"\n")
     if found != _head(body) + body:
         raise Damaged(f"{NAME} is not what was written")
-    first, *lines = body.decode().splitlines()
-    named = re.fullmatch(r"step (\d+) (permanent|temporary)", first)
+    # What somebody else made may have the right sum and be anything.
+    first, *lines = body.decode(errors="replace").splitlines() or [""]
+    named = re.fullmatch(r"step (\d{1,18}) (permanent|temporary)", first)
     matches = [LINE.fullmatch(line) for line in lines]
     if named is None or not all(matches):
         raise Damaged(f"{NAME} is of another version")
@@ -75,14 +77,14 @@ def verify(folder: epath.Path) -> Manifest | None:
     known = read(folder)
     if known is None:
         return None
+    there = store.entries(folder)
     for name, (size, _) in known.files.items():  # without reading anything
-        try:
-            found = (folder / name).stat().length
-        except (FileNotFoundError, NotADirectoryError):
-            raise Damaged(f"{name} is missing") from None
-        if found != size:
-            raise Damaged(f"{name} has {found:,} bytes, and {size:,} were written")
-    for name, found in zip(known.files, _measured(folder, list(known.files)), strict=True):
+        if name not in there:
+            raise Damaged(f"{name} is missing")
+        if there[name].size != size:
+            raise Damaged(f"{name} has {there[name].size:,} bytes, and {size:,} were written")
+    listed = {name: there[name] for name in known.files}
+    for name, found in zip(listed, _measured(folder, listed), strict=True):
         if found != known.files[name]:
             raise Damaged(f"{name} has checksum {found[1]:08x}, and {known.files[name][1]:08x} was written")
     return known
@@ -99,21 +101,19 @@ def _text(made: Manifest) -> bytes:
     return _head(body) + body
 
 
-def _names(folder: epath.Path, below: str = "") -> Iterator[str]:
-    for path in folder.iterdir():
-        name = f"{below}{path.name}"
-        if path.is_dir():
-            yield from _names(path, f"{name}/")
-        else:
-            yield name
-
-
-def _measured(folder: epath.Path, names: list[str], *, sync: bool = False) -> Iterator[tuple[int, int]]:
+def _measured(
+    folder: epath.Path, listed: dict[str, store.Entry], *, sync: bool = False
+) -> Iterator[tuple[int, int]]:
     with ThreadPoolExecutor(THREADS, "checksum") as pool:
-        yield from pool.map(lambda name: _measure(folder / name, sync), names)
+        yield from pool.map(lambda name: _measure(folder / name, listed[name], sync), listed)
 
 
-def _measure(path: epath.Path, sync: bool) -> tuple[int, int]:
+def _measure(path: epath.Path, entry: store.Entry, sync: bool) -> tuple[int, int]:
+    if entry.crc is not None:
+        return entry.size, entry.crc
+    if store.is_url(path):
+        content = store.read(path)
+        return len(content), google_crc32c.value(content)
     size = crc = 0
     with path.open("rb") as file:
         while block := file.read(BLOCK):
@@ -125,7 +125,7 @@ def _measure(path: epath.Path, sync: bool) -> tuple[int, int]:
 
 def _sync(path: epath.Path) -> None:
     """Where there is a disk: what lies at a URL is kept once it is written."""
-    if "://" in str(path):
+    if store.is_url(path):
         return
     handle = os.open(path, os.O_RDONLY)
     try:

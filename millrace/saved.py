@@ -1,15 +1,17 @@
 """The steps that lie in RUN/checkpoints: which of them can be trusted, which may go, and what room they take.
 Needs neither JAX nor Orbax."""
 
+import contextlib
 import shutil
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal
 
 from etils import epath
 
-from millrace import manifest
+from millrace import manifest, store
 from millrace.errors import UserError
 from millrace.manifest import Damaged
 
@@ -40,15 +42,15 @@ class Step:
 
 def folder(run: str) -> epath.Path:
     path = epath.Path(run)
-    return (path if "://" in run else path.absolute()) / "checkpoints"
+    return (path if store.is_url(run) else path.absolute()) / "checkpoints"
 
 
 def numbers(run: str) -> list[int]:
     """All steps there are, whole or not, the newest last."""
-    try:
-        return sorted(int(path.name) for path in folder(run).iterdir() if path.name.isdecimal())
-    except (FileNotFoundError, NotADirectoryError):
-        return []
+    found = sorted(int(name) for name in store.names(folder(run)) if name.isdecimal())
+    if not store.is_url(run):
+        return found
+    return [number for number, done in zip(found, _done(run, found), strict=True) if done]
 
 
 def choose(run: str) -> Chosen:
@@ -68,10 +70,10 @@ def choose(run: str) -> Chosen:
         newer = {number: said for number, said in wrong.items() if number > unsealed[0]}
         return Chosen(unsealed[0], newer, sealed=False)
     where, aside = folder(run), folder(run) / QUARANTINE
-    if not wrong and not (aside.exists() and any(aside.iterdir())):
+    if not wrong and not store.names(aside):
         return Chosen(None, {})
     told = [f"step {number}: {said}" for number, said in wrong.items()]
-    told += [] if wrong else [f"{aside} holds {', '.join(sorted(path.name for path in aside.iterdir()))}"]
+    told += [] if wrong else [f"{aside} holds {', '.join(store.names(aside))}"]
     raise UserError(
         f"{where}: no checkpoint in it can be trusted, and the run does not begin anew by itself. "
         + "; ".join(told)
@@ -80,36 +82,57 @@ def choose(run: str) -> Chosen:
     )
 
 
+def newest_before(run: str, step: int) -> int | None:
+    """The newest whole step before one; where all are later, the oldest of them. None if there is none."""
+    every = numbers(run)
+    for number in [n for n in reversed(every) if n < step] + [n for n in every if n >= step]:
+        with contextlib.suppress(Damaged):
+            if manifest.verify(folder(run) / str(number)) is not None:
+                return number
+    if every:
+        hint = f"`millrace checkpoint verify {run}` says why"
+        raise UserError(f"{folder(run)}: no checkpoint in it can be trusted; {hint}")
+    return None
+
+
 def set_aside(run: str, passed: dict[int, str]) -> list[str]:
     """Moves damaged steps out of the way of those that come again; nothing is deleted. Says what was done."""
     told = []
     for number, said in passed.items():
-        aside = folder(run) / QUARANTINE / f"{number}-{time.strftime('%Y%m%d-%H%M%S')}"
-        aside.parent.mkdir(parents=True, exist_ok=True)
-        (folder(run) / str(number)).rename(aside)
+        name = f"{number}-{time.strftime('%Y%m%d-%H%M%S')}"
+        while store.exists(folder(run) / QUARANTINE / name):  # put aside in this very second
+            name += "+"
+        aside = folder(run) / QUARANTINE / name
+        store.move(folder(run) / str(number), aside, last=(manifest.NAME, store.COMMITTED))
         told.append(f"step {number}: this checkpoint is not used: {said}; it is now in {aside}")
     return told
 
 
 def clear_unfinished(run: str) -> None:
     """What a save or a removal that was cut off has left. Only for the one who writes here."""
-    if folder(run).exists():
-        for path in list(folder(run).iterdir()):
-            if any(mark in path.name for mark in UNFINISHED):
-                path.rmtree(missing_ok=True)
+    there = store.names(folder(run))
+    for name in there:
+        if any(mark in name for mark in UNFINISHED):
+            store.remove(folder(run) / name)
+    if store.is_url(run):  # where folders cannot be renamed, such a step has its name already
+        for number in sorted({int(name) for name in there if name.isdecimal()} - set(numbers(run))):
+            store.remove(folder(run) / str(number))
 
 
 def described(run: str, number: int) -> Step:
     """By its manifest, without reading the rest."""
     path = folder(run) / str(number)
+    problem: str | None = UNSEALED
     try:
         known = manifest.read(path)
     except Damaged as damage:
-        return Step(number, "unknown", _size(path), path.stat().mtime, str(damage))
+        known, problem = None, str(damage)
+    there = store.entries(path)
     if known is None:
-        return Step(number, "unknown", _size(path), path.stat().mtime, UNSEALED)
-    written = (path / manifest.NAME).stat().mtime
-    return Step(number, "permanent" if known.permanent else "temporary", known.size, written, None)
+        written = max((entry.written for entry in there.values()), default=0.0)
+        return Step(number, "unknown", sum(entry.size for entry in there.values()), written, problem)
+    tier: Literal["permanent", "temporary"] = "permanent" if known.permanent else "temporary"
+    return Step(number, tier, known.size, there[manifest.NAME].written, None)
 
 
 def spare(run: str, keep: int) -> list[Step]:
@@ -123,11 +146,14 @@ def spare(run: str, keep: int) -> list[Step]:
 
 
 def remove(run: str, number: int) -> None:
-    """By another name first: a removal that is cut off leaves no step that looks damaged."""
-    gone = folder(run) / f"{number}.removed"
-    gone.rmtree(missing_ok=True)
-    (folder(run) / str(number)).rename(gone)
-    gone.rmtree()
+    """By another name first, or in a bucket what says that it is all there: a removal that is cut off leaves
+    no step that looks damaged."""
+    path = folder(run) / str(number)
+    if not store.is_url(run):
+        store.remove(folder(run) / f"{number}.removed")
+        store.move(path, folder(run) / f"{number}.removed")
+        path = folder(run) / f"{number}.removed"
+    store.remove(path)
 
 
 def check_run(run: str) -> None:
@@ -166,8 +192,8 @@ def listed(run: str, say: Say) -> None:
         cells = [cell.rjust(width) for cell, width in zip(row[:-1], widths, strict=False)]
         say("  ".join([*cells, row[-1]]))
     aside = folder(run) / QUARANTINE
-    for path in sorted(aside.iterdir()) if aside.exists() else ():
-        say(f"put aside: {path}")
+    for name in store.names(aside):
+        say(f"put aside: {aside / name}")
 
 
 def verified(run: str, step: str | None, say: Say) -> bool:
@@ -191,7 +217,7 @@ def pruned(run: str, keep: int, say: Say, *, dry_run: bool = False) -> None:
 
 def free(run: str) -> int | None:
     """Bytes on the disk of a run; None if it has none of its own."""
-    if "://" in run:
+    if store.is_url(run):
         return None
     path = folder(run)
     while not path.exists():
@@ -207,5 +233,7 @@ def _state(run: str, number: int) -> str:
     return f"unverified: {UNSEALED}" if known is None else "whole"
 
 
-def _size(path: epath.Path) -> int:
-    return sum(_size(one) if one.is_dir() else one.stat().length for one in path.iterdir())
+def _done(run: str, found: list[int]) -> list[bool]:
+    """Of each step in a bucket, whether Orbax has written the last of it."""
+    with ThreadPoolExecutor(8, "steps") as pool:
+        return list(pool.map(lambda n: store.exists(folder(run) / str(n) / store.COMMITTED), found))

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from millrace import cli, manifest, saved, train
+from millrace import cli, manifest, saved, spikes, train
 from millrace.checkpoint import Checkpoints
 from millrace.errors import UserError
 from millrace.state import State
@@ -23,7 +23,9 @@ def state(number: int, width: int = 64) -> State:
     params = {"w": jax.random.normal(jax.random.key(number), (width, width)), "b": jnp.full(3, number, "f4")}
     zero = jnp.zeros((), jnp.int32)
     key = jax.random.key_data(jax.random.key(0))
-    return State(zero + number, params, {"mu": jax.tree.map(jnp.copy, params)}, None, key, zero + 0, zero + 0)
+    return State(
+        zero + number, params, {"mu": jax.tree.map(jnp.copy, params)}, None, key, zero + 0, spikes.fresh(2)
+    )
 
 
 def about(number: int) -> dict:
@@ -56,6 +58,7 @@ def damage(path: Path, random: np.random.Generator) -> str:
 
 
 @pytest.mark.parametrize("trials", [60, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.fault(9)
 def test_every_flipped_byte_and_every_cut_is_found_and_the_step_before_is_taken(tmp_path, trials):
     save(tmp_path, 1, 2)
     random = np.random.default_rng()
@@ -76,6 +79,7 @@ def test_every_flipped_byte_and_every_cut_is_found_and_the_step_before_is_taken(
     np.testing.assert_array_equal(restored.params["w"], state(2).params["w"])
 
 
+@pytest.mark.fault(11)
 def test_a_run_of_which_no_checkpoint_is_whole_is_refused_again_and_again(tmp_path):
     save(tmp_path, 1, 2)
     random = np.random.default_rng(0)
@@ -119,6 +123,7 @@ def test_a_list_that_names_files_elsewhere_is_not_followed(tmp_path):
         manifest.verify(folder)
 
 
+@pytest.mark.fault(8)
 def test_a_full_disk_costs_old_checkpoints_then_a_save_and_never_the_run(tmp_path, monkeypatch):
     run, room = str(tmp_path), [1 << 40]
     monkeypatch.setattr(saved, "free", lambda run: room[0])
@@ -140,6 +145,7 @@ def test_a_full_disk_costs_old_checkpoints_then_a_save_and_never_the_run(tmp_pat
     checkpoints.close()
 
 
+@pytest.mark.fault(8)
 def test_a_save_that_fails_is_told_and_the_next_one_is_tried(tmp_path, monkeypatch):
     checkpoints = Checkpoints(str(tmp_path), keep=2)
     assert checkpoints.save(1, state(1), about(1)) and checkpoints.settle()
@@ -171,6 +177,7 @@ for number in range(1, 10_000):
 
 
 @pytest.mark.parametrize("kills", [1, pytest.param(10, marks=pytest.mark.slow)])
+@pytest.mark.fault(3)
 def test_a_process_killed_while_it_saves_leaves_a_whole_step(tmp_path, kills):
     random = np.random.default_rng()
     for kill in range(kills):
@@ -243,6 +250,7 @@ def test_the_commands_list_verify_compare_and_prune(tmp_path, capsys):
     assert cli.main(["checkpoint", "ls", str(tmp_path)]) == 2
 
 
+@pytest.mark.fault(16)
 def test_other_data_is_refused_with_all_that_differs(tiny, tmp_path, packed):
     assert train.run(tiny("schedule.steps=1", "schedule.warmup=0")) == 0
     shutil.copytree(packed, tmp_path / "data")

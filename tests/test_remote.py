@@ -24,6 +24,7 @@ import fsspec
 import numpy as np
 import pytest
 
+from millrace import store
 from millrace.data import remote
 from millrace.data.remote import Remote
 from millrace.data.shards import Index, Rows, Special, Split, pack_bits, write_rows
@@ -151,7 +152,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     pytest.importorskip("aiohttp")
     write(tmp_path / "served/set")
     monkeypatch.setattr(remote, "BLOCK", BLOCK)
-    monkeypatch.setattr(remote, "FIRST_WAIT", 0.01)
+    monkeypatch.setattr(store, "FIRST_WAIT", 0.01)
     monkeypatch.setattr(Remote, "ahead", 4 * BLOCK)
     monkeypatch.setenv("MILLRACE_CACHE", str(tmp_path / "cache"))
     server = Server(tmp_path / "served")
@@ -219,7 +220,7 @@ def test_busy_servers_and_broken_connections_are_outlived(server: Server) -> Non
 
 
 def test_a_connection_that_hangs_is_not_waited_for(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "PATIENCE", 0.3)
+    monkeypatch.setattr(store, "PATIENCE", 0.3)
     data = Dataset.open(f"{server.url}/set")
     hung: set[tuple[str, str]] = set()
 
@@ -338,6 +339,7 @@ def test_a_cache_that_cannot_be_written_says_how_to_name_another(
 READER = """
 import sys
 sys.path[:0] = {path!r}
+from millrace import store
 from millrace.data import remote
 remote.BLOCK, remote.Remote.ahead = {block}, 4 * {block}
 from test_remote import digest

@@ -136,6 +136,7 @@ def test_the_batch_does_not_depend_on_how_many_hosts_read_it(tmp_path: Path, hos
             )
 
 
+@pytest.mark.fault(18)
 def test_a_run_resumed_at_any_step_sees_what_an_unbroken_one_sees(tmp_path: Path) -> None:
     write(tmp_path)
 
@@ -265,6 +266,7 @@ def test_tokens_alone_are_those_of_the_batch_and_can_be_written_to_a_buffer(tmp_
 
 
 @pytest.mark.parametrize("suffix", ["", ".starts", ".loss", ".sources"])
+@pytest.mark.fault(17)
 def test_a_missing_shard_is_named(tmp_path: Path, suffix: str) -> None:
     write(tmp_path, loss=True)
     (tmp_path / f"train-1-00002{suffix}.npy").unlink()
@@ -273,6 +275,7 @@ def test_a_missing_shard_is_named(tmp_path: Path, suffix: str) -> None:
 
 
 @pytest.mark.parametrize("change", [lambda old: old[:-2], lambda old: old + b"xx", lambda old: b""])
+@pytest.mark.fault(17)
 def test_a_shard_of_the_wrong_size_is_refused_with_both_sizes(
     tmp_path: Path, change: Callable[[bytes], bytes]
 ) -> None:
@@ -283,6 +286,7 @@ def test_a_shard_of_the_wrong_size_is_refused_with_both_sizes(
         Dataset.open(tmp_path)
 
 
+@pytest.mark.fault(17)
 def test_a_shard_of_another_type_or_shape_is_refused_with_both(tmp_path: Path) -> None:
     write(tmp_path)
     np.save(tmp_path / "train-0-00000.npy", np.zeros((7, 32), np.int16))
@@ -325,6 +329,7 @@ def test_a_sequence_length_that_does_not_divide_the_packed_one_is_refused(
         Dataset.open(tmp_path, sequence_length=length)
 
 
+@pytest.mark.fault(16)
 def test_data_of_another_tokenizer_is_refused_with_both(tmp_path: Path) -> None:
     write(tmp_path)
     assert Dataset.open(tmp_path, tokenizer_sha256="f00d").tokenizer_sha256 == "f00d"

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from millrace import store
 from millrace.data.remote import Remote
 from millrace.data.shards import Index, Shard, checksum
 from millrace.errors import UserError
@@ -26,6 +27,7 @@ def read_index(folder: "Folder") -> Index:
     try:
         return Index.parse(folder.read("index.json"), folder.where("index.json"))
     except (FileNotFoundError, NotADirectoryError):
+        store.check_bucket(folder.where(""))
         raise UserError(
             f"data.path: no packed data in {folder.where('')}; make it with `millrace data prepare RECIPE`"
         ) from None
@@ -92,8 +94,9 @@ class Column:
             start = io.BytesIO(self.file.content[:HEADER].tobytes())
             np.lib.format.read_magic(start)
             shape, columns_first, dtype = np.lib.format.read_array_header_1_0(start)
-        except ValueError as error:
-            raise UserError(f"{self.where} is damaged: {error}; {AGAIN}") from None
+        except Exception as error:  # numpy lets through what Python's parser makes of a damaged header
+            said = " ".join(str(error).split())
+            raise UserError(f"{self.where} is damaged: {said}; {AGAIN}") from None
         if shape != self.shape or dtype != self.dtype or columns_first or start.tell() != HEADER:
             raise UserError(
                 f"{self.where} holds {dtype} of shape {shape}, and the index says {self.dtype} of shape "

@@ -9,11 +9,8 @@ import fcntl
 import hashlib
 import mmap
 import os
-import random
 import struct
-import sys
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,18 +18,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-import fsspec
 import numpy as np
 
+from millrace import store
 from millrace.data import shards
 from millrace.errors import UserError
 
 BLOCK = 8 << 20  # buckets answer in about 50 ms whatever the size: smaller reads wait more than they carry
 AHEAD = 8 * BLOCK  # 64 MB: 30 M tokens, some seconds of what eight chips train on
 IN_FLIGHT = 16
-TRIES = 6
-FIRST_WAIT = 0.5  # seconds; doubled each time, so about 15 in all, on top of what the client itself retries
-PATIENCE = 60.0  # seconds for a block: a connection may hang without an error
 PRESENT, ABSENT = b"\1", b"\0"
 
 T = TypeVar("T")
@@ -45,13 +39,7 @@ class Remote:
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
-        try:
-            self.filesystem, self.root = fsspec.core.url_to_fs(self.url)
-        except ImportError as error:
-            extra = "; pip install 'millrace[gcs]'" if self.url.startswith(("gs://", "gcs://")) else ""
-            raise UserError(f"{self.url} cannot be read: {error}{extra}") from None
-        except ValueError as error:
-            raise UserError(f"{self.url} cannot be read: {error}") from None
+        self.filesystem, self.root = store.filesystem(self.url)
         self.room = threading.Semaphore(IN_FLIGHT)
 
     def where(self, name: str) -> str:
@@ -94,27 +82,10 @@ class Remote:
             return ABSENT
 
     def _bytes(self, name: str, start: int | None, stop: int | None) -> bytes:
-        path, files = f"{self.root}/{name}", self.filesystem
-        if not files.async_impl:
-            return files.cat_file(path, start=start, end=stop)
-        return fsspec.asyn.sync(files.loop, files._cat_file, path, start=start, end=stop, timeout=PATIENCE)
+        return store.whole(self.filesystem, f"{self.root}/{name}", start, stop)
 
     def _ask(self, name: str, question: Callable[[], T]) -> T:
-        """The answer, asked for again as long as the trouble may pass."""
-        for attempt in range(TRIES):
-            try:
-                return question()
-            except Exception as error:
-                where, why = self.where(name), " ".join(f"{type(error).__name__}: {error}".split())
-                if is_forbidden(error):
-                    raise UserError(f"{where} may not be read ({why}); check the credentials") from None
-                if not is_transient(error):
-                    raise
-                if attempt == TRIES - 1:
-                    raise UserError(f"{where} could not be read in {TRIES} tries; the last: {why}") from error
-            # Of random length: readers that failed together must not come back together.
-            time.sleep(FIRST_WAIT * 2**attempt * random.uniform(0.5, 1.5))
-        raise AssertionError
+        return store.ask(self.where(name), question)
 
 
 class Cached:
@@ -183,27 +154,6 @@ class Cached:
                 )
             os.pwrite(self.flags, PRESENT, self.blocks)
         self.whole = True
-
-
-def is_forbidden(error: BaseException) -> bool:
-    gcsfs = type(error).__module__.startswith("google.auth") or str(error).startswith("Forbidden: ")
-    return gcsfs or isinstance(error, PermissionError) or status(error) in (401, 403)
-
-
-def is_transient(error: BaseException) -> bool:
-    """Whether the same question may be answered in a while: servers that are busy, connections that broke."""
-    code = status(error)
-    if code is not None:
-        return code in (408, 429) or code >= 500
-    aiohttp = sys.modules.get("aiohttp")
-    broken = (OSError, aiohttp.ClientError) if aiohttp else (OSError,)
-    return isinstance(error, broken) and not isinstance(error, FileNotFoundError)
-
-
-def status(error: BaseException) -> int | None:
-    """Of the server's answer; aiohttp and gcsfs name it differently."""
-    codes = (getattr(error, name, None) for name in ("status", "code"))
-    return next((code for code in codes if isinstance(code, int)), None)
 
 
 def in_background(function: Callable[..., T], *args: Any) -> "Future[T]":

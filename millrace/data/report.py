@@ -11,7 +11,6 @@ What `stats` may hold; a part of the page whose key is missing is left out:
     vocabulary  how often each id occurs: a list, an array, or the path of an .npy file
     shuffle     {"rank_correlation", "displacement", "mixing": float or None}"""
 
-import html
 import math
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -23,6 +22,7 @@ import yaml
 from millrace.data import tokenise
 from millrace.data.shards import Index, atomic
 from millrace.data.show import visible
+from millrace.page import count, escape, lines, meter, page, percent, section, size, table, tiles
 
 WIDTH, HEIGHT = 460, 206  # of a chart
 LEFT, RIGHT, TOP, BOTTOM = 46, WIDTH - 16, 8, HEIGHT - 44  # the edges of what is drawn between its labels
@@ -36,35 +36,6 @@ MEANING = {
     "mixing": "of the sources within a batch",
 }
 STYLE = """
-:root { color-scheme: light dark; --page: #fbfbfa; --card: #fff; --ink: #1c1e21; --soft: #5f6670;
-  --line: #e3e5e8; --bar: #2f6fb2; --bar-soft: #d9e5f2 }
-@media (prefers-color-scheme: dark) { :root { --page: #14161a; --card: #1c1f24; --ink: #e4e6ea;
-  --soft: #9aa3ae; --line: #30353c; --bar: #6aa5e0; --bar-soft: #263648 } }
-* { box-sizing: border-box }
-body { margin: 0; background: var(--page); color: var(--ink); font: 15px/1.5 system-ui, sans-serif }
-main { max-width: 1060px; margin: 0 auto; padding: 32px 20px 60px }
-h1 { font-size: 26px; margin: 0; overflow-wrap: anywhere }
-h2 { font-size: 16px; margin: 0 0 10px }
-p { margin: 4px 0 0; color: var(--soft) } h1 + p { margin-bottom: 16px }
-section { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: 16px 20px;
-  overflow-x: auto; break-inside: avoid; margin: 0 0 14px }
-.tiles { display: grid; gap: 0 14px; grid-template-columns: repeat(auto-fit, minmax(145px, 1fr)) }
-.halves { columns: 2 440px; column-gap: 14px }
-.tile b { display: block; font-size: 24px; font-weight: 600; line-height: 1.25 }
-.tile span { color: var(--soft) }
-table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums }
-th { color: var(--soft); font-weight: 500; text-align: right; border-bottom: 1px solid var(--line) }
-th, td { padding: 4px 0 4px 14px; vertical-align: top }
-td { text-align: right; white-space: nowrap }
-th:first-child, td:first-child { text-align: left; padding-left: 0; white-space: normal;
-  min-width: 100px; max-width: 260px; overflow-wrap: break-word }
-td.share { width: 22%; min-width: 90px; vertical-align: middle }
-.meter { display: block; background: var(--bar-soft); height: 10px; border-radius: 2px }
-.meter i { display: block; background: var(--bar); height: 10px; border-radius: 2px }
-code, pre { font: 13px/1.5 ui-monospace, "DejaVu Sans Mono", monospace }
-pre { margin: 0; white-space: pre-wrap; overflow-wrap: anywhere }
-td code { background: var(--bar-soft); border-radius: 3px; padding: 1px 4px; white-space: nowrap }
-ul { margin: 8px 0 0; padding-left: 18px; overflow-wrap: anywhere; color: var(--soft) }
 svg { display: block; width: 100%; height: auto }
 svg text { fill: var(--soft); font-size: 12px }
 svg .bar { fill: var(--bar) } svg .bar:hover { fill: var(--ink) }
@@ -84,21 +55,11 @@ def write(index: Index, stats: dict[str, Any], path: str | Path) -> None:
         _left_out(stats.get("dropped"), stats.get("problems")),
         _shuffle(stats.get("shuffle")),
         _stages(stats.get("stages")),
-        _section("Recipe", f"<pre>{_escape(_yaml(index.recipe))}</pre>"),
+        section("Recipe", f"<pre>{escape(_yaml(index.recipe))}</pre>"),
     ]
-    page = (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{_escape(name)}</title>'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{STYLE}</style></head>\n'
-        f"<body><main><h1>{_escape(name)}</h1><p>{_escape(_subtitle(index))}</p>\n"
-        f"{_lines([_tiles(index), *wide])}"
-        f'<div class="halves">\n{_lines(halves)}</div></main></body></html>\n'
-    )
+    body = f'{lines([_tiles(index), *wide])}<div class="halves">\n{lines(halves)}</div>'
     with atomic(path) as file:
-        file.write(page.encode("utf-8", "replace"))
-
-
-def _lines(parts: Iterable[str]) -> str:
-    return "".join(f"{part}\n" for part in parts if part)
+        file.write(page(name, _subtitle(index), body, STYLE))
 
 
 def _subtitle(index: Index) -> str:
@@ -111,31 +72,28 @@ def _tiles(index: Index) -> str:
     splits = index.splits.values()
     documents, rows = sum(s.documents for s in splits), sum(s.rows for s in splits)
     text, tokens = sum(s.bytes for s in splits), sum(s.tokens for s in splits)
-    tiles = {
-        "documents": _count(documents),
-        "of text": _size(text),
-        "tokens": _count(tokens),
+    named = {
+        "documents": count(documents),
+        "of text": size(text),
+        "tokens": count(tokens),
         "bytes a token": _ratio(text, tokens),
-        "rows": _count(rows),
-        "full": _percent(tokens / max(rows * index.sequence_length, 1)),
+        "rows": count(rows),
+        "full": percent(tokens / max(rows * index.sequence_length, 1)),
     }
-    shown = "".join(
-        f'<section class="tile"><b>{value}</b><span>{name}</span></section>' for name, value in tiles.items()
-    )
-    return f'<div class="tiles">{shown}</div>'
+    return tiles(named)
 
 
 def _splits(index: Index) -> str:
     rows = [
         [
-            _escape(name),
+            escape(name),
             f"{len(split.epochs)}",
             f"{split.documents:,}",
-            _size(split.bytes),
+            size(split.bytes),
             f"{split.tokens:,}",
             _ratio(split.bytes, split.tokens),
             f"{split.rows:,}",
-            _percent(split.tokens / (split.rows * index.sequence_length)) if split.rows else "",
+            percent(split.tokens / (split.rows * index.sequence_length)) if split.rows else "",
         ]
         for name, split in index.splits.items()
     ]
@@ -149,7 +107,7 @@ def _splits(index: Index) -> str:
         "rows an epoch",
         "full",
     ]
-    return _section("Splits", _table(heads, rows))
+    return section("Splits", table(heads, rows))
 
 
 def _sources(sources: dict[str, dict[str, float]] | None) -> str:
@@ -159,15 +117,15 @@ def _sources(sources: dict[str, dict[str, float]] | None) -> str:
     total = max(sum(weighted.values()), 1)
     rows = [
         [
-            _escape(name),
+            escape(name),
             f"{one.get('weight', 1):g}",
             f"{one['documents']:,}",
-            _size(one["bytes"]),
+            size(one["bytes"]),
             f"{one['tokens']:,}",
             _ratio(one["bytes"], one["tokens"]),
             f"{one['rows']:,}",
-            _percent(weighted[name] / total),
-            _meter(weighted[name] / total),
+            percent(weighted[name] / total),
+            meter(weighted[name] / total),
         ]
         for name, one in sources.items()
     ]
@@ -182,7 +140,7 @@ def _sources(sources: dict[str, dict[str, float]] | None) -> str:
         "share of an epoch",
         "",
     ]
-    return _section("Sources", _table(heads, rows))
+    return section("Sources", table(heads, rows))
 
 
 def _histogram(
@@ -197,15 +155,15 @@ def _histogram(
     step = (RIGHT - LEFT) / len(counts)
     shapes = _levels([(top * n / TICKS, n / TICKS) for n in range(TICKS + 1)])
     every = math.ceil(len(counts) / 8)  # more labels would run into one another
-    for n, count in enumerate(counts):
-        height = (BOTTOM - TOP) * count / top
+    for n, many in enumerate(counts):
+        height = (BOTTOM - TOP) * many / top
         x, y = LEFT + n * step, BOTTOM - height
-        said = f"{show(edges[n])} to {show(edges[n + 1])}: {count:,} ({_percent(count / total)})"
+        said = f"{show(edges[n])} to {show(edges[n + 1])}: {many:,} ({percent(many / total)})"
         box = f'x="{x + 1:.1f}" y="{y:.1f}" width="{max(step - 2, 1):.1f}" height="{height:.1f}"'
-        shapes.append(f'<rect class="bar" {box}><title>{_escape(said)}</title></rect>')
+        shapes.append(f'<rect class="bar" {box}><title>{escape(said)}</title></rect>')
     for n in range(0, len(edges), every):
         shapes.append(_label(LEFT + n * step, BOTTOM + 16, show(edges[n]), "middle"))
-    return _section(title, _chart(shapes, axis))
+    return section(title, _chart(shapes, axis))
 
 
 def _vocabulary(index: Index, counts: Any, folder: Path) -> str:
@@ -218,15 +176,15 @@ def _vocabulary(index: Index, counts: Any, folder: Path) -> str:
     order = np.argsort(-counts, kind="stable")[: min(COMMONEST, used)]
     spelt = _spelling(order.tolist(), folder)
     rows = [
-        [f"<code>{_escape(text)}</code>", f"{id}", f"{counts[id]:,}", _percent(counts[id] / total)]
+        [f"<code>{escape(text)}</code>", f"{id}", f"{counts[id]:,}", percent(counts[id] / total)]
         for id, text in zip(order.tolist(), spelt, strict=True)
     ]
     never = (index.vocab - used) / index.vocab
-    says = f"{used:,} of {index.vocab:,} ids occur; {_percent(never)} never do."
+    says = f"{used:,} of {index.vocab:,} ids occur; {percent(never)} never do."
     covered = np.cumsum(np.sort(counts)[::-1]) / total
     says += f" The commonest {int(np.searchsorted(covered, 0.9)) + 1:,} make up 90 % of the text."
-    curve = _section("Vocabulary", f"{_rank_curve(counts)}<p>{says}</p>")
-    return curve + "\n" + _section("Commonest tokens", _table(["token", "id", "times", "share"], rows))
+    curve = section("Vocabulary", f"{_rank_curve(counts)}<p>{says}</p>")
+    return curve + "\n" + section("Commonest tokens", table(["token", "id", "times", "share"], rows))
 
 
 def _rank_curve(counts: np.ndarray) -> str:
@@ -241,7 +199,7 @@ def _rank_curve(counts: np.ndarray) -> str:
     shapes = _levels([(10**n, n / decades_y) for n in range(0, decades_y + 1, every)])
     for n in range(decades_x + 1):
         place = LEFT + (RIGHT - LEFT) * n / decades_x
-        shapes.append(_label(place, BOTTOM + 16, _count(10**n), "middle"))
+        shapes.append(_label(place, BOTTOM + 16, count(10**n), "middle"))
     points = " ".join(f"{a:.1f},{b:.1f}" for a, b in zip(x, y, strict=True))
     shapes.append(f'<polyline class="curve" points="{points}"/>')
     return _chart(shapes, "rank of an id, and how often it occurs")
@@ -268,19 +226,17 @@ def _left_out(dropped: dict[str, int] | None, problems: dict[str, Any] | None) -
     if dropped is None and problems is None:
         return ""
     counts = {**(dropped or {}), **(problems or {}).get("counts", {})}
-    counts = {reason: count for reason, count in counts.items() if count}
+    counts = {reason: many for reason, many in counts.items() if many}
     if not counts:
-        return _section("Left out", "<p>Nothing.</p>")
+        return section("Left out", "<p>Nothing.</p>")
     largest = max(counts.values())
     rows = [
-        [_escape(reason), f"{count:,}", _meter(count / largest)]
-        for reason, count in sorted(counts.items(), key=lambda item: -item[1])
+        [escape(reason), f"{many:,}", meter(many / largest)]
+        for reason, many in sorted(counts.items(), key=lambda item: -item[1])
     ]
-    samples = "".join(
-        f"<li>{_escape(visible(sample))}</li>" for sample in (problems or {}).get("samples", [])
-    )
-    body = _table(["reason", "documents or lines", ""], rows)
-    return _section("Left out", body + (f"<ul>{samples}</ul>" if samples else ""))
+    samples = "".join(f"<li>{escape(visible(sample))}</li>" for sample in (problems or {}).get("samples", []))
+    body = table(["reason", "documents or lines", ""], rows)
+    return section("Left out", body + (f"<ul>{samples}</ul>" if samples else ""))
 
 
 def _shuffle(shuffle: dict[str, float | None] | None) -> str:
@@ -288,13 +244,13 @@ def _shuffle(shuffle: dict[str, float | None] | None) -> str:
         return ""
     rows = [
         [
-            f"{_escape(name.replace('_', ' '))}<p>{MEANING.get(name, '')}</p>",
+            f"{escape(name.replace('_', ' '))}<p>{MEANING.get(name, '')}</p>",
             "not measured" if value is None else f"{value:.4f}",
             UNIFORM.get(name, ""),
         ]
         for name, value in shuffle.items()
     ]
-    return _section("Shuffle", _table(["measure", "measured", "uniform"], rows))
+    return section("Shuffle", table(["measure", "measured", "uniform"], rows))
 
 
 def _stages(stages: dict[str, dict[str, float]] | None) -> str:
@@ -303,32 +259,16 @@ def _stages(stages: dict[str, dict[str, float]] | None) -> str:
     longest = max(max(stage["seconds"] for stage in stages.values()), 1e-9)
     rows = [
         [
-            _escape(name),
+            escape(name),
             f"{stage['seconds']:,.1f}",
             f"{stage['bytes'] / 1e6 / max(stage['seconds'], 1e-9):,.1f}" if stage.get("bytes") else "",
             f"{stage['tokens'] / 1e6 / max(stage['seconds'], 1e-9):,.2f}" if stage.get("tokens") else "",
-            _meter(stage["seconds"] / longest),
+            meter(stage["seconds"] / longest),
         ]
         for name, stage in stages.items()
     ]
     rows.append(["together", f"{sum(stage['seconds'] for stage in stages.values()):,.1f}", "", "", ""])
-    return _section("Time", _table(["stage", "seconds", "MB/s", "M tokens/s", ""], rows))
-
-
-def _section(title: str, body: str) -> str:
-    return f"<section><h2>{title}</h2>{body}</section>"
-
-
-def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Cells are HTML already."""
-    top = "".join(f"<th>{head}</th>" for head in heads)
-    cell = lambda html: f'<td class="share">{html}</td>' if "meter" in html else f"<td>{html}</td>"
-    body = "".join(f"<tr>{''.join(map(cell, row))}</tr>" for row in rows)
-    return f"<table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>"
-
-
-def _meter(share: float) -> str:
-    return f'<span class="meter"><i style="width: {100 * min(max(share, 0), 1):.1f}%"></i></span>'
+    return section("Time", table(["stage", "seconds", "MB/s", "M tokens/s", ""], rows))
 
 
 def _chart(shapes: Sequence[str], axis: str) -> str:
@@ -344,16 +284,12 @@ def _levels(levels: Iterable[tuple[float, float]]) -> list[str]:
     for value, share in levels:
         y = BOTTOM - (BOTTOM - TOP) * share
         shapes.append(f'<line class="grid-line" x1="{LEFT}" x2="{RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        shapes.append(_label(LEFT - 6, y + 4, _count(value), "end"))
+        shapes.append(_label(LEFT - 6, y + 4, count(value), "end"))
     return shapes
 
 
 def _label(x: float, y: float, text: str, anchor: str) -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{_escape(text)}</text>'
-
-
-def _escape(text: str) -> str:
-    return html.escape(str(text), quote=True)
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
 
 
 def _yaml(recipe: dict[str, Any]) -> str:
@@ -364,23 +300,6 @@ def _round_up(value: float) -> float:
     """To a number that four lines divide well."""
     power = 10 ** math.floor(math.log10(value))
     return max(next(step * power for step in (1, 2, 4, 6, 8, 10) if step * power >= value), TICKS)
-
-
-def _count(value: float) -> str:
-    for limit, letter in ((1e12, " T"), (1e9, " G"), (1e6, " M"), (1e3, " k")):
-        if value >= limit:
-            return f"{value / limit:.3g}{letter}"
-    return f"{value:.3g}"
-
-
-def _size(value: float) -> str:
-    return f"{_count(value)}B" if value >= 1000 else f"{value:.0f} B"
-
-
-def _percent(share: float) -> str:
-    if 0 < share < 1e-4:
-        return "under 0.01 %"
-    return f"{100 * share:.2f} %" if share < 0.1 or 0.99 < share < 1 else f"{100 * share:.1f} %"
 
 
 def _hundredths(share: float) -> str:

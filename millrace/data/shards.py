@@ -5,6 +5,8 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
+import tokenize
 import uuid
 import zlib
 from collections.abc import Iterable, Iterator
@@ -17,6 +19,7 @@ import numpy as np
 from millrace.errors import UserError
 
 VERSION = 2
+SUFFIXES = {"", ".starts", ".loss", ".sources"}
 HIGHEST = np.array([max(byte.bit_length() - 1, 0) for byte in range(256)])
 LIMITS = {"uint16": 1 << 16, "uint32": 1 << 32}
 
@@ -99,6 +102,15 @@ class Index:
     def write(self, folder: Path) -> None:
         write_json(folder / "index.json", dataclasses.asdict(self))
 
+    def source(self, number: int) -> str:
+        """The name of a row's source."""
+        if number >= len(self.sources):
+            known = f"the index has {len(self.sources)} sources"
+            raise UserError(
+                f"a row is of source {number}, and {known}; `millrace data verify` finds the file"
+            )
+        return self.sources[number]
+
     @classmethod
     def parse(cls, text: str | bytes, where: str) -> "Index":
         try:
@@ -115,7 +127,9 @@ class Index:
                 )
                 for name, split in values["splits"].items()
             }
-            return cls(
+            for shard in (one for split in splits.values() for epoch in split.epochs for one in epoch):
+                check_name(shard, where)
+            index = cls(
                 **values
                 | {
                     "special": Special(**values["special"]),
@@ -123,10 +137,38 @@ class Index:
                     "splits": splits,
                 }
             )
+            _check_values(index)
+            return index
         except UserError:
             raise
-        except (ValueError, TypeError, KeyError, AttributeError):
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             raise UserError(f"{where} is not an index of packed data") from None
+
+
+def check_name(shard: Shard, where: str) -> None:
+    """A dataset may come from anywhere: its index names no file outside of its folder."""
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", shard.name) or not set(shard.checksums) <= SUFFIXES:
+        raise UserError(f"{where} names the shard {shard.name!r}, expected a plain name, as train-0-00000")
+
+
+def _check_values(index: Index) -> None:
+    """ValueError where a value is of another kind than we write: what reads the index relies on it."""
+    splits = list(index.splits.values())
+    shards = [shard for split in splits for epoch in split.epochs for shard in epoch]
+    special = [token for token in dataclasses.astuple(index.special) if token is not None]
+    sizes = [index.sequence_length, index.vocab, *special, *(shard.rows for shard in shards)]
+    sizes += [size for split in splits for size in (split.rows, split.documents, split.tokens, split.bytes)]
+    texts = [*index.sources, index.tokenizer_sha256, *index.inputs.values()]
+    texts += [crc for shard in shards for crc in shard.checksums.values()]
+    weights = [(source or {}).get("weight", 1) for source in index.recipe.get("sources", {}).values()]
+    numbers = [index.unigram_entropy, *weights]
+    if (
+        not all(type(size) is int and 0 <= size < 2**48 for size in sizes)
+        or not all(isinstance(text, str) for text in texts)
+        or not all(type(number) in (int, float) and abs(number) < 1e9 for number in numbers)
+        or not (special and index.sequence_length and index.dtype in LIMITS and "train" in index.splits)
+    ):
+        raise ValueError
 
 
 def smallest_dtype(vocab: int) -> str:
@@ -199,7 +241,11 @@ def read_rows(folder: Path, name: str, *, mmap: bool = True) -> Rows:
     """A shard's arrays as they lie on a local disk."""
 
     def load(suffix: str) -> np.ndarray:
-        return np.load(folder / f"{name}{suffix}.npy", mmap_mode="r" if mmap else None)
+        file = folder / f"{name}{suffix}.npy"
+        try:
+            return np.load(file, mmap_mode="r" if mmap else None)
+        except tokenize.TokenError as error:  # numpy lets it through where a header is damaged
+            raise UserError(f"{file} is damaged: {error.args[0]}") from None
 
     loss = load(".loss") if (folder / f"{name}.loss.npy").exists() else None
     return Rows(load(""), load(".starts"), loss, load(".sources"))

@@ -140,7 +140,7 @@ def _inspect_packed(folder: Path, split: str, count: int, seed: int, console: Co
         fill = 1 - padding / index.sequence_length
         words = [
             f"row {number:,} of {split} (of {total:,})",
-            f"source {index.sources[int(row.sources[0])]}",
+            f"source {index.source(int(row.sources[0]))}",
             f"{len(documents):,} document{'s' * (len(documents) != 1)}",
             f"{100 * fill:.1f} % full",
         ]

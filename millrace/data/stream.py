@@ -2,16 +2,18 @@
 global batch), so resuming is starting at another step, and any number of hosts, each reading its slots, see
 the same batch."""
 
+import contextlib
+import copy
 import functools
 import hashlib
 import json
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 import numpy as np
@@ -40,7 +42,10 @@ class Dataset:
     padding token of its own. `has_loss` tells whether batches say which tokens are to be learnt.
 
     Training goes through the stored epochs one after the other, as they lie, and then begins again. Seed 0
-    starts at the first row, any other at a row that it draws from all of them."""
+    starts at the first row, any other at a row that it draws from all of them. `passed` are stretches of rows
+    that training passes over, (first, count) each, numbered as `lie` does."""
+
+    passed: tuple[tuple[int, int], ...] = ()
 
     def __init__(self, index: Index, folder: Folder, sequence_length: int) -> None:
         self.index, self.folder, self.sequence_length = index, folder, sequence_length
@@ -93,6 +98,29 @@ class Dataset:
     def rows(self, split: str) -> int:
         """Of one epoch."""
         return self.index.splits[split].rows * self.cuts
+
+    def passing(self, stretches: Sequence[tuple[int, int]]) -> "Dataset":
+        """The same data, of which training passes over these rows as well."""
+        other = copy.copy(self)
+        other.passed = united([*self.passed, *stretches])
+        return other
+
+    def lie(self, first: int, count: int, *, seed: int) -> list[tuple[int, int]]:
+        """Where these rows of training lie, which are counted from its start, in stretches of (first, count):
+        counted over the stored epochs, and on from there when they begin again."""
+        start = offset(seed, self.ends["train"][-1] // self.cuts) * self.cuts
+        return list(around(self.passed, start + first, count))
+
+    def read(self, first: int, count: int) -> Iterator[tuple[str, Packed]]:
+        """Rows to train on by where they lie, each with the name of its source."""
+        for shard, begin, end in self._runs("train", first, count, passed=()):
+            packed = self._packed(shard, begin, end)
+            sources = self._column(shard.name, ".sources").rows(self._whole(begin, end)[0])
+            for row in range(end - begin):
+                loss = None if packed.loss is None else packed.loss[row]
+                number = sources[(begin + row) // self.cuts - begin // self.cuts]
+                one = Packed(packed.tokens[row], packed.segments[row], packed.positions[row], loss)
+                yield self.index.source(int(number)), one
 
     def batch(
         self,
@@ -154,19 +182,24 @@ class Dataset:
         start = offset(seed, packed) * self.cuts if split == "train" else 0
         return start + step * sequences + slots.start, len(slots)
 
-    def _runs(self, split: str, first: int, count: int) -> Iterator[tuple[Shard, int, int]]:
+    def _runs(
+        self, split: str, first: int, count: int, passed: Sequence[tuple[int, int]] | None = None
+    ) -> Iterator[tuple[Shard, int, int]]:
         """Where those rows lie: in which shards, from row to row. Evaluation has none past its end."""
-        ends, stop = self.ends[split], first + count
-        while first < stop:
-            row = first % ends[-1] if split == "train" else first
-            if row >= ends[-1]:
-                return
-            number = bisect_right(ends, row)
-            shard = self.shards[split][number]
-            begin = row - (ends[number] - shard.rows * self.cuts)
-            end = min(begin + stop - first, shard.rows * self.cuts)
-            yield shard, begin, end
-            first += end - begin
+        ends = self.ends[split]
+        passed = () if split != "train" else self.passed if passed is None else passed
+        for start, many in around(passed, first, count):
+            stop = start + many
+            while start < stop:
+                row = start % ends[-1] if split == "train" else start
+                if row >= ends[-1]:
+                    return
+                number = bisect_right(ends, row)
+                shard = self.shards[split][number]
+                begin = row - (ends[number] - shard.rows * self.cuts)
+                end = min(begin + stop - start, shard.rows * self.cuts)
+                yield shard, begin, end
+                start += end - begin
 
     def _whole(self, begin: int, end: int) -> tuple[slice, slice]:
         """The packed rows that such rows are cut from, and their place among all that are cut from these."""
@@ -207,8 +240,33 @@ class Dataset:
                     self._column(shard.name, suffix).want(self._whole(begin, end)[0])
 
 
-def read_ahead(make: Callable[[int], T], start: int, stop: int) -> Iterator[T]:
-    """make(start) ... make(stop - 1), from a thread at most two ahead. What it raises is raised here."""
+def around(passed: Sequence[tuple[int, int]], first: int, count: int) -> Iterator[tuple[int, int]]:
+    """The rows that are `first` and those after it if what is passed over does not count, in stretches."""
+    for begin, many in passed:
+        if first >= begin:
+            first += many
+        elif first + count > begin:
+            yield first, begin - first
+            first, count = begin + many, count - (begin - first)
+    yield first, count
+
+
+def united(stretches: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """In order, and those that touch as one."""
+    found: list[tuple[int, int]] = []
+    for first, count in sorted(stretches):
+        if found and first <= sum(found[-1]):
+            found[-1] = (found[-1][0], max(sum(found[-1]), first + count) - found[-1][0])
+        else:
+            found.append((first, count))
+    return tuple(found)
+
+
+def read_ahead(
+    make: Callable[[int], T], start: int, stop: int, waiting: Callable[[], None] = lambda: None
+) -> Iterator[T]:
+    """make(start) ... make(stop - 1), from a thread at most two ahead. What it raises is raised here.
+    `waiting` is called every now and then while one is waited for."""
     ready: SimpleQueue[tuple[list[T], BaseException | None]] = SimpleQueue()
     room = threading.Semaphore(2)
     closed = threading.Event()
@@ -227,7 +285,11 @@ def read_ahead(make: Callable[[int], T], start: int, stop: int) -> Iterator[T]:
     thread.start()
     try:
         for _ in range(start, stop):
-            made, error = ready.get()
+            while True:
+                with contextlib.suppress(Empty):
+                    made, error = ready.get(timeout=0.002)
+                    break
+                waiting()
             if error is not None:
                 raise error
             room.release()

@@ -273,5 +273,5 @@ def _sum_faults(where: str, split: Split, epochs: list[Seen], index: Index) -> I
         if is_whole and epoch.rows_of != epochs[0].rows_of:
             both = epoch.rows_of.keys() | epochs[0].rows_of.keys()
             other = [n for n in sorted(both) if epoch.rows_of.get(n) != epochs[0].rows_of.get(n)]
-            names = ", ".join(index.sources[n] for n in other)
+            names = ", ".join(index.source(n) for n in other)
             yield f"{where} {number}: found other rows of {names} than in epoch 0, expected the same"

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from millrace import secret
 from millrace.writers import terminal
 from millrace.writers.jsonl import Jsonl
 from millrace.writers.tensorboard import TensorBoard
@@ -23,6 +24,8 @@ class Writer(Protocol):
     def write(self, step: int, row: dict[str, Any]) -> None: ...
 
     def event(self, message: str, level: Level) -> None: ...
+
+    def back(self, step: int) -> None: ...
 
     def close(self) -> None: ...
 
@@ -42,8 +45,14 @@ class Writers:
 
     def event(self, message: str, level: Level = "info") -> None:
         """One sentence for the user: a checkpoint was saved, an update was skipped."""
+        words = secret.clean(message)
         for writer in list(self._writers):
-            self._attempt(writer, partial(writer.event, message, level))
+            self._attempt(writer, partial(writer.event, words, level))
+
+    def back(self, step: int) -> None:
+        """The run goes on from an earlier step once more: later rows are not its own."""
+        for writer in list(self._writers):
+            self._attempt(writer, partial(writer.back, step))
 
     def add(self, name: str, make: Callable[[], Writer]) -> None:
         """Opens a writer; one that cannot be opened is told and left out."""

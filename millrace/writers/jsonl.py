@@ -30,6 +30,9 @@ class Jsonl:
     def event(self, message: str, level: str) -> None:
         pass
 
+    def back(self, step: int) -> None:
+        self._size, self._pending = _keep_until(self.path, step), b""
+
     def close(self) -> None:
         pass
 

@@ -17,6 +17,8 @@ class TensorBoard:
     name = "tensorboard"
     optional = True
 
+    _flushed: float
+
     def __init__(self, folder: Path, *, step: int = 0) -> None:
         try:
             files = importlib.import_module("tensorboardX.event_file_writer")
@@ -29,11 +31,7 @@ class TensorBoard:
         folder.mkdir(parents=True, exist_ok=True)
         # Two lives of a run may start within the second that the file name holds.
         self._file = files.EventsWriter(str(folder / "events"), f".{os.getpid()}.{step}")
-        # Hides what an earlier life wrote after the step this one goes on from.
-        start = self._proto.SessionLog(status=self._proto.SessionLog.START)
-        self._put(step + 1, session_log=start)
-        self._file.flush()
-        self._flushed = time.monotonic()
+        self.back(step)
 
     def write(self, step: int, row: dict[str, Any]) -> None:
         for key, value in row.items():
@@ -46,6 +44,13 @@ class TensorBoard:
 
     def event(self, message: str, level: str) -> None:
         pass
+
+    def back(self, step: int) -> None:
+        """Hides what was written after the step that the run goes on from."""
+        start = self._proto.SessionLog(status=self._proto.SessionLog.START)
+        self._put(step + 1, session_log=start)
+        self._file.flush()
+        self._flushed = time.monotonic()
 
     def close(self) -> None:
         self._file.close()

@@ -68,6 +68,9 @@ class Plain:
         for line in _clean(message).splitlines():
             self._put(line if level == "info" else f"{level}: {line}")
 
+    def back(self, step: int) -> None:
+        pass
+
     def close(self) -> None:
         pass
 
@@ -98,6 +101,9 @@ class Live:
         line = Table.grid()
         line.add_row(stamp, Text(words, STYLES[level], overflow="fold"))
         self._console.print(line)
+
+    def back(self, step: int) -> None:
+        self._display.show(step, {})
 
     def close(self) -> None:
         self._live.stop()

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from millrace import store
+
 PATIENCE = 60  # seconds; it waits 90 by itself, in silence
 
 
@@ -24,7 +26,7 @@ class Wandb:
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "millrace"),
             id=_identity(run_folder),
-            name=run_folder.resolve().name,
+            name=_name(run_folder, str(recipe.get("run", ""))),
             dir=str(run_folder),
             resume="allow",
             config=recipe,
@@ -32,7 +34,7 @@ class Wandb:
             settings=wandb.Settings(console="off", silent=True, login_timeout=30, init_timeout=PATIENCE),
         )
         # Against our own step: wandb's only grows, and it drops the rows of a run that went back.
-        for group in ("train/*", "evaluate/*"):
+        for group in ("train/*", "evaluate/*", "badput/*"):
             self._run.define_metric(group, step_metric="step")
 
     def write(self, step: int, row: dict[str, Any]) -> None:
@@ -44,8 +46,16 @@ class Wandb:
     def event(self, message: str, level: str) -> None:
         pass
 
+    def back(self, step: int) -> None:
+        pass
+
     def close(self) -> None:
         self._run.finish()
+
+
+def _name(run_folder: Path, run: str) -> str:
+    """Of a run at a URL, whose files are written elsewhere first, the last part of that."""
+    return run.rstrip("/").rpartition("/")[2] if store.is_url(run) else run_folder.resolve().name
 
 
 def _identity(run_folder: Path) -> str:

@@ -40,7 +40,7 @@ def read(part: Part, name: str, *, wanted: Wanted, problems: Problems) -> Iterat
             found = batches(reader)
             row = sum(batch.num_rows for batch in islice(found, part.start))
             count = None if part.stop is None else part.stop - part.start
-            some = (pa.Table.from_batches([batch]).select(columns.columns) for batch in islice(found, count))
+            some = (checked(batch, columns.columns) for batch in islice(found, count))
             for table in chain.from_iterable(map(slices, some)):
                 where = lambda number, row=row: f"{part.file}, row {row + number + 1}"
                 places = Places(made_ids(name, ":", np.arange(row, row + len(table)) + 1), where)
@@ -74,6 +74,19 @@ def batches(reader: Any) -> Iterator[pa.RecordBatch]:
             yield from reader
     except DAMAGE as error:
         raise damaged(error) from None
+
+
+def checked(batch: pa.RecordBatch, columns: list[str]) -> pa.Table:
+    """The columns of a batch, if nothing in them points outside of the file: Arrow itself would read there.
+    Text that is not UTF-8 is told later, with its row."""
+    table = pa.Table.from_batches([batch]).select(columns)
+    for column in table.columns:
+        try:
+            column.validate(full=True)
+        except DAMAGE as error:
+            if "UTF8" not in str(error):
+                raise damaged(error) from None
+    return table
 
 
 def damaged(error: Exception) -> Bad:

@@ -261,15 +261,21 @@ def _table_ids(table: pa.Table, places: Places, wanted: Wanted) -> Any:
     column = _plain(table[wanted.id])
     if pa.types.is_integer(column.type) and column.null_count == 0:
         return column.cast(pa.string())
-    return pa.array([_id({wanted.id: value}, wanted.id) for value in column.to_pylist()], pa.string())
+    return pa.array([_id({wanted.id: value}, wanted.id) for value in _values(column)], pa.string())
 
 
 def _table_metas(table: pa.Table, wanted: Wanted) -> list[str] | None:
     if not wanted.meta:
         return None
-    return _metas(
-        table.select([name for name in wanted.meta if name in table.column_names]).to_pylist(), wanted
-    )
+    return _metas(_values(table.select([name for name in wanted.meta if name in table.column_names])), wanted)
+
+
+def _values(found: pa.Table | pa.ChunkedArray) -> list[Any]:
+    """Of what stands beside the text."""
+    try:
+        return found.to_pylist()
+    except UnicodeDecodeError as error:
+        raise Bad("not UTF-8", f"a string beside the text is not UTF-8 at its byte {error.start}") from None
 
 
 def _records(table: pa.Table) -> list[Any]:
@@ -320,6 +326,6 @@ def _unclear(names: Iterable[str]) -> str:
 
 
 def _listed(names: Iterable[str]) -> str:
-    names = list(names)
+    names = [" ".join(name.split()) for name in names]  # a CSV file without them has a text there
     more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
     return (", ".join(names[:LISTED]) or "no columns") + more

@@ -3,8 +3,9 @@ new lines, so that nobody can tell from the middle of a file where a row begins:
 
 import csv
 import io
+import sys
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -140,7 +141,7 @@ class Rows:
     def _read(self, names: list[str], columns: list[str]) -> Iterator[pa.Table]:
         with Stream(self.file) as stream:
             try:
-                reader = pa.csv.open_csv(
+                opened = lambda: pa.csv.open_csv(
                     pa.PythonFile(_Source(stream, self), mode="r"),
                     pa.csv.ReadOptions(use_threads=False, block_size=LONGEST),
                     pa.csv.ParseOptions(
@@ -155,7 +156,9 @@ class Rows:
                         include_columns=columns,
                     ),
                 )
-                yield from (table for batch in reader for table in slices(pa.Table.from_batches([batch])))
+                reader = _quietly(opened)
+                while (batch := _quietly(lambda: next(reader, None))) is not None:
+                    yield from slices(pa.Table.from_batches([batch]))
             except (pa.ArrowException, OSError) as error:
                 if "straddling" in str(error):
                     what = f"a row of more than {LONGEST >> 20} MB, or a quote that is never closed"
@@ -188,6 +191,17 @@ class Rows:
             self.next = max(self.next, row.number)
             what = f"found {row.actual_columns} columns, expected {row.expected_columns}"
             problems.bad("wrong columns", self.place(row.number - 1), what)
+
+
+def _quietly(call: Callable[[], Any]) -> Any:
+    """A row of another width that is not UTF-8 Arrow cannot hand over to `_skip`: it refuses the file, which
+    is told, and would print a traceback as well, which nobody needs."""
+    hook = sys.unraisablehook
+    sys.unraisablehook = lambda found: None if found.exc_type is UnicodeDecodeError else hook(found)
+    try:
+        return call()
+    finally:
+        sys.unraisablehook = hook
 
 
 class _Raw(io.RawIOBase):

@@ -4,7 +4,6 @@ their name says so. Damage to a compressed file is told as Bad once all that cam
 import bz2
 import gzip
 import io
-import logging
 import lzma
 import os
 import zlib
@@ -59,8 +58,11 @@ def filesystem(url: str) -> tuple[Any, str]:
     """The fsspec file system of a URL, and what the URL is called there."""
     import fsspec  # takes 0.1 s, for those who need it
 
-    logging.getLogger("gcsfs").addHandler(logging.NullHandler())  # what it logs, it also raises
+    from millrace import store
+
     protocol = url.split("://")[0]
+    if store.is_bucket(url):
+        store.prepare_gcsfs()
     try:
         return fsspec.core.url_to_fs(url)
     except ImportError as error:

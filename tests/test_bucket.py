@@ -1,0 +1,615 @@
+"""A run whose data, checkpoints, metrics and lock are in a bucket: real HTTP, real processes, and faults."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import fsspec
+import numpy as np
+import pytest
+from fakegcs import Store, running
+from test_checkpoint import about, state
+from test_hosts import finish as hosts_finish
+from test_hosts import start as hosts_start
+from test_train import rows
+
+from millrace import cli, config, lock, manifest, mirror, recipe, saved, store, train
+from millrace.checkpoint import Checkpoints
+from millrace.errors import Unreachable, UserError
+from millrace.evaluate import evaluate_run
+from millrace.folder import open_run
+
+BUSY = [dict(status=503), dict(status=429), dict(how="drop"), dict(how="cut"), dict(how="lost")]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Store]:
+    """One for all, since tensorstore looks for its address once."""
+    with running("bucket") as found, pytest.MonkeyPatch.context() as patch:
+        for name, value in found.environment.items():
+            patch.setenv(name, value)
+        patch.setitem(fsspec.config.conf, "gs", {"token": "anon"})
+        yield found
+
+
+@pytest.fixture
+def bucket(server: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+    """Empty, without faults, and a client that does not wait long."""
+    server.faults.clear()
+    server.requests.clear()
+    server.buckets["bucket"].clear()
+    server.clock = 0.0
+    monkeypatch.setenv("MILLRACE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(store, "FIRST_WAIT", 0.01)
+    store.prepare_gcsfs()
+    monkeypatch.setattr("gcsfs.retry.asyncio", SimpleNamespace(sleep=_no_wait))
+    yield server
+    server.faults.clear()
+
+
+def upload(server: Store, folder: str | Path, prefix: str) -> str:
+    for path in (path for path in Path(folder).rglob("*") if path.is_file()):
+        server.put("bucket", f"{prefix}/{path.relative_to(folder)}", path.read_bytes())
+    return f"gs://bucket/{prefix}"
+
+
+def test_files_of_a_bucket_are_like_those_of_a_disk(bucket: Store, tmp_path: Path) -> None:
+    found = []
+    for folder in ("gs://bucket/some", str(tmp_path / "some")):
+        store.write(f"{folder}/a.txt", b"one")
+        store.write(f"{folder}/a.txt", b"two")
+        store.write(f"{folder}/b/c d#?.txt", b"")
+        listed = store.entries(folder)
+        with pytest.raises(FileNotFoundError):
+            store.read(f"{folder}/none")
+        seen = (store.names(folder), {name: entry.size for name, entry in listed.items()})
+        store.move(f"{folder}/b", f"{folder}/d/e")
+        after = (store.names(f"{folder}/b"), list(store.entries(folder)), store.read(f"{folder}/a.txt"))
+        kinds = [store.exists(f"{folder}/{name}") for name in ("d", "b", "a.txt")]
+        with store.near(folder, ["a.txt", "none"]) as near:
+            fetched = (near / "a.txt").read_bytes(), (near / "none").exists()
+        store.remove(f"{folder}/d")
+        store.remove(f"{folder}/d")
+        found.append((*seen, *after, kinds, fetched, store.names(folder), store.names(f"{folder}/d")))
+    assert found[0] == found[1]
+    assert found[0][1] == {"a.txt": 3, "b/c d#?.txt": 0}
+
+
+@pytest.mark.parametrize("how", BUSY, ids=lambda how: str(next(iter(how.values()))))
+@pytest.mark.fault(20)
+def test_a_busy_bucket_is_asked_again(bucket: Store, how: dict) -> None:
+    content = os.urandom(3000)
+    faults = [bucket.fail(match, **how) for match in ("POST /upload", "GET /download", "GET .*delimiter=")]
+    store.write("gs://bucket/x/file", content)
+    assert store.read("gs://bucket/x/file") == content
+    assert store.names("gs://bucket/x") == ["file"]
+    assert all(fault.met > 1 for fault in faults)
+
+
+def test_a_connection_on_which_nothing_comes_is_given_up(
+    bucket: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "PATIENCE", 0.3)
+    bucket.put("bucket", "x", b"slow")
+    bucket.fail("GET", delay=2.0)
+    started = time.perf_counter()
+    assert store.read("gs://bucket/x") == b"slow"
+    assert time.perf_counter() - started < 1.9
+
+
+@pytest.mark.fault(20)
+def test_what_is_refused_is_told_at_once_and_what_fails_for_long_in_the_end(bucket: Store) -> None:
+    started = time.perf_counter()
+    for refused in (401, 403):
+        bucket.fail("x", status=refused, times=99)
+        with pytest.raises(UserError, match=r"gs://bucket/x may not be written .*check the credentials"):
+            store.write("gs://bucket/x", b"")
+        bucket.faults.clear()
+    with pytest.raises(UserError, match="there is no bucket nowhere; .*buckets create gs://nowhere"):
+        store.write("gs://nowhere/x", b"")
+    assert time.perf_counter() - started < 1
+    bucket.fail("x", status=503, times=999)
+    with pytest.raises(Unreachable, match="gs://bucket/x could not be read in 6 tries; .*503") as told:
+        store.read("gs://bucket/x")
+    assert told.value.code == 74
+
+
+async def _no_wait(seconds: float) -> None:
+    pass
+
+
+def saving(run: str, *numbers: int, keep: int = 9) -> Checkpoints:
+    checkpoints = Checkpoints(run, keep=keep)
+    for number in numbers:
+        assert checkpoints.save(number, state(number), about(number))
+    assert checkpoints.settle() and not checkpoints.told()
+    return checkpoints
+
+
+@pytest.mark.fault(20)
+def test_checkpoints_in_a_busy_bucket_are_whole_and_sealed_without_being_read(bucket: Store) -> None:
+    faults = [
+        bucket.fail("POST .*d/[0-9a-f]{32}", status=503, times=2),
+        bucket.fail("POST .*manifest.ocdbt", how="drop"),
+        bucket.fail("POST .*_METADATA", status=429),
+        bucket.fail("GET .*manifest.ocdbt", delay=0.3, times=2),
+        bucket.fail("POST .*commit_success", how="lost"),
+        bucket.fail("POST .*manifest.txt", how="lost"),
+    ]
+    checkpoints = saving("gs://bucket/run", 1, 2, 3, keep=2)
+    assert all(fault.met > 1 for fault in faults)
+    assert saved.numbers("gs://bucket/run") == [2, 3]
+    assert not bucket.names("bucket", "run/checkpoints/1/")
+    asked = len(bucket.requests)
+    assert saved.choose("gs://bucket/run") == saved.Chosen(3, {})
+    contents = [line for line in bucket.requests[asked:] if "alt=media" in line]
+    assert len(contents) == 1 and "manifest.txt" in contents[0]
+    restored = checkpoints.restore(3, state(0))
+    np.testing.assert_array_equal(restored.params["w"], state(3).params["w"])
+    checkpoints.close()
+
+
+@pytest.mark.fault(9)
+def test_a_damaged_step_of_a_bucket_is_put_aside_and_nothing_of_it_is_lost(bucket: Store) -> None:
+    saving("gs://bucket/run", 1, 2).close()
+    name = next(name for name in bucket.names("bucket", "run/checkpoints/2/") if "/d/" in name)
+    content = bytearray(bucket.buckets["bucket"][name].data)
+    content[len(content) // 2] ^= 1
+    bucket.put("bucket", name, bytes(content))
+    before = bucket.names("bucket", "run/checkpoints/2/")
+    chosen = saved.choose("gs://bucket/run")
+    assert chosen.step == 1 and "checksum" in chosen.passed[2]
+    # The move is cut off after some files; the next one finds the step still damaged and moves the rest.
+    refusal = bucket.fail("rewriteTo|copyTo|moveTo", status=403, skip=5, times=99)
+    with pytest.raises(UserError, match="may not be moved"):
+        saved.set_aside("gs://bucket/run", chosen.passed)
+    bucket.faults.remove(refusal)
+    chosen = saved.choose("gs://bucket/run")
+    assert chosen.step == 1 and list(chosen.passed) == [2]
+    time.sleep(1.1 - time.time() % 1)  # quarantine is named after the second
+    saved.set_aside("gs://bucket/run", chosen.passed)
+    aside = bucket.names("bucket", "run/checkpoints/quarantine/")
+    assert sorted(name.split("/", 4)[4] for name in aside) == [name.split("/", 3)[3] for name in before]
+    assert saved.choose("gs://bucket/run") == saved.Chosen(1, {})
+
+
+def test_a_step_that_was_cut_off_in_a_bucket_is_none(bucket: Store) -> None:
+    """By a save or by a removal: both leave a folder of that name without the mark that it is all there."""
+    saving("gs://bucket/run", 1, 2, 3).close()
+    del bucket.buckets["bucket"]["run/checkpoints/3/commit_success.txt"]
+    del bucket.buckets["bucket"]["run/checkpoints/3/manifest.txt"]
+    refusal = bucket.fail("DELETE .*/run/checkpoints/1", status=403, skip=1, times=99)
+    with pytest.raises(UserError, match="may not be removed"):
+        saved.remove("gs://bucket/run", 1)
+    bucket.faults.remove(refusal)
+    assert saved.numbers("gs://bucket/run") == [2]
+    assert saved.choose("gs://bucket/run") == saved.Chosen(2, {})
+    saved.clear_unfinished("gs://bucket/run")
+    assert {name.split("/")[2] for name in bucket.names("bucket", "run/checkpoints/")} == {"2"}
+
+
+def test_a_save_that_a_bucket_refuses_is_told_and_the_run_goes_on(bucket: Store) -> None:
+    checkpoints = Checkpoints("gs://bucket/run", keep=2)
+    bucket.fail("POST .*commit_success", status=403, times=9)
+    checkpoints.save(1, state(1), about(1))
+    assert not checkpoints.settle()
+    (told,) = checkpoints.told()
+    assert "step 1: the checkpoint could not be written" in told and "Forbidden" in told
+    bucket.faults.clear()
+    assert checkpoints.save(2, state(2), about(2)) and checkpoints.settle()
+    assert saved.numbers("gs://bucket/run") == [2]
+    checkpoints.close()
+
+
+def test_the_files_of_a_run_follow_it_into_the_bucket(bucket: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mirror, "EVERY", 0.05)
+    bucket.put("bucket", "run/log.txt", b"before\n")
+    with mirror.Mirror("gs://bucket/run").open(goes_on=True) as found:
+        log = found.near / "log.txt"
+        with log.open("a") as file:
+            file.write("after\n")
+        (found.near / "tensorboard").mkdir()
+        (found.near / "tensorboard/events").write_bytes(b"x" * 100)
+        (found.near / "wandb").mkdir()
+        (found.near / "wandb/cache").write_bytes(b"x")
+        while "run/tensorboard/events" not in bucket.names("bucket"):
+            time.sleep(0.01)
+        assert found.bring() and bucket.buckets["bucket"]["run/log.txt"].data == b"before\nafter\n"
+        refusal = bucket.fail("POST", status=403, times=99)
+        (found.near / "metrics.jsonl").write_bytes(b"{}\n")
+        assert not found.bring() and not found.bring()
+        assert len(told := found.told()) == 1 and "training goes on" in told[0]
+        bucket.faults.remove(refusal)
+    assert bucket.buckets["bucket"]["run/metrics.jsonl"].data == b"{}\n"
+    assert bucket.names("bucket") == ["run/log.txt", "run/metrics.jsonl", "run/tensorboard/events"]
+    assert not found.near.exists()
+
+
+def test_a_large_file_that_grows_is_not_uploaded_each_time(
+    bucket: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mirror, "RATE", 1e3)
+    with mirror.Mirror("gs://bucket/run").open(goes_on=False) as found:
+        events = found.near / "events"
+        for size in (3000, 3001, 3002):
+            events.write_bytes(b"x" * size)
+            found.bring(due=True)
+        assert len(bucket.buckets["bucket"]["run/events"].data) == 3000
+    assert len(bucket.buckets["bucket"]["run/events"].data) == 3002
+
+
+def test_what_cannot_be_uploaded_in_the_end_stays_here(
+    bucket: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with mirror.Mirror("gs://bucket/run").open(goes_on=False) as found:
+        (found.near / "metrics.jsonl").write_bytes(b"{}\n")
+        bucket.fail("POST", status=403, times=99)
+    said = capsys.readouterr().err
+    assert f"what could not be uploaded is in {found.near}" in said
+    assert (found.near / "metrics.jsonl").read_bytes() == b"{}\n"
+
+
+RUN = "gs://bucket/run"
+
+
+@pytest.mark.fault(23)
+def test_only_one_of_many_gets_the_lock_and_lets_go_of_it(bucket: Store) -> None:
+    """Also where the answer to the one who got it is lost, so that it asks again."""
+    bucket.fail("POST .*lock", how="lost", times=3)
+    inside, most, refused = 0, 0, 0
+    turn = threading.Lock()
+
+    def compete() -> None:
+        nonlocal inside, most, refused
+        try:
+            with lock.lock(RUN):
+                with turn:
+                    inside, most = inside + 1, max(most, inside + 1)
+                time.sleep(0.5)
+                with turn:
+                    inside -= 1
+        except UserError as error:
+            assert "another process trains in this folder (pid" in str(error)
+            refused += 1
+
+    lock_wait = pytest.MonkeyPatch()
+    lock_wait.setattr(lock, "BEAT", 0.1)
+    try:
+        threads = [threading.Thread(target=compete) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        lock_wait.undo()
+    assert most == 1 and refused >= 1
+    assert bucket.names("bucket") == []
+
+
+def owner(bucket: Store, age: float, **about: object) -> None:
+    """Somebody else's lock, last heard of a while ago."""
+    content = {"id": "x", "host": "elsewhere", "pid": 7, "machine": "elsewhere"} | about
+    bucket.put("bucket", "run/.lock", json.dumps(content).encode()).updated -= age
+
+
+def test_an_owner_that_was_silent_for_long_is_followed_by_another(bucket: Store) -> None:
+    owner(bucket, lock.SILENT + 5)
+    bucket.clock = 7200.0  # the clocks of machines say nothing
+    bucket.buckets["bucket"]["run/.lock"].updated += 7200.0
+    with lock.lock(RUN):
+        held = json.loads(bucket.buckets["bucket"]["run/.lock"].data)
+        assert held["pid"] == os.getpid()
+    assert bucket.names("bucket") == []
+
+
+def test_an_owner_that_may_be_dead_is_waited_for(bucket: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lock, "BEAT", 0.3)
+    monkeypatch.setattr(lock, "SILENT", 3.0)
+    owner(bucket, 1.0)
+    told: list[str] = []
+    with lock.lock(RUN, waiting=told.append):
+        pass
+    assert len(told) == 1 and "held by pid 7 on elsewhere, silent for" in told[0]
+    owner(bucket, 0.0)
+
+    def beat() -> None:
+        time.sleep(0.5)
+        owner(bucket, 0.0)
+
+    beating = threading.Thread(target=beat)
+    beating.start()
+    with pytest.raises(UserError, match="another process trains in this folder .pid 7 on elsewhere"):
+        lock.lock(RUN).__enter__()
+    beating.join()
+
+
+def test_an_owner_of_this_machine_that_is_dead_is_followed_at_once(bucket: Store) -> None:
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    owner(bucket, 0.0, machine=lock.machine(), pid=gone.pid)
+    with lock.lock(RUN, waiting=lambda line: pytest.fail(line)):
+        pass
+    owner(bucket, 0.0, machine=lock.machine(), pid=os.getppid())
+    assert not lock.is_dead(lock.owner_of(bucket.buckets["bucket"]["run/.lock"].data))
+    assert not lock.is_dead({}) and lock.owner_of(b"\0nonsense") == {}
+
+
+def test_an_owner_that_lost_the_lock_ends_and_leaves_it_to_the_other(bucket: Store) -> None:
+    """As one does that was stopped for minutes while another took over."""
+    program = (
+        "import time\nfrom millrace import lock\nlock.BEAT = 0.2\n"
+        f"with lock.lock({RUN!r}):\n    print('held', flush=True)\n    time.sleep(60)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None and process.stdout.readline() == "held\n"
+    bucket.fail("POST .*lock", status=503)  # a beat that is late is none that is missing
+    time.sleep(1.5)
+    assert process.poll() is None
+    owner(bucket, 0.0)
+    _, said = process.communicate(timeout=20)
+    assert process.returncode == lock.TAKEN and "another process took this run over" in said
+    assert json.loads(bucket.buckets["bucket"]["run/.lock"].data)["pid"] == 7
+
+
+def test_a_run_folder_at_another_kind_of_url_is_refused(tiny) -> None:
+    with pytest.raises(UserError, match=r"run: found memory://x, expected a local folder or gs://"):
+        train.run(tiny("run=memory://x"))
+
+
+def test_a_short_run_in_a_bucket_leaves_all_that_one_on_a_disk_does(bucket: Store, tiny, packed: str) -> None:
+    data = upload(bucket, packed, "data")
+    cfg = tiny("run=gs://bucket/run", f"data.path={data}", "log.tensorboard=true", "schedule.steps=2")
+    assert train.run(cfg) == 0
+    names = {name.split("/")[1] for name in bucket.names("bucket", "run/")}
+    assert names >= {
+        "recipe.yaml",
+        "metrics.jsonl",
+        "log.txt",
+        "checkpoints",
+        "tensorboard",
+        "tokenizer.json",
+    }
+    assert ".lock" not in names
+    lines = bucket.buckets["bucket"]["run/metrics.jsonl"].data.decode().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 2]
+    assert saved.choose("gs://bucket/run") == saved.Chosen(2, {})
+    assert recipe.load_train("gs://bucket/run/recipe.yaml").run == "gs://bucket/run"
+
+
+@pytest.mark.slow
+def test_a_run_in_a_bucket_is_the_run_on_a_disk(bucket: Store, tiny, tmp_path: Path, packed: str) -> None:
+    """Stopped and gone on with in between; its losses, its records, and what is made of it."""
+    data = upload(bucket, packed, "data")
+    for match in ("POST", "GET .*alt=media", "GET .*delimiter"):
+        for at, how in enumerate(BUSY):
+            bucket.fail(match, skip=7 * at + 3, **how)
+    far = tiny("run=gs://bucket/run", f"data.path={data}", "log.tensorboard=true", "schedule.steps=8")
+    near = tiny("schedule.steps=8")
+    cut = ("schedule.steps=8", "run=gs://bucket/run", f"data.path={data}", "log.tensorboard=true")
+    assert train.run(near) == 0
+    stopped = tiny(*cut, "checkpoint.every=3")
+    patch = pytest.MonkeyPatch()
+    patch.setattr(
+        train.hosts.Stopper, "after", lambda self, step: self.__setattr__("asked", "X") or step == 4
+    )
+    assert train.run(stopped) == train.PREEMPTED
+    patch.undo()
+    assert saved.numbers("gs://bucket/run") == [3, 4]
+    assert train.run(far) == 0
+    lines = bucket.buckets["bucket"]["run/metrics.jsonl"].data.decode().splitlines()
+    losses = {row["step"]: row["loss"] for row in map(json.loads, lines) if "loss" in row}
+    assert losses == {row["step"]: row["loss"] for row in rows(near)} and len(losses) == 8
+    log = bucket.buckets["bucket"]["run/log.txt"].data.decode()
+    assert "asked to stop by X" in log and "from step 4 to 8" in log
+    assert len(bucket.names("bucket", "run/tensorboard/events")) == 2
+    assert "run/.lock" not in bucket.names("bucket")
+    assert evaluate_run(open_run(recipe.load_run("gs://bucket/run"))) == evaluate_run(
+        open_run(recipe.load_run(near.run))
+    )
+    assert sum(fault.met > fault.skip for fault in bucket.faults) > 9
+
+
+def test_the_commands_take_a_run_in_a_bucket(
+    bucket: Store, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saving("gs://bucket/run", 1, 2, 3).close()
+    for argv, code, says in (
+        (["ls", RUN], 0, r"3  temporary .* whole"),
+        (["verify", RUN], 0, "step 2: whole"),
+        (["diff", RUN, "1", "2"], 1, "recipe: seed: 1 -> 2"),
+        (["prune", RUN, "--keep", "1"], 0, "step 2: removed"),
+        (["ls", "gs://bucket/nothing"], 2, ""),
+    ):
+        assert cli.main(["checkpoint", *argv]) == code
+        assert re.search(says, capsys.readouterr().out)
+    assert saved.numbers(RUN) == [3]
+    bucket.buckets["bucket"]["run/checkpoints/3/params/_METADATA"].data += b" "
+    assert cli.main(["checkpoint", "verify", RUN]) == 1
+    assert "damaged: params/_METADATA" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["eval", "gs://nowhere/run"], "there is no bucket nowhere"),
+        (["eval", "gs://bucket/nothing"], "not a run folder: no recipe.yaml in it"),
+        (["generate", "gs://bucket/secret"], "secret/recipe.yaml may not be read .*check the credentials"),
+        (["checkpoint", "verify", "gs://bucket/secret"], "may not be read .*check the credentials"),
+        (["train", "RECIPE", "run=gs://nowhere/run"], "there is no bucket nowhere"),
+        (["train", "RECIPE", "data.path=gs://nowhere/data"], "there is no bucket nowhere"),
+        (["train", "RECIPE", "run=gs://bucket/secret"], "secret/.lock may not be .*check the credentials"),
+        (["train", "RECIPE", "data.path=gs://bucket/secret"], "index.json may not be read"),
+        (["train", "RECIPE", "start=gs://bucket/nothing"], "expected a run folder, or one of Hugging Face"),
+    ],
+)
+def test_a_bucket_that_is_not_there_or_not_for_us_is_told_in_a_line(
+    bucket: Store, tiny, tmp_path: Path, argv: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bucket.fail("secret", status=403, times=99)
+    tiny()
+    argv = [str(tmp_path / "recipe.yaml") if word == "RECIPE" else word for word in argv]
+    started = time.perf_counter()
+    assert cli.main(argv) == 2
+    said = capsys.readouterr().err.strip().splitlines()[-1]
+    assert said.startswith("millrace: ") and re.search(says, said)
+    assert time.perf_counter() - started < 4
+
+
+@pytest.mark.slow
+@pytest.mark.fault(20)
+def test_a_process_killed_in_a_busy_bucket_goes_on_to_the_same_weights(
+    bucket: Store, tiny, tmp_path: Path, packed: str
+) -> None:
+    """Supervised: its worker is killed in the middle, and started again, and takes over its own lock."""
+    data = upload(bucket, packed, "data")
+    long = ("schedule.steps=60", "checkpoint.every=5", "log.tensorboard=true", f"data.path={data}")
+    for name in ("whole", "broken"):
+        cfg = tiny(f"run=gs://bucket/{name}", *long)
+        (tmp_path / f"{name}.yaml").write_text(config.to_yaml(cfg))
+
+    def start(name: str) -> subprocess.Popen[str]:
+        flags = "--xla_force_host_platform_device_count=1 --xla_backend_optimization_level=0"
+        return subprocess.Popen(
+            [sys.executable, "-m", "millrace", "train", str(tmp_path / f"{name}.yaml")],
+            env=os.environ | {"XLA_FLAGS": flags},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    whole = start("whole")
+    said, _ = whole.communicate(timeout=300)
+    assert whole.returncode == 0, said
+    for number in range(60):
+        bucket.fail("broken", skip=40 * number, delay=0.05 * (number % 7), **BUSY[number % 5])
+    broken = start("broken")
+    while broken.poll() is None and not any(
+        name.endswith("/10/manifest.txt") for name in bucket.names("bucket", "broken/")
+    ):
+        time.sleep(0.01)
+    workers = subprocess.run(["pgrep", "-P", str(broken.pid)], capture_output=True, text=True).stdout.split()
+    os.kill(int(workers[0]), signal.SIGKILL)
+    said, _ = broken.communicate(timeout=300)
+    assert broken.returncode == 0, said
+    assert "was ended by SIGKILL" in said and "starts again from step" in said
+    assert cli.main(["checkpoint", "diff", "gs://bucket/whole", "gs://bucket/broken"]) == 1
+    one, other = (
+        dict(open_run(recipe.load_run(f"gs://bucket/{name}"), item="params").params.__dict__)
+        for name in ("whole", "broken")
+    )
+    for name, value in train.module.named(one):
+        np.testing.assert_array_equal(value, dict(train.module.named(other))[name], err_msg=name)
+    records = [
+        {
+            row["step"]: row["loss"]
+            for row in map(json.loads, bucket.buckets["bucket"][f"{name}/metrics.jsonl"].data.splitlines())
+            if "loss" in row
+        }
+        for name in ("whole", "broken")
+    ]
+    assert records[0] == records[1] and len(records[0]) == 60
+    assert "was ended by SIGKILL" in bucket.buckets["bucket"]["broken/log.txt"].data.decode()
+
+
+READ_ONLY = """
+mount --bind {folder} {folder} && mount -o remount,bind,ro {folder} || exit 90
+touch {folder}/x 2>/dev/null && exit 90
+"""
+
+
+def read_only(folder: Path, *commands: list[str]) -> subprocess.CompletedProcess[str]:
+    """Runs commands that see a folder as a disk mounted read-only."""
+    if shutil.which("unshare") is None:
+        pytest.skip("needs unshare")
+    lines = [
+        READ_ONLY.format(folder=folder),
+        *("'" + "' '".join(command) + "' || exit $?" for command in commands),
+    ]
+    flags = "--xla_force_host_platform_device_count=1 --xla_backend_optimization_level=0"
+    done = subprocess.run(
+        ["unshare", "-rm", "sh", "-c", "\n".join(lines)],
+        env=os.environ | {"XLA_FLAGS": flags},
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode == 90 or "unshare" in done.stderr:
+        pytest.skip("mounts are not for us")
+    return done
+
+
+@pytest.mark.slow
+def test_data_and_runs_on_a_disk_that_cannot_be_written_are_of_use(tiny, tmp_path: Path, packed: str) -> None:
+    disk = tmp_path / "disk"
+    shutil.copytree(packed, disk / "data")
+    assert train.run(tiny(f"run={disk}/run", f"data.path={disk}/data", "schedule.steps=2")) == 0
+    cfg = tiny(f"data.path={disk}/data", f"start={disk}/run", "schedule.steps=2")
+    (tmp_path / "own.yaml").write_text(config.to_yaml(cfg))
+    millrace = [sys.executable, "-m", "millrace"]
+    done = read_only(
+        disk,
+        [*millrace, "train", str(tmp_path / "own.yaml"), "--once"],
+        [*millrace, "eval", f"{disk}/run"],
+        [*millrace, "checkpoint", "verify", f"{disk}/run"],
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "weights from" in done.stdout and "evaluation loss" in done.stdout and "whole" in done.stdout
+
+
+@pytest.mark.fault(25)
+def test_a_run_folder_that_cannot_be_written_is_told(tiny, tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "own.yaml").write_text(config.to_yaml(tiny(f"run={tmp_path}/disk/run")))
+    command = [sys.executable, "-m", "millrace", "train", str(tmp_path / "own.yaml"), "--once"]
+    done = read_only(tmp_path / "disk", command)
+    assert done.returncode == 2 and f"millrace: {tmp_path}/disk/run: Read-only file system" in done.stderr
+
+
+def test_a_manifest_is_the_same_wherever_the_step_lies(bucket: Store, tmp_path: Path) -> None:
+    for number, content in enumerate((b"", b"abc", os.urandom(5000))):
+        (tmp_path / "step" / f"{number}").mkdir(parents=True)
+        (tmp_path / "step" / f"{number}" / "f").write_bytes(content)
+    url = upload(bucket, tmp_path / "step", "step")
+    here, there = (
+        manifest.seal(manifest.epath.Path(at), step=4, permanent=True) for at in (tmp_path / "step", url)
+    )
+    assert here == there
+    assert (tmp_path / "step" / manifest.NAME).read_bytes() == store.read(f"{url}/{manifest.NAME}")
+
+
+@pytest.mark.slow
+def test_two_hosts_share_a_run_in_a_bucket_and_a_second_launch_is_refused(
+    bucket: Store, tiny, tmp_path: Path, packed: str
+) -> None:
+    data = upload(bucket, packed, "data")
+    for number, how in enumerate(BUSY * 4):
+        bucket.fail("run", skip=30 * number, **how)
+    cfg = tiny("run=gs://bucket/run", f"data.path={data}", "schedule.steps=400", "mesh.fsdp=2")
+    (tmp_path / "both.yaml").write_text(config.to_yaml(cfg))
+    both = hosts_start(tmp_path / "both.yaml")
+    while not any("/6/manifest.txt" in name for name in bucket.names("bucket")):
+        assert all(process.poll() is None for process in both)
+        time.sleep(0.05)
+    (tmp_path / "second.yaml").write_text(config.to_yaml(cfg))
+    (code,), said = hosts_finish(hosts_start(tmp_path / "second.yaml", count=1), tmp_path / "second.yaml")
+    assert code == 2 and "another process trains in this folder (pid" in said
+    both[1].send_signal(signal.SIGTERM)
+    codes, said = hosts_finish(both, tmp_path / "both.yaml")
+    assert codes == [train.PREEMPTED] * 2, said
+    stopped = max(saved.numbers("gs://bucket/run"))
+    assert ".lock" not in " ".join(bucket.names("bucket", "run/"))
+    codes, said = hosts_finish(
+        hosts_start(tmp_path / "both.yaml", f"schedule.steps={stopped + 3}"), tmp_path / "both.yaml"
+    )
+    assert codes == [0, 0] and f"from step {stopped} to {stopped + 3}" in said
+    assert saved.choose("gs://bucket/run").step == stopped + 3

@@ -1,0 +1,243 @@
+"""Secrets stay out of what is told and kept; what comes from elsewhere is read, never run."""
+
+import ast
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from jinja2.exceptions import SecurityError
+
+from millrace import cli, lock, recipe, secret, store, train, writers
+from millrace.data.shards import Index
+from millrace.data.stream import Dataset
+from millrace.data.template import make_environment
+from millrace.errors import UserError
+from millrace.export import huggingface
+
+PACKAGE = Path(secret.__file__).parent
+TOKEN = "hf_" + "aB3dE6gH9" * 4
+
+
+@pytest.mark.parametrize(
+    ("url", "told"),
+    [
+        ("https://me:pass@host/data", "https://host/data"),
+        ("https://me@host/data?page=2", "https://host/data?page=2"),
+        ("https://host/x?X-Goog-Signature=abc&a=1", "https://host/x?***"),
+        ("https://host/x?sv=2&sig=abc%3D", "https://host/x?***"),
+        ("https://host/x?access_token=abc", "https://host/x?***"),
+        ("https://host/x?download=true", "https://host/x?download=true"),
+        ("gs://bucket/run", "gs://bucket/run"),
+        ("/home/me@work/token", "/home/me@work/token"),
+    ],
+)
+def test_a_url_is_told_without_what_it_carries(url: str, told: str) -> None:
+    assert secret.shown(url) == told == store.shown(url)
+    assert (secret.in_url(url) is None) == (url == told)
+    assert secret.clean(f"error: {url} failed") == f"error: {told} failed"
+
+
+def test_messages_are_told_without_secrets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef")
+    monkeypatch.setenv("SOME_PASSWORD", "correct horse")
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "perhaps-not")
+    monkeypatch.setenv("MY_TOKEN", str(tmp_path))  # where it is kept is no secret
+    text = f"0123456789abcdef, correct horse, {TOKEN}, perhaps-not, {tmp_path}, Bearer ya.x-12345678"
+    assert secret.clean(text) == f"***, ***, ***, perhaps-not, {tmp_path}, Bearer ***"
+    key = "-----BEGIN PRIVATE KEY-----\nabc\ndef\n-----END PRIVATE KEY-----"
+    assert secret.clean(f"a {key} b") == "a *** b"
+
+
+def test_neither_the_log_nor_the_terminal_has_secrets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "a-token-of-mine")
+    out = writers.make(tmp_path, total_steps=1)
+    out.event("cannot connect to https://me:pass@host/x with a-token-of-mine", "warning")
+    out.close()
+    for said in ((tmp_path / "log.txt").read_text(), capsys.readouterr().out):
+        assert "cannot connect to https://host/x with ***" in said
+
+
+def test_a_mistake_and_a_crash_are_told_without_secrets(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["eval", f"nowhere-{TOKEN}"]) == 2
+    said = capsys.readouterr().err
+    assert "nowhere-***" in said and TOKEN not in said
+    program = "import sys\nfrom millrace import secret\nsys.excepthook = secret.excepthook\n"
+    program += f"raise ValueError('https://me:pass@host/ {TOKEN}')"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (
+        "ValueError: https://host/ ***" in done.stderr and "pass" not in done.stderr.split("ValueError")[-1]
+    )
+
+
+def test_a_recipe_with_a_secret_in_a_url_is_refused_without_telling_it(tiny, tmp_path: Path) -> None:
+    for override in ("data.path", "run", "start"):
+        with pytest.raises(
+            UserError, match="found https://host/x, expected a URL without a user name"
+        ) as told:
+            tiny(f"{override}=https://me:pass@host/x")
+        assert "pass@" not in str(told.value)
+    (tmp_path / "data.yaml").write_text(
+        f"path: {tmp_path}/data\nsources: {{a: {{path: 'https://host/x?X-Amz-Signature=abc'}}}}\n"
+    )
+    with pytest.raises(UserError, match=r"data.yaml:2: sources.a.path: found https://host/x\?\*\*\*") as told:
+        recipe.load_data(tmp_path / "data.yaml")
+    assert "abc" not in str(told.value)
+
+
+def test_nothing_of_the_environment_is_kept_with_a_run(
+    tiny, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "GOOGLE_PASSWORD"):
+        monkeypatch.setenv(name, f"secret-of-{name.lower()}")
+    cfg = tiny("schedule.steps=1", "schedule.warmup=0", "log.tensorboard=true")
+    assert train.run(cfg) == 0
+    kept = [path for path in Path(cfg.run).rglob("*") if path.is_file()]
+    assert len(kept) > 20
+    assert not [path for path in kept if b"secret-of-" in path.read_bytes()]
+
+
+UNSAFE = {
+    "pickle.load", "pickle.loads", "pickle.Unpickler", "marshal.load", "marshal.loads", "shelve.open",
+    "torch.load", "joblib.load", "yaml.load", "yaml.unsafe_load", "yaml.full_load", "eval", "exec",
+    "os.system",
+    "os.popen", "tarfile.open", "zipfile.ZipFile", "shutil.unpack_archive", "jsonpickle.decode", "dill.load",
+}  # fmt: skip
+ALLOWED = {
+    ("config.py", "exec"),  # a class of our own files, without importing JAX
+    ("bundle.py", "tarfile"),  # which writes one, and opens none
+    ("bundle.py", "tarfile.open"),
+    ("workers.py", "Place(shell)"),  # a field of ours: how a worker is spoken to
+}
+FLAGS = {"allow_pickle", "trust_remote_code", "shell"}
+
+
+def test_no_loader_unpickles_unpacks_or_runs_what_it_reads() -> None:
+    """Of our own code. `--program` alone takes compiled programs, from whoever starts it."""
+    found = set()
+    for file in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call):
+                name = ast.unparse(node.func)
+                if name in UNSAFE:
+                    found.add((file.name, name))
+                for flag in node.keywords:
+                    if flag.arg in FLAGS and not (
+                        isinstance(flag.value, ast.Constant) and not flag.value.value
+                    ):
+                        found.add((file.name, f"{name}({flag.arg})"))
+                    if flag.arg == "weights_only" and ast.unparse(flag.value) != "True":
+                        found.add((file.name, name))
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                names = [alias.name for alias in node.names] + [getattr(node, "module", "") or ""]
+                found |= {
+                    (file.name, name)
+                    for name in names
+                    if name.split(".")[0] in ("pickle", "tarfile", "zipfile", "shelve", "dill")
+                }
+    assert found == ALLOWED
+
+
+class Trap:
+    """Leaves a file where it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return (os.mkdir, (str(self.path),))
+
+
+def test_arrays_with_objects_in_them_are_not_unpickled(packed: str, tmp_path: Path) -> None:
+    """As shards of a dataset, and as all that has its bytes."""
+    data = tmp_path / "data"
+    data.mkdir()
+    for file in Path(packed).iterdir():
+        if file.is_file():
+            (data / file.name).write_bytes(file.read_bytes())
+    shard = next(data.glob("train-*[0-9].npy"))
+    trap = np.array([Trap(tmp_path / "sprung")], dtype=object)
+    size = shard.stat().st_size
+    np.save(shard, trap, allow_pickle=True)
+    shard.write_bytes(shard.read_bytes().ljust(size, b"\0")[:size])
+    with pytest.raises(UserError, match="damaged|holds object"):
+        Dataset.open(data).batch(0, split="train", sequences=2, seed=0)
+    assert cli.main(["data", "verify", str(data)]) == 2
+    for name in ("index.json", "tokenizer.json"):
+        (data / name).write_bytes(pickle.dumps(Trap(tmp_path / "sprung")))
+        with pytest.raises(UserError):
+            Dataset.open(data)
+            from millrace.data import tokenise
+
+            tokenise.load(data)
+    assert not (tmp_path / "sprung").exists()
+
+
+def test_weights_in_pickles_are_not_read(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps(Trap(tmp_path / "sprung")))
+    (tmp_path / "model.safetensors").write_bytes(pickle.dumps(Trap(tmp_path / "sprung")))
+    with pytest.raises(UserError, match="not a whole safetensors file"):
+        huggingface.Tensors(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(UserError, match=r"no \.safetensors file in it"):
+        huggingface.Tensors(tmp_path)
+    assert not (tmp_path / "sprung").exists()
+
+
+@pytest.mark.parametrize(
+    "name", ["../other/train-0-00000", "/etc/passwd", "a/b", "..", "", ".hidden", "a\0b"]
+)
+def test_an_index_that_names_files_elsewhere_is_refused(packed: str, name: str) -> None:
+    index = json.loads((Path(packed) / "index.json").read_text())
+    index["splits"]["train"]["epochs"][0][0]["name"] = name
+    with pytest.raises(UserError, match="names the shard .* expected a plain name"):
+        Index.parse(json.dumps(index), "index.json")
+    index["splits"]["train"]["epochs"][0][0] |= {"name": "train-0-00000", "checksums": {"/../../x": "0"}}
+    with pytest.raises(UserError, match="names the shard"):
+        Index.parse(json.dumps(index), "index.json")
+
+
+def test_a_shard_that_is_a_link_is_what_the_index_says_or_refused(packed: str, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    for file in Path(packed).iterdir():
+        if file.is_file():
+            (data / file.name).symlink_to(file)
+    Dataset.open(data).batch(0, split="train", sequences=2, seed=0)  # a disk elsewhere
+    shard = next(data.glob("train-*[0-9].npy"))
+    size = shard.stat().st_size
+    shard.unlink()
+    (tmp_path / "private").write_bytes(b"x" * size)
+    shard.symlink_to(tmp_path / "private")
+    with pytest.raises(UserError, match="damaged"):
+        Dataset.open(data)
+
+
+def test_the_lock_does_not_follow_a_link(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "precious").write_text("precious")
+    (tmp_path / "run/.lock").symlink_to(tmp_path / "precious")
+    with pytest.raises(OSError, match=r"\.lock"), lock.lock(str(tmp_path / "run")):
+        pass
+    assert (tmp_path / "precious").read_text() == "precious"
+
+
+def test_a_chat_template_cannot_reach_python() -> None:
+    environment = make_environment()
+    for text in (
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ x.append(1) }}",
+        "{{ f.__globals__.x }}",
+    ):
+        with pytest.raises(SecurityError):
+            environment.from_string(text).render(x=[], f=environment.from_string)
