@@ -1,14 +1,21 @@
 """What a checkpoint costs: how long a save holds up the loop, how long it takes behind it, and what it takes
-to verify and to read one. `python -m benchmarks.checkpoint [MiB]`, in a temporary folder here."""
+to verify and to read one. `python -m benchmarks.checkpoint [MiB]`, in a temporary folder here. With `run` in
+place of a size: the share of its time that the demo's loop gives to saves, one in 64 steps, and the seconds
+from a kill to the first new step."""
 
+import json
+import os
+import signal
+import subprocess
 import sys
 import tempfile
 import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 
-from millrace import manifest, steps
+from millrace import goodput, manifest, saved, spikes
 from millrace.checkpoint import Checkpoints
 from millrace.state import State
 
@@ -26,7 +33,7 @@ def main(size: int) -> None:
     }
     zero = jnp.zeros((), jnp.int32)
     key = jax.random.key_data(jax.random.key(0))
-    state = State(zero, make(0), {"mu": make(8), "nu": make(16)}, None, key, zero + 0, zero + 0)
+    state = State(zero, make(0), {"mu": make(8), "nu": make(16)}, None, key, zero + 0, spikes.fresh(2))
     jax.block_until_ready(state)
     about = {"step": 0, "recipe": {}, "tokenizer_sha256": None}
     with tempfile.TemporaryDirectory(dir=".") as run:
@@ -35,15 +42,77 @@ def main(size: int) -> None:
             _, blocked = timed(checkpoints.save, number, state, about)
             _, behind = timed(checkpoints.settle)
             print(f"save {number}: holds up the loop {blocked:.2f} s, goes on behind it for {behind:.2f} s")
-        folder = steps.folder(run) / "4"
+        folder = saved.folder(run) / "4"
         _, sealed = timed(manifest.seal, folder, step=4, permanent=False)
         _, verified = timed(manifest.verify, folder)
         _, read = timed(lambda: jax.block_until_ready(checkpoints.restore(4, state)))
-        stored = steps.described(run, 4).size
+        stored = saved.described(run, 4).size
         print(f"{stored / 2**20:,.0f} MiB stored of {size:,}: seal {sealed:.2f} s")
         print(f"verify {verified:.2f} s, read {read:.2f} s")
         checkpoints.close()
 
 
+EVERY, STEPS = 64, 256
+
+
+def train(folder: str) -> None:
+    """The demo twice: undisturbed, and killed once it has a checkpoint."""
+    millrace = [sys.executable, "-m", "millrace"]
+    prepare = [*millrace, "data", "prepare", "recipes/data/demo.yaml", f"path={folder}/data"]
+    subprocess.run(prepare, check=True, stdout=subprocess.DEVNULL)
+    settings = [f"data.path={folder}/data", f"checkpoint.every={EVERY}", f"schedule.steps={STEPS}"]
+    settings += ["eval.every=0", "log.every=1", "log.tensorboard=false"]
+    command = [*millrace, "train", "recipes/demo.yaml", *settings]
+    subprocess.run([*command, f"run={folder}/whole"], check=True, stdout=subprocess.DEVNULL)
+    spent = in_the_loop(Path(folder) / "whole")
+    total = sum(spent.values())
+    saves, share = STEPS // EVERY - 1, spent.get("checkpoint_save", 0.0) / total
+    each = f"{EVERY} steps of {1000 * total / STEPS:.0f} ms"
+    print(f"{saves} saves, one in {each}: {100 * share:.2f} % of the loop")
+    print(f"each holds it up for {1000 * share * total / saves:.0f} ms")
+
+    run = Path(folder) / "killed"
+    with subprocess.Popen([*command, f"run={run}"], stdout=subprocess.DEVNULL) as process:
+        wait_for(lambda: last_step(run) > EVERY + 10, process)
+        killed = goodput.read(run / "goodput.jsonl").lives[-1].pid
+        os.kill(killed, signal.SIGKILL)
+        begun, reached = time.perf_counter(), rows(run)
+        wait_for(lambda: rows(run) > reached, process)
+        print(f"from the kill to the first new step: {time.perf_counter() - begun:.1f} s")
+        process.terminate()
+    print(f"load of this machine: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
+
+
+def in_the_loop(run: Path) -> dict[str, float]:
+    """Seconds by category between the first logged step and the last: no start, no save at the end."""
+    lines = [json.loads(line) for line in (run / "goodput.jsonl").read_text().splitlines()]
+    found: dict[str, float] = {}
+    for line in [line for line in lines if "step" in line][1:]:
+        for name, seconds in line.get("seconds", {}).items():
+            found[name] = found.get(name, 0.0) + seconds
+    return found
+
+
+def rows(run: Path) -> int:
+    log = run / "metrics.jsonl"
+    return log.read_text().count("\n") if log.exists() else 0
+
+
+def last_step(run: Path) -> int:
+    log = run / "goodput.jsonl"
+    return goodput.read(log).lives[-1].last if rows(run) else 0
+
+
+def wait_for(there, process: subprocess.Popen) -> None:
+    while not there():
+        if process.poll() is not None:
+            sys.exit(f"the run ended with {process.returncode}")
+        time.sleep(0.05)
+
+
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 512)
+    if sys.argv[1:] == ["run"]:
+        with tempfile.TemporaryDirectory(dir=".") as scratch:
+            train(scratch)
+    else:
+        main(int(sys.argv[1]) if len(sys.argv) > 1 else 512)

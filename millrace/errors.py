@@ -11,3 +11,9 @@ class DoesNotFit(UserError):
     """Right as it is, but too large for the memory of these devices."""
 
     code = 3
+
+
+class Unreachable(UserError):
+    """A server that did not answer, however often it was asked: to try again later may help."""
+
+    code = 74

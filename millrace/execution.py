@@ -12,7 +12,8 @@ from millrace.errors import UserError
 from millrace.layers.attention import is_kernel
 from millrace.module import Axes
 from millrace.products.dot import KEPT
-from millrace.products.weight import Weight, round_weight
+from millrace.products.weight import round_weight
+from millrace.rounding import rounded
 
 policies = jax.checkpoint_policies
 HOST = dict(offload_src="device", offload_dst="pinned_host")
@@ -208,7 +209,9 @@ def cast(params: Any, axes: Any, how: Execution) -> Any:
     they are: their gradients are sums over all tokens, and summed in their own dtype."""
 
     def one(axes: Axes, w: Any) -> Any:
-        if axes.exact or not axes.is_hidden_matrix or isinstance(w, Weight):  # done already
+        if axes.grid is not None:
+            return rounded(w, axes.grid).astype(how.dtype)
+        if axes.exact or not axes.is_hidden_matrix or not isinstance(w, jax.Array):  # rounded already
             return w
         if how.products == "compute":
             return w.astype(how.dtype)

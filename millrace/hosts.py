@@ -2,9 +2,11 @@
 finds wrong, and stopping at the same step. On a single host nothing of this is done."""
 
 import contextlib
+import errno
 import hashlib
 import os
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -16,12 +18,13 @@ import numpy as np
 from jax._src import distributed
 from jax.experimental import multihost_utils
 
-from millrace import supervise
+from millrace import secret, supervise
 from millrace.errors import UserError
 
 # Plain addresses: the same everywhere but for the last, which counts the hosts from 0.
 NAMES = ("MILLRACE_COORDINATOR", "MILLRACE_PROCESSES", "MILLRACE_PROCESS")
 HEARTBEAT = "MILLRACE_HEARTBEAT"  # seconds without a sign of life after which a host is taken for dead
+PATIENCE = 10.0  # seconds to wait for a port
 SAID = 480  # bytes of a message to the other hosts
 
 
@@ -32,6 +35,8 @@ def join() -> None:
     found = settings(os.environ)
     if found is None:
         return
+    if found.get("process_id") == 0:
+        free_port(found["coordinator_address"])
     # CPUs need to be told how to talk; others do not look at it.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     try:
@@ -45,6 +50,25 @@ def join() -> None:
                 f"jax[k8s], or set {', '.join(NAMES)} (or {NAMES[1]}=1 to train on each alone)"
             ) from None
         # else a TPU that belongs to no cluster
+
+
+def free_port(address: str) -> None:
+    """JAX crashes where somebody else has the port. A trainer that was just ended may take a while to let go
+    of it."""
+    port, end = int(address.rpartition(":")[2]), time.monotonic() + PATIENCE
+    while True:
+        with socket.socket() as tried:
+            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                tried.bind(("", port))
+                return
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE or time.monotonic() > end:
+                    raise UserError(
+                        f"{NAMES[0]}={address}: this host cannot take the port: {error.strerror}; choose "
+                        "another on every host, or end what has it"
+                    ) from None
+        time.sleep(0.2)
 
 
 def settings(env: Mapping[str, str]) -> dict[str, Any] | None:
@@ -146,6 +170,18 @@ def heard(word: str) -> bool:
         return False
 
 
+def tell(key: str, value: str) -> None:
+    """Leaves a word for the others, in the place of the last one under that key."""
+    client: Any = distributed.global_state.client
+    client.key_value_set(f"millrace/{key}", value, allow_overwrite=True)
+
+
+def told(folder: str) -> dict[str, str]:
+    """What was left under the keys of a folder."""
+    client: Any = distributed.global_state.client
+    return {key.rpartition("/")[2]: value for key, value in client.key_value_dir_get(f"millrace/{folder}/")}
+
+
 class Stopper:
     """Turns SIGTERM (preemption) and Ctrl-C into a wish the loop sees after the step at hand. A second
     Ctrl-C stops at once. Of several hosts JAX has the handler of SIGTERM, and agrees on a step with the
@@ -196,7 +232,7 @@ def ending(*, is_program: bool) -> Iterator[None]:
             raise
         sys.stdout.flush()
         told = traceback.format_exc() if code == 1 else f"millrace: {' '.join(str(error).split())[:500]}\n"
-        print(told, end="", file=sys.stderr, flush=True)
+        print(secret.clean(told), end="", file=sys.stderr, flush=True)
         if together and jax.process_index() == 0:
             time.sleep(1)  # its end ends the others, who may have the same to tell
         os._exit(code)

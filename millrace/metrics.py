@@ -1,5 +1,5 @@
 """What a run measures about itself: loss, tokens a second, model FLOPs utilisation (MFU as in arXiv
-2204.02311, appendix B), memory and goodput. The one place where the loop waits for device values."""
+2204.02311, appendix B) and memory. The one place where the loop waits for device values."""
 
 import contextlib
 import os
@@ -7,7 +7,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -68,8 +68,7 @@ class Late:
 @dataclass(kw_only=True)
 class Meter:
     """Turns the metrics of a step into the row that is logged. `begin` when the loop starts, `pause`
-    around all that is not a step (compiling included), `row` as soon as a step's metrics are read.
-    `started` is the clock's reading when the run began in this process."""
+    around all that is not a step, `row` as soon as a step's metrics are read."""
 
     tokens_per_step: int
     flops_per_token: float
@@ -77,25 +76,20 @@ class Meter:
     devices: int
     peak: float | None
     clock: Callable[[], float] = time.perf_counter
-    started: float | None = None
     tokens_until: Callable[[int], int] | None = None  # of all steps up to one, where they are not alike
-    paused: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.started = self.clock() if self.started is None else self.started
-        self._productive = 0.0
         self._pausing = False
         self.begin(0)
 
-    def begin(self, step: int, skipped: int = 0) -> None:
-        """The loop goes on from `step` finished steps, of which `skipped` left the weights as they were."""
+    def begin(self, step: int) -> None:
+        """The loop goes on from `step` finished steps."""
         self._first = self._step = step
-        self.skipped = skipped
         self._since = self.clock()
         self._stepping = self._overhead = self._paused = 0.0
 
     @contextlib.contextmanager
-    def pause(self, reason: str, pending: Any = None) -> Iterator[None]:
+    def pause(self, pending: Any = None) -> Iterator[None]:
         """Counts the time inside as no step's. `pending` is awaited first: steps still queued on the
         device are work of the loop, not of the pause. A pause in a pause counts once."""
         if self._pausing:
@@ -107,25 +101,18 @@ class Meter:
             yield
         finally:
             seconds, self._pausing = self.clock() - begun, False
-            self.paused[reason] = self.paused.get(reason, 0.0) + seconds
             self._paused += seconds
-            # Compiling happens once, so it says nothing about the time that is left.
-            self._overhead += seconds if reason != "compile" else 0.0
+            self._overhead += seconds
 
     def row(self, step: int, values: dict[str, float]) -> dict[str, Any]:
-        """The row of `step`. `values["skipped"]`, if there, counts all skipped updates of the run."""
+        """The row of `step`."""
         now, steps = self.clock(), step - self._step
         until = self.tokens_until or (lambda step: step * self.tokens_per_step)
         read = until(step) - until(self._step)
         assert steps > 0, f"step {step} was logged already, the last was {self._step}"
         seconds = max(now - self._since - self._paused, 1e-9)
-        skipped = int(values.get("skipped", self.skipped))
-        kept = 1 - min(max(skipped - self.skipped, 0), steps) / steps
-        self._productive += kept * seconds
         self._stepping += seconds
-        self._since, self._paused, self._step, self.skipped = now, 0.0, step, skipped
-
-        assert self.started is not None
+        self._since, self._paused, self._step = now, 0.0, step
         rate = read / seconds
         pace = (self._stepping + self._overhead) / (step - self._first)
         measured = {
@@ -134,8 +121,6 @@ class Meter:
             "step_seconds": seconds / steps,
             "mfu": self.flops_per_token * rate / (self.devices * self.peak) if self.peak else None,
             "memory": memory(),
-            "goodput": min(self._productive / max(now - self.started, 1e-9), 1.0),
             "eta_seconds": max(self.total_steps - step, 0) * pace,
-            "skipped": skipped,
         }
         return {"step": step} | values | measured

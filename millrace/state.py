@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from millrace import module
+from millrace import module, spikes
 from millrace.mesh import spec
 from millrace.module import Array, dotted, named
 
@@ -19,15 +19,16 @@ class State:
     optimizer: Any
     ema: Any  # averaged weights, or None
     key: Array  # never changes: step t draws from fold_in(key, t)
-    skipped: Array  # updates left out because a loss was not finite
-    streak: Array  # how many of them in a row, just now
+    skipped: Array  # updates left out: a loss was not finite, or far above the usual
+    recent: spikes.Recent  # what is usual, and which were left out
 
 
-def fresh(params: Any, tx: Any, *, seed: int, ema: bool) -> State:
+def fresh(params: Any, tx: Any, *, seed: int, ema: bool, turns: int = 1) -> State:
+    """`turns` are the updates of a step, each with a loss and a gradient norm of its own."""
     average = jax.tree.map(jnp.copy, params) if ema else None
     key = jax.random.key_data(jax.random.key(seed))
-    step, skipped, streak = jnp.zeros((3,), jnp.int32)
-    return State(step, params, tx.init(params), average, key, skipped, streak)
+    step, skipped = jnp.zeros((2,), jnp.int32)
+    return State(step, params, tx.init(params), average, key, skipped, spikes.fresh(2 * turns))
 
 
 def shardings(state: State, axes: Any, mesh: Mesh) -> State:

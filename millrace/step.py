@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from millrace import depth, execution, module
+from millrace import depth, execution, module, spikes
 from millrace.mesh import constrain
 from millrace.module import Array, Axes, dotted
 from millrace.objective import Batch, Examples, Task, Turn, file, turns
@@ -29,6 +29,7 @@ class Update:
     accumulate: int = 1
     ramp: Ramp | None = None  # by which the batch grows to that
     frozen: frozenset[str] = frozenset()  # weights that stay as they are
+    watched: tuple[str, ...] = ("loss", "grad_norm")  # metrics, as `State.recent` has them
 
 
 def train_step(task: Task, update: Update, axes: Any) -> Callable[[State, Batch], tuple[State, Metrics]]:
@@ -184,8 +185,11 @@ def apply(
 ) -> tuple[State, Metrics]:
     """`model` is the section that weights with a rule of their own go by."""
     cfg = update.optimizer
-    watched = [value for name, value in metrics.items() if name.endswith(("loss", "grad_norm"))]
-    finite = jnp.isfinite(jnp.stack(watched)).all()
+    watched = {name: value for name, value in metrics.items() if name.endswith(("loss", "grad_norm"))}
+    usable = jnp.isfinite(jnp.stack(list(watched.values()))).all()
+    now = jnp.stack([jnp.float32(watched.get(name, jnp.nan)) for name in update.watched])
+    if cfg.spike:
+        usable &= ~spikes.is_spike(state.recent, now, cfg.spike)
     direction, optimizer = update.tx.update(grads, state.optimizer, state.params)
     lr = cfg.learning_rate * update.curves.learning_rate(state.step)
     decay = cfg.weight_decay * update.curves.weight_decay(state.step)
@@ -195,7 +199,7 @@ def apply(
             return w
         if axes.rule is not None:
             return axes.rule.move(model, w, g)
-        return w - lr * (d + decay * w if axes.is_matrix else d)
+        return w - axes.rate * lr * (d + decay * w if axes.is_matrix else d)
 
     params = jax.tree.map(move, axes, state.params, direction, grads, is_leaf=_is_axes)
     ema = state.ema
@@ -203,11 +207,11 @@ def apply(
         ema = jax.tree.map(lambda mean, w: cfg.ema * mean + (1 - cfg.ema) * w, ema, params)
 
     def keep(new: Any, old: Any) -> Any:
-        return jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
+        return jax.tree.map(lambda n, o: jnp.where(usable, n, o), new, old)
 
-    streak = jnp.where(finite, 0, state.streak + 1)
-    skipped = state.skipped + ~finite
-    metrics = metrics | {"learning_rate": lr, "skipped": skipped, "streak": streak}
+    recent = spikes.noted(state.recent, state.step, now, ~usable)
+    skipped = state.skipped + ~usable
+    metrics = metrics | {"learning_rate": lr, "skipped": skipped} | spikes.tally(recent, state.step)
     new = State(
         step=state.step + 1,
         params=keep(params, state.params),
@@ -215,7 +219,7 @@ def apply(
         ema=keep(ema, state.ema),
         key=state.key,
         skipped=skipped,
-        streak=streak,
+        recent=recent,
     )
     return new, metrics
 

@@ -10,10 +10,12 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-PREEMPTED, HUNG, MACHINE, PEER = 75, 76, 77, 78
+from millrace import goodput, saved, secret, store
+from millrace.errors import UserError
+
+UNREACHABLE, PREEMPTED, HUNG, MACHINE, PEER = 74, 75, 76, 77, 78
 SUPERVISOR = "MILLRACE_SUPERVISOR"
 RESTARTS = 8  # without a new checkpoint in between
 LONGEST = 60.0  # seconds before a restart
@@ -66,6 +68,7 @@ def classify(returncode: int) -> Exit:
         asked = number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE)
         return Exit(128 + number, f"was ended by {number.name}{why}", not asked)
     words = {
+        UNREACHABLE: "got no answer from a server",
         HUNG: "took too long for a step",
         MACHINE: "met a fault of this machine",
         PEER: "lost another host",
@@ -99,7 +102,10 @@ class Supervisor:
             begun = time.monotonic()
             self.worker = subprocess.Popen(self.command, env=os.environ | {SUPERVISOR: str(os.getpid())})
             how = classify(self.worker.wait())
+            goodput.note_exit(self.run, self.worker.pid, how.code, how.words if how.again else "")
             self.worker = None
+            if self.asked == 1 and how.code in (128 + signal.SIGTERM, 128 + signal.SIGINT):
+                return PREEMPTED  # it was asked before it could listen
             if self.asked or not how.again:
                 return how.code
             now = newest(self.run)
@@ -131,21 +137,26 @@ class Supervisor:
             self.worker.send_signal(number)
 
     def say(self, words: str) -> None:
+        words = secret.clean(words)
         if sys.stdout.isatty():  # a display that could not close has hidden the cursor
             print("\x1b[?25h", flush=True)
         print(f"millrace: {words}", file=sys.stderr, flush=True)
-        if "://" not in self.run:
-            with contextlib.suppress(OSError), open(Path(self.run) / "log.txt", "a", encoding="utf-8") as log:
-                log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  warning: {words}\n")
+        line = f"{time.strftime('%Y-%m-%d %H:%M:%S')}  warning: {words}\n"
+        path = store.join(self.run, "log.txt")
+        with contextlib.suppress(OSError, UserError):
+            if not store.is_url(path):
+                with open(path, "a", encoding="utf-8") as log:
+                    log.write(line)
+            elif store.exists(path):  # nobody else writes there now
+                store.write(path, store.read(path) + line.encode())
 
 
 def newest(run: str) -> int:
     """The step of the newest checkpoint, -1 where none can be seen."""
     try:
-        names = [entry.name for entry in os.scandir(Path(run) / "checkpoints")]
-    except OSError:
+        return max(saved.numbers(run), default=-1)
+    except (OSError, UserError):
         return -1
-    return max((int(name) for name in names if name.isdigit()), default=-1)
 
 
 def foreground() -> bool:

@@ -28,8 +28,10 @@ class Steps:
 class Trace:
     """Starts before one step of a run and ends after another. What it finds lies in RUN/profile."""
 
-    def __init__(self, steps: str | None, run: str) -> None:
-        self.steps, self.folder, self.running = Steps.parse(steps), Path(run) / "profile", False
+    def __init__(self, steps: str | None, near: Path, run: str) -> None:
+        """`near` is where files of the run folder are written."""
+        self.steps, self.folder, self.running = Steps.parse(steps), near / "profile", False
+        self.shown = f"{run}/profile"
 
     def before(self, number: int, state: Any) -> None:
         if number == self.steps.first:
@@ -48,7 +50,7 @@ class Trace:
         spent = operations(self.folder)
         total, count = sum(spent.values()), number - self.steps.first + 1
         steps = f"steps {self.steps.first} to {number}"
-        told = [f"{steps} are traced; `tensorboard --logdir {self.folder}` shows them"]
+        told = [f"{steps} are traced; `tensorboard --logdir {self.shown}` shows them"]
         if total:
             told.append(f"{1e3 * total / count:,.1f} ms of a step are spent on the device, most of them on")
         for name, seconds in spent.most_common(LISTED):

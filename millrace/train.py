@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,16 +14,34 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from millrace import build, config, fit, hosts, module, programs, recipe, start, step, writers
+from millrace import (
+    build,
+    config,
+    fit,
+    goodput,
+    hosts,
+    module,
+    programs,
+    recipe,
+    rollback,
+    spikes,
+    start,
+    step,
+    writers,
+)
 from millrace.checkpoint import Checkpoints
 from millrace.data.stream import Dataset, read_ahead
 from millrace.errors import UserError
 from millrace.evaluate import evaluate, given_to, place, vocabulary, with_vocabulary
-from millrace.folder import keep_tokenizer, lock
+from millrace.folder import keep_tokenizer
+from millrace.goodput import Idle, Ledger
+from millrace.lock import lock
 from millrace.metrics import Late, Meter, peak_flops
+from millrace.mirror import Mirror
 from millrace.objective import Batch, Task, file, flops, make_task
 from millrace.products.support import emulated
 from millrace.state import State
+from millrace.stragglers import Pace
 from millrace.tracing import Trace
 from millrace.watchdog import Watchdog
 from millrace.writers import Writers
@@ -30,8 +49,11 @@ from millrace.writers import Writers
 PREEMPTED = 75
 
 
-class Diverged(Exception):
-    """The loss stopped being a number, again and again."""
+class Spoilt(Exception):
+    """Too many updates were left out, the first `since` steps before this one."""
+
+    def __init__(self, number: int, since: int) -> None:
+        self.number, self.since = number, since
 
 
 @dataclass(frozen=True)
@@ -42,14 +64,20 @@ class Session:
     dataset: Dataset
     devices: Mesh
     checkpoints: Checkpoints
+    mirror: Mirror
     out: Writers
     meter: Meter
+    ledger: Ledger
+    pace: Pace
     train_step: Callable[[State, Batch], tuple[State, step.Metrics]]
     eval_step: Callable[..., step.Metrics]
     steps: int
     stopper: hosts.Stopper
     trace: Trace
     watchdog: Watchdog
+    record: rollback.Record
+    watched: tuple[str, ...]  # metrics, as `State.recent` has them
+    fresh: Callable[[int | None], State]  # the state at a checkpoint, or at the very start
 
     def batch(self, number: int) -> Batch:
         cfg = self.cfg
@@ -66,13 +94,25 @@ class Session:
     def log(self, rows: list[tuple[int, dict[str, float]]]) -> None:
         """Every step is looked at, some are written down."""
         for number, values in rows:
-            streak = int(values.pop("streak"))
-            if streak:
-                self.out.event(f"step {number}: loss or gradient was not finite, update skipped", "warning")
+            left_out, since = int(values.pop("left_out")), int(values.pop("since"))
+            values["skipped"] = int(values["skipped"])
+            if left_out:
+                why = rollback.described(values)
+                self.out.event(f"step {number}: update left out: {why} ({self.rows(number)})", "warning")
             if number in (1, self.steps) or number % self.cfg.log.every == 0:
-                self.out.write(number, self.meter.row(number, values))
-            if streak >= self.cfg.optimizer.patience:
-                raise Diverged(f"stopped at step {number}: not finite {streak} times in a row")
+                row = self.meter.row(number, values)
+                self.ledger.step(number, row["skipped"])
+                for line in self.pace.compare(row["step_seconds"]):
+                    self.out.event(f"step {number}: {line}", "warning")
+                self.out.write(number, row | self.ledger.told())
+            if left_out >= self.cfg.optimizer.patience:
+                raise Spoilt(number, since)
+
+    def rows(self, number: int) -> str:
+        """Of the training data, which a step was made of."""
+        first, count = rollback.stretch(self.cfg, self.dataset, number, number)
+        total = self.dataset.ends["train"][-1]
+        return f"rows {first % total:,} to {(first + count - 1) % total:,}"
 
     def evaluate(self, number: int, current: State) -> None:
         if not self.dataset.rows("evaluation"):
@@ -80,7 +120,7 @@ class Session:
                 f"step {number}: nothing is held out for evaluation (pack.evaluation), so none is made"
             )
             return
-        with self.meter.pause("evaluate", current.params):
+        with self.meter.pause(current.params), self.ledger.during("evaluation"):
             result = evaluate(
                 functools.partial(self.eval_step, current.params if current.ema is None else current.ema),
                 self.dataset,
@@ -99,52 +139,62 @@ class Session:
         return self.stopper.at_once()
 
     def profile(self, number: int, current: State) -> None:
-        with self.meter.pause("profile", current.params):
+        with self.meter.pause(current.params), self.ledger.during("other"):
             for line in self.trace.end(number, current):
                 self.out.event(line)
 
     def save(self, number: int, current: State) -> None:
         permanent = self.cfg.checkpoint.permanent > 0 and number % self.cfg.checkpoint.permanent == 0
-        with self.meter.pause("checkpoint", current.params):
+        with self.meter.pause(current.params), self.ledger.during("checkpoint_save"):
             about = meta(self.cfg, self.dataset, number)
             sent = self.checkpoints.save(number, current, about, permanent=permanent)
-        tell(self.out, self.checkpoints)
+        tell(self.out, self.checkpoints, self.mirror)
         if sent:
             self.out.event(f"step {number}: checkpoint on its way to {self.cfg.run}/checkpoints")
 
     def settled(self, code: int) -> int:
         """The exit code, once the last save is whole: a run whose end is not kept is not done."""
-        whole = self.checkpoints.settle()
-        tell(self.out, self.checkpoints)
+        with self.ledger.during("checkpoint_save"):
+            whole = self.checkpoints.settle()
+        tell(self.out, self.checkpoints, self.mirror)
         if not whole:
             self.out.event("the last checkpoint was not written; the same command makes it again", "error")
-        return code if whole else code or 1
+        code = code if whole else code or 1
+        self.ledger.end(code)
+        self.out.event(goodput.spoken(self.ledger.account))
+        return code
 
 
 def run(cfg: recipe.Run, program: Path | None = None) -> int:
     """Trains until the schedule ends, with the step that lies compiled in a folder, if one does. Returns the
-    exit code: 0 done, 75 asked to stop, 1 diverged."""
+    exit code: 0 done, 75 asked to stop, 1 too many bad steps."""
     started = time.perf_counter()
     hosts.join()
+    first = jax.process_index() == 0
     with contextlib.ExitStack() as held:
         with hosts.agreed(config.to_yaml(cfg)):
             devices = build.make_mesh(cfg)
             dataset = Dataset.open(cfg.data.path, sequence_length=cfg.data.sequence_length)
-            held.enter_context(lock(cfg.run))
+            if first:  # for all
+                held.enter_context(lock(cfg.run, waiting=waiting))
+            mirror = held.enter_context(Mirror(cfg.run, jax.process_index()).open(goes_on=first))
         held.enter_context(fit.told())
+        ledger = held.enter_context(open_ledger(mirror.near, started))
         cfg = with_vocabulary(cfg, dataset)
         task = make_task(cfg, vocabulary(dataset))
         family, steps = file("models", task.model), recipe.durations(cfg)["steps"]
-        checkpoints = Checkpoints(cfg.run, keep=cfg.checkpoint.keep)
+        checkpoints = Checkpoints(cfg.run, keep=cfg.checkpoint.keep, before=mirror.bring)
         latest = checkpoints.resume()
+        record = rollback.Record(cfg.run)
+        dataset = dataset.passing(record.passed())
         begun = latest or 0
         if latest is not None:
             check_same(checkpoints.meta(latest), cfg, dataset)
-        elif (Path(cfg.run) / "metrics.jsonl").is_file():
+        elif (mirror.near / "metrics.jsonl").is_file():
             checkpoints.problems.append(f"{cfg.run} has no checkpoint yet: the run begins at step 0")
         checkpoints.clear_away()
-        out = open_folder(cfg, begun, steps)
-        tell(out, checkpoints)
+        out = open_folder(cfg, mirror.near, begun, steps)
+        tell(out, checkpoints, mirror)
         programs.keep_compiled(cfg.run)
         try:
             with jax.set_mesh(devices), hosts.Stopper() as stopper:
@@ -161,53 +211,108 @@ def run(cfg: recipe.Run, program: Path | None = None) -> int:
                 source = None
                 if cfg.start is not None and latest is None:
                     source = start.check(cfg.start, task.model, cfg.take)
+
+                def first_state(step: int | None) -> State:
+                    current = restored(checkpoints, step, abstract, fresh)
+                    if source is not None and step is None:
+                        current, said = with_weights(source, task, current, devices, cfg.data.path)
+                        out.event(said)
+                    return forgiven(current) if record.back_to(step or 0) else current
+
                 meter = Meter(
                     tokens_per_step=cfg.batch.sequences * cfg.data.sequence_length,
                     flops_per_token=flops(cfg),
                     total_steps=steps,
                     devices=devices.size,
                     peak=peak_flops(jax.devices()[0]),
-                    started=started,
                     tokens_until=functools.partial(recipe.tokens_until, cfg),
                 )
                 axes = module.axes(family.Model, task.model)
                 one = step.train_step(task, update, axes)
-                traced = build.lowered(cfg, one, abstract, devices, has_loss=dataset.has_loss)
+                with ledger.during("compilation"):
+                    traced = build.lowered(cfg, one, abstract, devices, has_loss=dataset.has_loss)
+                    compiled = programs.compiled(traced, devices, program, out.event)
                 session = Session(
                     cfg=cfg,
                     dataset=dataset,
                     devices=devices,
                     checkpoints=checkpoints,
+                    mirror=mirror,
                     out=out,
                     meter=meter,
-                    train_step=programs.compiled(traced, devices, program, out.event),
+                    ledger=ledger,
+                    pace=Pace(),
+                    train_step=compiled,
                     eval_step=jax.jit(step.eval_step(task, axes, cfg.eval.draws)),
                     steps=steps,
                     stopper=stopper,
-                    trace=Trace(cfg.profile, cfg.run),
+                    trace=Trace(cfg.profile, mirror.near, cfg.run),
                     watchdog=Watchdog(cfg.hang, cfg.run),
+                    record=record,
+                    watched=update.watched,
+                    fresh=first_state,
                 )
-                current = restored(checkpoints, latest, abstract, fresh)
-                if source is not None:
-                    current, said = with_weights(source, task, current, devices, cfg.data.path)
-                    out.event(said)
-                keep_recipe(cfg)
+                keep_recipe(cfg, mirror.near)
                 with session.watchdog:
-                    code = loop(session, current, begun)
+                    code = attempts(session, latest)
                 return session.settled(code)
         finally:
             checkpoints.close()
             out.close()
 
 
-def loop(session: Session, current: State, start: int) -> int:
+def attempts(session: Session, step: int | None) -> int:
+    """Trains from a checkpoint on, or from the start. Returns the exit code. Bad steps take the run back, and
+    it goes on with the data after them."""
+    kind = session.devices.devices.flat[0].device_kind
+    session.ledger.begin(step or 0, devices=session.devices.size, kind=kind, hosts=jax.process_count())
+    while True:
+        with session.ledger.during("preparation" if step is None else "checkpoint_restore"):
+            current = session.fresh(step)
+        ended = loop(session, current, step or 0)
+        if isinstance(ended, int):
+            return ended
+        session.watchdog.alive()
+        step = session.checkpoints.back(ended.first)
+        tell(session.out, session.checkpoints, session.mirror)
+        cfg, dataset, record, to = session.cfg, session.dataset, session.record, step or 0
+        much = f"{len(ended.left_out)} of the updates from step {ended.first} to {ended.last} were left out"
+        stops = record.tries(to) >= rollback.TRIES
+        if stops:
+            record.add((ended.last, -1, -1, -1))
+            said = f"stopped at step {ended.last}: {much}"
+        else:
+            passed = rollback.stretch(cfg, dataset, max(ended.first, to + 1), ended.last)
+            record.add((ended.last, to, *passed))
+            said = f"step {ended.last}: {much}; back to step {to}, and past the data of those steps"
+        told = ""
+        if jax.process_index() == 0:
+            pages = rollback.pages(cfg, session.mirror.near, dataset, ended)
+            told = f"; {record.report(said, pages)} names their documents"
+        if stops:
+            session.out.event(f"{said}{told}. {ADVICE}", "error")
+            return 1
+        session.out.event(said + told, "warning")
+        session.ledger.back(to)
+        session = dataclasses.replace(session, dataset=dataset.passing([passed]))
+        session.out.back(to)
+
+
+def loop(session: Session, current: State, start: int) -> int | rollback.Trouble:
+    """Until the last step, a wish to stop, or bad steps: the exit code, or what the trouble is."""
     cfg, late = session.cfg, Late()
-    session.meter.begin(start, int(current.skipped))
-    number = start
+    session.meter.begin(start)
+    session.ledger.train(start, int(current.skipped))
+    number, idle = start, Idle()
+    batches = read_ahead(session.batch, start, session.steps, idle.watch)
     try:
-        for number, batch in enumerate(read_ahead(session.batch, start, session.steps), start + 1):
+        session.pace.starts()
+        for number, batch in enumerate(batches, start + 1):
+            session.pace.ready()
+            session.ledger.move("data_loading", idle.ended())
             session.trace.before(number, current)
             current, metrics = session.train_step(current, batch)
+            idle.pending = metrics["skipped"]
             session.log(late.push(number, metrics))
             session.watchdog.stepped(number)
             last, stopping = number == session.steps, session.stopper.after(number)
@@ -225,25 +330,33 @@ def loop(session: Session, current: State, start: int) -> int:
             if evaluating:
                 session.evaluate(number, current)
             if stopping and not last:
+                session.ledger.why = session.stopper.asked or ""
                 session.out.event(
                     f"asked to stop by {session.stopper.asked}; the same command goes on from step {number}"
                 )
                 return PREEMPTED
+            session.pace.starts()
         return 0
-    except Diverged as error:
-        # Not saved: weights without a finite loss may be past saving, and would push out a good checkpoint.
-        session.out.event(f"{error}. {ADVICE}", "error")
-        return 1
+    except Spoilt as error:
+        # Not saved: such weights may be past saving, and would push out a good checkpoint.
+        first, recent = error.number - error.since, jax.device_get(current.recent)
+        left_out = spikes.left_out(recent, error.number, error.since + 1)
+        return rollback.Trouble(first, error.number, left_out, session.watched)
 
 
 ADVICE = (
-    "To go on from the last checkpoint, run the command again with a lower optimizer.learning_rate, a longer "
-    "schedule.warmup or a lower optimizer.clip, or look at the data of those steps"
+    "Look at the data of those steps; to try once more from the last checkpoint, run the command again, with "
+    "a lower optimizer.learning_rate, a longer schedule.warmup or a lower optimizer.clip"
 )
 
 
-def tell(out: Writers, checkpoints: Checkpoints) -> None:
-    for line in checkpoints.told():
+def waiting(line: str) -> None:
+    """Before there is anything else to say it with."""
+    print(f"millrace: {line}", file=sys.stderr, flush=True)
+
+
+def tell(out: Writers, checkpoints: Checkpoints, mirror: Mirror) -> None:
+    for line in [*checkpoints.told(), *mirror.told()]:
         out.event(line, "warning")
 
 
@@ -253,12 +366,18 @@ def restored(
     if latest is None:
         return fresh()
     if latest > 0:
-        current = checkpoints.restore(latest, abstract)
-        return dataclasses.replace(current, streak=current.streak * 0)  # what made it stop may be mended
+        return checkpoints.restore(latest, abstract)
     # An import: weights alone, at step 0. Read twice, since the state is donated and must not share arrays.
     params = checkpoints.restore_params(latest, abstract.params)
     ema = None if abstract.ema is None else checkpoints.restore_params(latest, abstract.ema)
     return dataclasses.replace(fresh(), params=params, ema=ema)
+
+
+def forgiven(current: State) -> State:
+    """Without the bad steps before a checkpoint that the run went back to: what follows is judged alone. Also
+    when it is started again from there."""
+    none = jnp.zeros_like(current.recent.left_out, device=current.recent.left_out.sharding)
+    return dataclasses.replace(current, recent=dataclasses.replace(current.recent, left_out=none))
 
 
 def with_weights(
@@ -310,29 +429,36 @@ def meta(cfg: recipe.Run, dataset: Dataset, number: int) -> dict[str, Any]:
         "data": {
             "path": cfg.data.path,
             "fingerprint": dataset.fingerprint,
-            "next_row": recipe.tokens_until(cfg, number) // cfg.data.sequence_length,
+            "next_row": rollback.rows_of(cfg, dataset, number + 1, number + 1)[0][0],
         },
         "recipe": config.to_dict(cfg),
         "tokenizer_sha256": dataset.tokenizer_sha256,
     }
 
 
-def open_folder(cfg: recipe.Run, start: int, steps: int) -> Writers:
+def open_folder(cfg: recipe.Run, near: Path, start: int, steps: int) -> Writers:
     if jax.process_index():
         return Writers()
     log = cfg.log
     settings = config.to_dict(cfg)
     out = writers.make(
-        cfg.run, step=start, total_steps=steps, tensorboard=log.tensorboard, wandb=log.wandb, recipe=settings
+        near, step=start, total_steps=steps, tensorboard=log.tensorboard, wandb=log.wandb, recipe=settings
     )
     return out
 
 
-def keep_recipe(cfg: recipe.Run) -> None:
+def open_ledger(near: Path, started: float) -> Ledger:
+    """The first host keeps it, in the run folder."""
+    ledger = Ledger(near / "goodput.jsonl" if jax.process_index() == 0 else None, started=started)
+    ledger.enter("preparation")
+    return ledger
+
+
+def keep_recipe(cfg: recipe.Run, near: Path) -> None:
     """Recipe and tokenizer beside the weights, once nothing stands against going on with them."""
     if jax.process_index() == 0:
-        (Path(cfg.run) / "recipe.yaml").write_text(config.to_yaml(cfg))
-        keep_tokenizer(cfg.data.path, cfg.run)
+        (near / "recipe.yaml").write_text(config.to_yaml(cfg))
+        keep_tokenizer(cfg.data.path, near)
 
 
 def describe(cfg: recipe.Run, task: Task, abstract: State, devices: Mesh, start: int, steps: int) -> str:

@@ -5,19 +5,20 @@ import faulthandler
 import os
 import socket
 import statistics
+import tempfile
 import threading
 import time
 from collections import deque
-from pathlib import Path
 from typing import Any
 
 import jax
 
-from millrace import hosts
+from millrace import hosts, store
 from millrace.supervise import HUNG
 
 TIMES = 20  # the median step that a step may take
 LONG = 6.0  # times as long for all but plain steps: the first one, saving, a batch of evaluation
+UPLOAD = 5.0  # seconds that writing the stacks down may take longer than that
 STDERR = 2  # the descriptor: a notebook's sys.stderr has none
 
 
@@ -69,21 +70,22 @@ class Watchdog:
         os.write(STDERR, f"millrace: {said}; the stacks of all threads:\n".encode())
         faulthandler.dump_traceback(STDERR, all_threads=True)
         # In a thread, since it may be the disk or the network that hangs.
-        threading.Thread(target=self.keep, args=(said,), daemon=True).start()
+        keeping = threading.Thread(target=self.keep, args=(said,), daemon=True)
+        keeping.start()
         time.sleep(2 * self.round * hosts.several() + (1.0 if jax.process_index() else 2.0))
+        keeping.join(UPLOAD)
         os._exit(HUNG)
 
     def keep(self, said: str) -> None:
-        """In RUN/stacks/HOST-TIME.txt, unless that is at a URL."""
+        """In RUN/stacks/HOST-TIME.txt."""
         hosts.call("hang")
-        if "://" in self.run:
-            return
-        folder = Path(self.run) / "stacks"
-        folder.mkdir(parents=True, exist_ok=True)
-        name = f"{jax.process_index()}-{socket.gethostname()}-{time.strftime('%Y%m%d-%H%M%S')}.txt"
-        with open(folder / name, "w", encoding="utf-8") as file:
-            print(said, file=file, flush=True)
+        with tempfile.TemporaryFile() as file:
+            file.write(f"{said}\n".encode())
+            file.flush()
             faulthandler.dump_traceback(file, all_threads=True)
+            file.seek(0)
+            name = f"{jax.process_index()}-{socket.gethostname()}-{time.strftime('%Y%m%d-%H%M%S')}.txt"
+            store.write(store.join(self.run, "stacks", name), file.read())
 
     def __exit__(self, *exc: Any) -> None:
         self.ended.set()

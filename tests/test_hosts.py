@@ -15,8 +15,10 @@ import pytest
 from millrace import config, hosts, recipe, supervise
 from millrace.checkpoint import Checkpoints
 from millrace.errors import UserError
-from millrace.folder import lock, open_run
+from millrace.folder import open_run
+from millrace.lock import lock
 from millrace.module import named
+from millrace.stragglers import Own, Pace
 
 # Trains, and writes down which rows of each batch this host has read.
 COUNTED = """
@@ -45,6 +47,20 @@ def stuck(self, step, **more):
         time.sleep(600)
     return batch(self, step, **more)
 Dataset.batch = stuck
+sys.exit(cli.main(["train", *sys.argv[2:]]))
+"""
+
+
+# Trains with a second host that takes its time to read.
+SLOW = """
+import os, sys, time
+from millrace import cli
+from millrace.data.stream import Dataset
+batch = Dataset.batch
+def slow(self, step, **more):
+    time.sleep(1.0 * (os.environ["MILLRACE_PROCESS"] == "1"))
+    return batch(self, step, **more)
+Dataset.batch = slow
 sys.exit(cli.main(["train", *sys.argv[2:]]))
 """
 
@@ -124,6 +140,7 @@ def test_two_hosts_train_as_one_does_and_each_reads_only_its_rows(tiny, tmp_path
 
 
 @pytest.mark.slow
+@pytest.mark.fault(1)
 def test_sigterm_to_one_host_stops_both_at_a_step_from_which_they_go_on_bit_for_bit(tiny, tmp_path):
     settings = ("schedule.steps=60", "checkpoint.every=1000", "eval.batches=1", "mesh.fsdp=2")
     whole = save_recipe(tiny(f"run={tmp_path}/whole", *settings), tmp_path / "whole.yaml")
@@ -184,6 +201,7 @@ def test_a_wrong_address_is_told(change, said):
 
 
 @pytest.mark.slow
+@pytest.mark.fault(15)
 def test_a_run_goes_on_with_fewer_hosts_and_other_meshes(tiny, tmp_path):
     """Two hosts with eight devices, one with four, one with two, two with eight: as if it were eight all
     along."""
@@ -213,6 +231,7 @@ def test_what_one_host_finds_wrong_ends_all(tiny, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.fault(6)
 def test_where_one_host_hangs_both_write_down_their_stacks_and_end(tiny, tmp_path):
     path = save_recipe(tiny("hang=3", "schedule.steps=20", "mesh.fsdp=2"), tmp_path / "stuck.yaml")
     codes, said = finish(start(path, script=STUCK), path)
@@ -221,3 +240,44 @@ def test_where_one_host_hangs_both_write_down_their_stacks_and_end(tiny, tmp_pat
     assert [file.name[0] for file in files] == ["0", "1"]
     waiting, stuck = (file.read_text() for file in files)
     assert "in stuck" in stuck and "in stuck" not in waiting and "in loop" in waiting
+
+
+@pytest.mark.slow
+@pytest.mark.fault(7)
+def test_a_host_that_holds_up_the_other_is_named(tiny, tmp_path):
+    path = save_recipe(tiny("schedule.steps=10", "mesh.fsdp=2", "eval.batches=1"), tmp_path / "slow.yaml")
+    codes, said = finish(start(path, script=SLOW), path)
+    assert codes == [0, 0], said
+    assert said.count("holds up the others") == 1
+    assert f"host 1 ({socket.gethostname()}) holds up the others: it waits " in said
+
+
+def test_only_a_host_that_takes_long_again_and_again_is_named():
+    pace, usual = Pace(), {host: Own(f"w{host}", 0.01) for host in range(4)}
+    late = usual | {2: Own("w2", 0.8)}
+    assert [len(pace.named(every, 1.0)) for every in (late, late, usual, late, late, late, late)] == [
+        *(0, 0, 0, 0, 0),
+        *(1, 0),
+    ]
+    assert pace.named(usual, 0.01) == []  # all alike, however short a step is
+    together = {host: Own(f"w{host}", 0.8) for host in range(4)}
+    assert [pace.named(together, 1.0) for _ in range(5)] == [[]] * 5
+
+
+@pytest.mark.slow
+def test_two_hosts_go_back_together_and_past_the_same_data(tiny, tmp_path):
+    """Weights that are not numbers from one step on, as after a wild update."""
+    short = ("schedule.use=constant", "schedule.warmup=0", "optimizer.patience=2", "mesh.fsdp=2")
+    usual = tiny(*short, "schedule.steps=3", "checkpoint.every=3", "eval.batches=1")
+    codes, said = finish(start(path := save_recipe(usual, tmp_path / "usual.yaml")), path)
+    assert codes == [0, 0], said
+    wild = tiny(*short, "schedule.steps=9", "optimizer.learning_rate=1e30")
+    codes, said = finish(start(path := save_recipe(wild, tmp_path / "wild.yaml")), path)
+    assert codes == [1, 1], said
+    assert "back to step 3, and past the data" in said and "stopped at step 6" in said
+    mended = tiny(*short, "schedule.steps=6", "eval.batches=1")
+    codes, said = finish(start(path := save_recipe(mended, tmp_path / "mended.yaml")), path)
+    assert codes == [0, 0], said
+    lines = (Path(usual.run) / "bad-steps" / "rollbacks.jsonl").read_text().splitlines()
+    assert [json.loads(line)["rows"] for line in lines] == [2 * 8, 2 * 8, -1]
+    assert Checkpoints(usual.run).meta(6)["data"]["next_row"] == (6 + 4) * 8

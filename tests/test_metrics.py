@@ -79,9 +79,9 @@ def test_rates_count_the_time_of_steps_and_not_of_pauses() -> None:
     clock = Clock()
     measured = meter(clock)
     clock.now += 8
-    with measured.pause("evaluate"):
+    with measured.pause():
         clock.now += 50
-        with measured.pause("checkpoint"):
+        with measured.pause():
             clock.now += 10
     clock.now += 2
     row = measured.row(5, {"loss": 2.0, "grad_norm": 0.5})
@@ -90,8 +90,6 @@ def test_rates_count_the_time_of_steps_and_not_of_pauses() -> None:
     assert row["step_seconds"] == pytest.approx(2.0)
     assert row["tokens_per_second"] == pytest.approx(500)
     assert row["mfu"] == pytest.approx(6e9 * 500 / (4 * 1e12))
-    assert row["goodput"] == pytest.approx(10 / 70)
-    assert measured.paused == {"evaluate": pytest.approx(60)}
     # What is left includes pauses at the rate of so far: 70 seconds for 5 steps.
     assert row["eta_seconds"] == pytest.approx(95 * 70 / 5)
 
@@ -99,37 +97,22 @@ def test_rates_count_the_time_of_steps_and_not_of_pauses() -> None:
     assert measured.row(10, {})["tokens_per_second"] == pytest.approx(1000), "a rate since the last row"
 
 
-def test_goodput_counts_from_the_start_of_the_process_and_leaves_out_compiling_and_skipped_updates() -> None:
-    clock = Clock()
-    measured = meter(clock, started=clock.now - 20)
-    with measured.pause("compile"):
-        clock.now += 30
-    clock.now += 50
-    row = measured.row(10, {"skipped": 2.0})
-    assert row["goodput"] == pytest.approx(0.8 * 50 / 100)
-    assert row["skipped"] == 2
-    assert row["eta_seconds"] == pytest.approx(90 * 50 / 10), "the next steps need no compiling"
-    clock.now += 100
-    assert measured.row(20, {"skipped": 2.0})["goodput"] == pytest.approx((40 + 100) / 200)
-
-
 def test_a_resumed_run_measures_from_where_it_goes_on() -> None:
     clock = Clock()
     measured = meter(clock)
     clock.now += 500
-    measured.begin(80, skipped=3)
+    measured.begin(80)
     clock.now += 10
-    row = measured.row(85, {"skipped": 3.0})
+    row = measured.row(85, {})
     assert row["tokens"] == 85_000
     assert row["step_seconds"] == pytest.approx(2)
     assert row["eta_seconds"] == pytest.approx(15 * 2)
-    assert row["goodput"] == pytest.approx(10 / 510), "the three updates were skipped in an earlier life"
 
 
 def test_a_failing_pause_still_ends() -> None:
     clock = Clock()
     measured = meter(clock)
-    with pytest.raises(RuntimeError), measured.pause("evaluate"):
+    with pytest.raises(RuntimeError), measured.pause():
         clock.now += 7
         raise RuntimeError
     clock.now += 1
@@ -256,6 +239,7 @@ def test_a_full_disk_is_told_once_and_loses_no_row_once_there_is_room(tmp_path: 
     assert len(heard.events) == 1 and "metrics.jsonl" in heard.events[0]
 
 
+@pytest.mark.fault(21)
 def test_a_tracker_that_fails_is_dropped_after_one_message_and_the_others_go_on(tmp_path: Path) -> None:
     heard, broken = Heard(), Heard("broken", fails=True)
     held = Writers([broken, heard, Jsonl(tmp_path / "metrics.jsonl")])
@@ -280,6 +264,7 @@ def test_a_missing_wandb_is_told_once_with_the_way_to_get_it(
     assert [row["step"] for row in rows(tmp_path / "metrics.jsonl")] == [1]
 
 
+@pytest.mark.fault(21)
 def test_wandb_is_waited_for_only_so_long_and_that_is_said_before(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

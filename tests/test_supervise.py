@@ -96,6 +96,7 @@ def test_a_signal_to_the_supervisor_reaches_the_worker_and_ends_both(tmp_path):
 
 
 @pytest.mark.parametrize("how", ["terminal", "kill"])
+@pytest.mark.fault(29)
 def test_one_ctrl_c_is_heard_once(tmp_path, how):
     """A terminal sends it to the supervisor and the worker, `kill` to the supervisor alone."""
     if how == "terminal":
