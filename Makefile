@@ -9,7 +9,7 @@ help:
 	@echo "make demo      corpus, tokenizer, training, evaluation, sample and export, in a few minutes on a CPU"
 	@echo "make test      lint and the quick tests"
 	@echo "make test-all  the slow tests as well"
-	@echo "make chaos     the tests that kill processes, flip bytes and cut files, slow ones included"
+	@echo "make chaos     every fault of tests/faults.py injected for real, and a table of what came of it"
 	@echo "make lint      ruff and mypy"
 	@echo "make bench     ratios against peers, on a machine with one GPU"
 	@echo "make bench-cpu  the demo recipe beside torch, on any machine"
@@ -66,7 +66,7 @@ test-all: .venv/libtpu lint
 	$(BIN)/python -m pytest -n auto --dist worksteal --quiet --slow
 
 chaos: .venv/test
-	$(BIN)/python -m pytest --quiet --slow tests/test_checkpoint.py
+	$(BIN)/python -m pytest --quiet --slow -m fault
 
 .venv/gpu: .venv/test
 	@$(PIP) install --quiet --quiet --constraint constraints.txt --editable '.[gpu]'

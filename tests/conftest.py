@@ -2,7 +2,9 @@
 
 import importlib.util
 import os
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 # Code that runs once need not be good, only soon there: level 0 halves the time of the suite.
@@ -14,6 +16,8 @@ os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 
 import pytest
 
+from tests.faults import FAULTS
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="run the tests marked slow as well")
@@ -24,6 +28,28 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if "slow" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="slow: run with --slow (make test-all)"))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    item.user_properties += [("fault", mark.args[0]) for mark in item.iter_markers("fault")]
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """With `-m fault`, the table of what was injected and what came of it."""
+    if config.getoption("markexpr") != "fault":
+        return
+    seen: dict[int, list[Any]] = {number: [] for number in FAULTS}
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            told = dict(getattr(report, "user_properties", ()))
+            if "fault" in told and (report.when == "call" or report.outcome != "passed"):
+                seen[told["fault"]].append(report)
+    for number, (what, expected) in FAULTS.items():
+        outcomes = Counter(report.outcome for report in seen[number])
+        told = [dict(report.user_properties).get("seen") for report in seen[number]]
+        came = ", ".join(f"{count} {outcome}" for outcome, count in outcomes.items()) or "not tested"
+        notes = "".join(f"; {note}" for note in told if note)
+        terminalreporter.write_line(f"| {number} | {what} | {expected} | {came}{notes} |")
 
 
 @pytest.fixture
@@ -56,6 +82,36 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> str:
     )
     prepare(recipe.load_data(root / "data.yaml"), lambda line: None)
     return f"{root}/data"
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory: pytest.TempPathFactory):
+    """Loads the recipe of a run that has learnt Python's library a little, with overrides: a model whose
+    weights all count. For slow tests."""
+    from millrace import recipe, train
+    from millrace.data.prepare import prepare
+
+    root = tmp_path_factory.mktemp("library")
+    (root / "data.yaml").write_text(
+        f"path: {root}/data\nsources: {{python: {{use: python_library}}}}\n"
+        "tokenizer: {use: bpe, vocab: 1024}\npack: {sequence_length: 128, evaluation: 0.02}\n"
+    )
+    prepare(recipe.load_data(root / "data.yaml"), lambda line: None)
+    (root / "recipe.yaml").write_text(f"""
+run: {root}/run
+model: {{use: llama, layers: 2, embed: 128, heads: 4, kv_heads: 2, mlp: 384, rope_theta: 10000.0}}
+data: {{path: {root}/data, sequence_length: 128}}
+optimizer: {{use: adamw, learning_rate: 5e-3, weight_decay: 0.1}}
+schedule: {{use: cosine, steps: 200, warmup: 20}}
+batch: {{sequences: 16}}
+mesh: {{fsdp: 1, data: auto}}
+memory: {{compute: float32}}
+eval: {{every: 0, batches: 8}}
+log: {{every: 50, tensorboard: false}}
+""")
+    load = lambda *overrides: recipe.load(root / "recipe.yaml", list(overrides))
+    assert train.run(load()) == 0
+    return load
 
 
 @pytest.fixture

@@ -1,0 +1,238 @@
+"""Faults that need a run of their own: kills by the hundred, hosts that stop, disks that are really full."""
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from millrace import hosts, recipe
+from millrace.checkpoint import Checkpoints
+from tests.faults import FAULTS
+from tests.test_hosts import finish as finish_all
+from tests.test_hosts import rows as losses
+from tests.test_hosts import start as start_all
+from tests.test_hosts import wait_for_step
+from tests.test_supervise import worker_of
+from tests.test_train import finish, rows, save_recipe, start, weights
+
+TESTS = Path(__file__).parent
+KILLS = 100
+
+# Trains while the clock goes wrong: a day back in the middle, then two days on.
+CLOCK = """
+import sys, time
+from millrace import cli
+from millrace.data.stream import Dataset
+now, batch, shift = time.time, Dataset.batch, [0.0]
+time.time = lambda: now() + shift[0]
+def jumping(self, step, **more):
+    shift[0] = {4: -86_400.0, 8: 172_800.0}.get(step, shift[0])
+    return batch(self, step, **more)
+Dataset.batch = jumping
+sys.exit(cli.main(["train", *sys.argv[1:], "--once"]))
+"""
+
+
+def test_every_fault_has_a_test():
+    texts = [path.read_text() for path in sorted(TESTS.glob("test_*.py"))]
+    marked = {int(number) for text in texts for number in re.findall(r"mark\.fault\((\d+)\)", text)}
+    assert marked == set(FAULTS)
+
+
+@pytest.mark.slow
+@pytest.mark.fault(2)
+def test_a_hundred_kills_change_nothing(tiny, tmp_path, record_property):
+    """A third of them come while the run starts: while it imports, compiles or restores."""
+    settings = ("schedule.steps=3000", "checkpoint.every=20", "eval.every=0", "log.every=1")
+    whole = save_recipe(tiny(f"run={tmp_path}/whole", *settings), tmp_path / "whole.yaml")
+    broken = save_recipe(tiny(f"run={tmp_path}/broken", *settings), tmp_path / "broken.yaml")
+    code, said = finish(start(whole))
+    assert code == 0, said
+
+    random, log, run = np.random.default_rng(), tmp_path / "broken" / "metrics.jsonl", f"{tmp_path}/broken"
+    committed, lost = 0, []
+    for number in range(KILLS):
+        process, begun = start(broken, "--once"), time.monotonic()
+        if number % 3 == 0:
+            time.sleep(random.uniform(0, 6))
+        else:
+            size = log.stat().st_size if log.exists() else 0
+            while process.poll() is None and (not log.exists() or log.stat().st_size <= size):
+                assert time.monotonic() < begun + 240
+                time.sleep(0.005)
+            time.sleep(random.uniform(0, 0.6))
+        process.kill()
+        code, said = finish(process)
+        assert code == -signal.SIGKILL, said
+        last = Checkpoints(run).latest() or 0
+        assert last >= committed
+        if number % 3 and log.exists():
+            lost.append(rows(recipe.load(broken))[-1]["step"] - last)
+        committed = last
+    assert committed < 3000, "too few steps for as many kills"
+    assert max(lost) <= 2 * 20  # an interval, and what is done while a save is on its way
+    record_property("seen", f"lost steps: median {np.median(lost):.0f}, most {max(lost)}; saved every 20")
+    code, said = finish(start(broken))
+    assert code == 0, said
+    assert losses(run) == losses(f"{tmp_path}/whole")
+    other = weights(recipe.load(broken))
+    for name, value in weights(recipe.load(whole)).items():
+        np.testing.assert_array_equal(value, other[name], err_msg=name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("host", "sent"),
+    [
+        pytest.param(0, signal.SIGKILL, marks=pytest.mark.fault(4)),
+        pytest.param(1, signal.SIGSTOP, marks=pytest.mark.fault(5)),
+    ],
+    ids=["first killed", "stopped"],
+)
+def test_a_host_that_is_gone_is_noticed_and_all_end_the_same(tiny, tmp_path, host, sent):
+    settings = ("schedule.steps=150", "checkpoint.every=10", "eval.batches=1", "mesh.fsdp=2")
+    whole = save_recipe(tiny(f"run={tmp_path}/whole", *settings), tmp_path / "whole.yaml")
+    broken = save_recipe(tiny(f"run={tmp_path}/broken", *settings), tmp_path / "broken.yaml")
+    codes, said = finish_all(start_all(whole), whole)
+    assert codes == [0, 0], said
+    processes = start_all(broken)
+    wait_for_step(f"{tmp_path}/broken", 25, processes)
+    stopped = worker_of(processes[host].pid)
+    os.kill(stopped, sent)
+    if sent == signal.SIGSTOP:  # a machine that stands still is, in the end, one that is gone
+        while worker_of(processes[1 - host].pid) and "starts again" not in said_by(broken):
+            time.sleep(0.1)
+        os.kill(stopped, signal.SIGKILL)
+    codes, said = finish_all(processes, broken)
+    assert codes == [0, 0], said
+    assert losses(f"{tmp_path}/broken") == losses(f"{tmp_path}/whole")
+
+
+def said_by(path: Path) -> str:
+    return "\n".join(file.read_text() for file in path.parent.glob(f"{path.stem}-*.txt"))
+
+
+@pytest.fixture
+def small_disk(tmp_path) -> Iterator[Path]:
+    """A disk of 24 MiB, where one may mount it."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(folder)], capture_output=True
+    )
+    if made.returncode:
+        pytest.skip("mounting is not allowed here")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@pytest.mark.fault(8)
+def test_a_disk_that_is_really_full_does_not_end_a_run(tiny, small_disk):
+    room = os.statvfs(small_disk)
+    cfg = save_recipe(
+        tiny(f"run={small_disk}/run", "schedule.steps=40", "checkpoint.every=4", "checkpoint.keep=3"),
+        small_disk.parent / "full.yaml",
+    )
+    said = []
+    with start(cfg, "--once") as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            said.append(line)
+            if re.match(r" +5 ", line):
+                fill(small_disk / "filler", room.f_bsize)
+            if re.match(r" +30 ", line):
+                (small_disk / "filler").unlink()
+    assert process.returncode == 0, "".join(said)
+    assert any("no checkpoint" in line for line in said)
+    assert Checkpoints(f"{small_disk}/run").latest() == 40
+    assert [row["step"] for row in rows(recipe.load(cfg))] == list(range(1, 41))
+
+
+def fill(path: Path, size: int) -> None:
+    with contextlib.suppress(OSError), open(path, "wb", buffering=0) as file:
+        while file.write(bytes(size)):
+            pass
+
+
+@pytest.mark.fault(22)
+def test_a_clock_that_jumps_harms_nothing(tiny, tmp_path):
+    path = save_recipe(tiny(), tmp_path / "clock.yaml")
+    done = subprocess.run(
+        [sys.executable, "-c", CLOCK, str(path)], capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    for row in rows(tiny()):
+        assert row["tokens_per_second"] > 0 and 0 <= row["goodput"] <= 1
+    assert Checkpoints(tiny().run).latest() == 12
+
+
+@pytest.mark.fault(24)
+def test_a_port_that_is_taken_is_told(tiny, tmp_path):
+    path = save_recipe(tiny("hang=20"), tmp_path / "port.yaml")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        env = os.environ | dict(zip(hosts.NAMES, (address, "2", "0"), strict=True))
+        command = [sys.executable, "-m", "millrace", "train", str(path)]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert address in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.fault(27)
+@pytest.mark.parametrize("moment", [0.2, 1.5, 3.0, 4.5])
+def test_a_run_stopped_before_its_first_step_begins_again(tiny, tmp_path, moment):
+    path = save_recipe(tiny(), tmp_path / "early.yaml")
+    process = start(path)
+    time.sleep(moment)
+    process.send_signal(signal.SIGTERM)
+    code, said = finish(process)
+    assert code in (0, 75, -signal.SIGTERM), said
+    assert "Traceback" not in said
+    code, said = finish(start(path))
+    assert code == 0, said
+    assert Checkpoints(tiny().run).latest() == 12
+
+
+@pytest.mark.fault(28)
+def test_a_damaged_compilation_cache_is_compiled_again(tiny, tmp_path, monkeypatch):
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "compiled"))
+    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    path = save_recipe(tiny(), tmp_path / "cache.yaml")
+    code, said = finish(start(path))
+    assert code == 0, said
+    kept = [file for file in (tmp_path / "compiled").rglob("*-cache")]
+    assert kept
+    for file in kept:
+        file.write_bytes(b"damage" + file.read_bytes()[20:])
+    code, said = finish(start(path, "schedule.steps=16"))
+    assert code == 0, said
+    assert Checkpoints(tiny().run).latest() == 16
+
+
+@pytest.mark.fault(29)
+def test_ctrl_c_saves_and_a_second_one_ends_at_once(tiny, tmp_path):
+    path = save_recipe(tiny("schedule.steps=4000", "checkpoint.every=100000"), tmp_path / "twice.yaml")
+    process = start(path)
+    wait_for_step(tiny().run, 5, [process])
+    process.send_signal(signal.SIGINT)
+    code, said = finish(process)
+    saved = Checkpoints(tiny().run).latest() or 0
+    assert code == 75 and saved >= 5, said
+    process = start(path)
+    wait_for_step(tiny().run, saved + 5, [process])
+    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGINT)
+    code, said = finish(process)
+    assert code in (75, 130, -signal.SIGINT), said
+    assert "Traceback" not in said

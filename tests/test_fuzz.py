@@ -1,0 +1,288 @@
+"""Ten thousand recipes and ten thousand files that nobody meant: each is taken, or refused in one line with
+exit code 2; none ends in a traceback, and none never ends."""
+
+import dataclasses
+import json
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import google_crc32c
+import jax
+import numpy as np
+import pytest
+import yaml
+from etils import epath
+
+from millrace import cli, config, goodput, manifest, module, recipe, saved
+from millrace.data import show, tokenise
+from millrace.data.documents import Problems
+from millrace.data.prepare import prepare
+from millrace.data.stream import Dataset
+from millrace.data.verify import verify
+from millrace.errors import UserError
+from millrace.export import huggingface
+from millrace.export.tensors import table_of, to_tensors
+from tests import mutate
+from tests.test_contracts import SIZES
+from tests.test_sources import COMPRESS, ROWS, TEXTS, documents
+
+RECIPES = Path(__file__).parent.parent / "recipes"
+PATIENCE = 20.0  # seconds for one input, on a machine that has other work
+BOTH = [pytest.param(150), pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.fault(33)])]
+
+
+def refused(call: Callable[[], Any]) -> bool:
+    """Whether it was refused, as it should be: in one line, and soon."""
+    try:
+        with mutate.ends_within(PATIENCE):
+            call()
+    except UserError as error:
+        said = str(error)
+        first, *rest = said.split("\n")  # a list of faults may follow
+        assert error.code == 2 and first.strip() and all(line.startswith("  ") for line in rest), said
+        assert len(said) < 8000, said
+        return True
+    return False
+
+
+@pytest.fixture(scope="module")
+def kitchen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of all recipes, among which bad ones can be put."""
+    folder = tmp_path_factory.mktemp("kitchen") / "recipes"
+    shutil.copytree(RECIPES, folder)
+    return folder
+
+
+def settings(random: Random) -> list[str]:
+    """Overrides of the command line, most of keys that exist."""
+    known = [*config.keys(recipe.Run), *config.keys(recipe.DataRun)]
+    odd_keys = ["", ".", "model.", ".x", "model.layers.x", "é", "a.b.c.d", "sources.x.path", "model", "data"]
+    found = []
+    for _ in range(random.choice([0, 0, 1, 1, 2])):
+        key = random.choice(odd_keys) if random.random() < 0.2 else random.choice(known)
+        value = mutate.text(random, "1") if random.random() < 0.2 else str(mutate.odd(random))
+        found.append(f"{key}={value}" if random.random() < 0.95 else key + value)
+    return found
+
+
+def bad_recipe(random: Random, source: Path) -> bytes:
+    written = source.read_text()
+    kind = random.random()
+    if kind < 0.1:
+        return mutate.content(random, written.encode())
+    if kind < 0.4:
+        return mutate.text(random, written).encode("utf-8", "surrogatepass")
+    try:
+        made = yaml.safe_dump(
+            mutate.tree(random, yaml.safe_load(written)), allow_unicode=random.random() < 0.5
+        )
+    except RecursionError:
+        made = "a: " * 3000
+    return made.encode("utf-8", "surrogatepass")
+
+
+@pytest.mark.parametrize("cases", BOTH)
+def test_any_recipe_is_taken_or_refused(cases, kitchen, capsys, record_property):
+    sources = sorted(RECIPES.rglob("*.yaml"))
+    loads = [recipe.load, recipe.load_train, recipe.load_data, recipe.load_any, recipe.load_any]
+    count = 0
+    for number in range(cases):
+        random = Random(f"recipe {number}")
+        source = random.choice(sources)
+        folder = kitchen / source.parent.relative_to(RECIPES)
+        path = folder / "bad.yaml"
+        path.write_bytes(bad_recipe(random, source) if random.random() < 0.9 else source.read_bytes())
+        items = settings(random)
+        if number % 10 == 0:
+            count += not taken_by_command(
+                ["recipe", random.choice(["show", "check"]), str(path), *items], capsys
+            )
+            continue
+        load = random.choice(loads)
+        found: list[Any] = []
+        if refused(lambda: found.append(load(path, items))):  # noqa: B023
+            count += 1
+        else:  # what was understood can be written down and is then understood as the same
+            path.write_text(config.to_yaml(found[0]), encoding="utf-8", errors="surrogatepass")
+            assert recipe.load_any(path) == found[0], (number, items)
+    assert 0.2 * cases < count < cases
+    record_property("seen", f"{cases:,} recipes, {count:,} refused")
+
+
+def taken_by_command(words: list[str], capsys: pytest.CaptureFixture[str]) -> bool:
+    with mutate.ends_within(PATIENCE):
+        code = cli.main(words)
+    out, error = capsys.readouterr()
+    assert code in (0, 2) and (code == 0) == (not error), (code, error)
+    assert code == 0 or error.startswith("millrace: ") and error.count("\n") == 1, error
+    return code == 0
+
+
+Case = Callable[[Random], bool]  # one bad input, and whether it was refused
+
+
+def changed(file: Path, random: Random, change: mutate.Change, call: Callable[[], Any]) -> bool:
+    """Calls with a file changed, or now and then gone, and puts it back."""
+    before = file.read_bytes()
+    try:
+        if random.random() < 0.02:
+            file.unlink()
+        else:
+            file.write_bytes(change(random, before))
+        return refused(call)
+    finally:
+        file.unlink(missing_ok=True)
+        file.write_bytes(before)
+
+
+def packed_data(folder: Path) -> Case:
+    """A prepared folder: its index, its shards and its tokenizer."""
+    files = sorted(file for file in folder.iterdir() if file.suffix in (".json", ".npy"))
+    files += [folder / "index.json"] * (len(files) // 2)
+
+    def read() -> None:
+        data = Dataset.open(folder)
+        for split in ("train", "evaluation"):
+            for step in range(3):
+                data.batch(step, split=split, sequences=4, seed=step)
+
+    calls = [read, read, lambda: verify(folder, lambda line: None), lambda: show.inspect(folder, rows=2)]
+    calls.append(lambda: tokenise.load(folder, "tokenizers").encode("a text"))
+
+    def case(random: Random) -> bool:
+        file = random.choice(files)
+        change = mutate.json_file if file.suffix == ".json" else mutate.content
+        return changed(file, random, change, random.choice(calls))
+
+    return case
+
+
+def records(random: Random, value: bytes) -> bytes:
+    """JSON lines of which some have other values."""
+    lines = [json.loads(line) for line in value.splitlines()]
+    lines[0]["messages"] = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    return b"\n".join(mutate.as_json(mutate.tree(random, line)) for line in lines)
+
+
+def sources(folder: Path, tokenizer: Path) -> Case:
+    """Documents in files of every format; a few go on to packed rows."""
+    formats = {name: make() for name, make in ROWS.items()} | {"x.txt": TEXTS[2].encode()}
+    formats |= {f"x.jsonl{suffix}": press(ROWS["x.jsonl"]()) for suffix, press in COMPRESS.items()}
+    folder.mkdir()
+
+    def prepared(file: Path, errors: str) -> None:
+        section = {"path": str(folder / "out"), "sources": {"x": {"path": str(file)}}, "errors": errors}
+        section |= {"tokenizer": {"use": "file", "path": str(tokenizer)}, "workers": 1}
+        (folder / "recipe.yaml").write_text(config.dump(section | {"pack": {"sequence_length": 16}}))
+        try:
+            prepare(recipe.load_data(folder / "recipe.yaml"), lambda line: None)
+        finally:
+            shutil.rmtree(folder / "out", ignore_errors=True)
+
+    def case(random: Random) -> bool:
+        name, errors = random.choice(list(formats)), random.choice(["stop", "skip"])
+        is_lines = name in ("x.jsonl", "x.ndjson")
+        change = records if is_lines and random.random() < 0.7 else mutate.content
+        file = folder / name
+        file.write_bytes(change(random, formats[name]))
+        keys = random.choice([{}, {}, {"id": "n"}, {"meta": "n"}, {"column": "n"}, {"column": "messages"}])
+        try:
+            if random.random() < 0.01:
+                return refused(lambda: prepared(file, errors))
+            return refused(lambda: documents(file, Problems(errors), **keys))
+        finally:
+            file.unlink()
+
+    return case
+
+
+def models(folder: Path) -> Case:
+    """Folders of Hugging Face, one of each family: config.json and the weights."""
+    folder.mkdir()
+    made = []
+    for name in config.names("models"):
+        cls = config.part_class("models", name)
+        known = {f.name for f in dataclasses.fields(cls)}
+        if "module" in known:
+            continue
+        family = __import__(f"millrace.models.{name}", fromlist=[name])
+        wanted = SIZES | {"layers": 2, "balance": "loss"}
+        cfg = cls(**{key: value for key, value in wanted.items() if key in known})
+        target = folder / name
+        target.mkdir()
+        zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, np.float32), module.shapes(family.Model, cfg))
+        (target / "config.json").write_text(json.dumps(family.to_hf(cfg, 64)))
+        huggingface.save_shards(to_tensors(table_of(family, cfg), zeros, "float32"), target)
+        made.append(target)
+
+    def header(random: Random, value: bytes) -> bytes:
+        """The list of tensors that stands before them."""
+        length = int.from_bytes(value[:8], "little")
+        text = mutate.as_json(mutate.tree(random, json.loads(value[8 : 8 + length])))
+        return len(text).to_bytes(8, "little") + text + value[8 + length :]
+
+    def case(random: Random) -> bool:
+        source, run = random.choice(made), folder / "run"
+        file = source / ("config.json" if random.random() < 0.7 else "model.safetensors")
+        change = mutate.json_file if file.suffix == ".json" else random.choice([header, mutate.content])
+        try:
+            return changed(file, random, change, lambda: huggingface.import_(str(source), str(run)))
+        finally:
+            shutil.rmtree(run, ignore_errors=True)
+
+    return case
+
+
+def checkpoints(run: Path) -> Case:
+    """The list of a checkpoint's files, also by one who knows how it is summed, and the account of time."""
+    step = run / "checkpoints" / "5"
+    step.mkdir(parents=True)
+    (step / "weights").write_bytes(b"weights")
+    manifest.seal(epath.Path(step), step=5, permanent=False)
+    lines = [{"begin": 0, "pid": 1, "host": "a"}, {"step": 5, "seconds": {"productive": 3.0}}, {"back": 3}]
+    lines += [{"exit": 1, "why": "x"}, {"begin": 2, "seconds": {"compilation": 1.0}}, {"step": 9}, {"end": 0}]
+    account = run / "goodput.jsonl"
+    account.write_text("".join(json.dumps({"time": 10.0 * n} | line) + "\n" for n, line in enumerate(lines)))
+
+    def forged(random: Random, value: bytes) -> bytes:
+        body = mutate.content(random, value.partition(b"\n")[2])
+        return f"{manifest.HEAD} {google_crc32c.value(body):08x}\n".encode() + body
+
+    def look() -> None:
+        saved.listed(str(run), lambda line: None)
+        saved.choose(str(run))
+
+    def spent() -> None:
+        goodput.spoken(goodput.read(account))
+
+    def moments(random: Random, value: bytes) -> bytes:
+        return b"\n".join(mutate.json_file(random, line) for line in value.splitlines())
+
+    def case(random: Random) -> bool:
+        if random.random() < 0.5:
+            return changed(account, random, moments, spent)
+        return changed(step / "manifest.txt", random, random.choice([forged, mutate.content]), look)
+
+    return case
+
+
+@pytest.mark.parametrize("cases", BOTH)
+def test_any_file_is_taken_or_refused(cases, packed, tmp_path, record_property):
+    data = Path(shutil.copytree(packed, tmp_path / "data"))
+    kinds = {
+        "packed data": packed_data(data),
+        "sources": sources(tmp_path / "sources", data / "tokenizer.json"),
+        "models": models(tmp_path / "models"),
+        "checkpoints": checkpoints(tmp_path / "run"),
+    }
+    count: Counter[str] = Counter()
+    for number in range(cases):
+        random = Random(f"file {number}")
+        kind = random.choice(list(kinds))
+        count[kind] += kinds[kind](random)
+    assert all(count[kind] > 0.05 * cases / len(kinds) for kind in kinds), count
+    record_property("seen", f"{cases:,} files, {sum(count.values()):,} refused")
