@@ -1,0 +1,112 @@
+"""The working tree as one archive: what git tracks and what it would, with changes, and nothing secret.
+Its checksum is its name, so that a worker that has it is sent nothing."""
+
+import hashlib
+import io
+import re
+import subprocess
+import tarfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import millrace
+from millrace.errors import UserError
+from millrace.tpu.workers import Workers
+
+# Names and contents of files that stay here, whatever git thinks of them. Programs and texts may be called
+# after tokens, and speak of keys; of tokenizers everything is sent.
+SECRET_FOLDERS = {".aws", ".ssh", ".gnupg", ".kaggle", ".docker", ".kube"}
+SECRET_NAMES = re.compile(
+    r"\.env.*|.*\.(pem|key|p12|pfx)|.*credentials.*|[._]netrc|kaggle\.json|google_compute_engine.*"
+)
+SECRET_UNLESS_SOURCE = re.compile(r"id_.*|(?!(special|added)_tokens).*token(?!i[sz]).*", re.IGNORECASE)
+SOURCE = {".py", ".md"}
+KEY = re.compile(rb"PRIVATE KEY-{5}")
+KEY_ITSELF = re.compile(rb"PRIVATE KEY-{5}(\s|\\n)+[A-Za-z0-9+/]{16}")
+ACCOUNT = re.compile(rb'"private_key"\s*:|"type"\s*:\s*"(service_account|authorized_user)"')
+LARGEST = 64 * 2**20  # bytes of a file
+
+UNPACK = """
+set -eu
+place="$HOME/.millrace/trees/{name}"
+if [ ! -d "$place" ]; then
+  mkdir -p "$place.new.$$"
+  tar xzf - -C "$place.new.$$"
+  mv -T "$place.new.$$" "$place" 2>/dev/null || mv "$place.new.$$" "$place"
+fi
+ln -sfn "$place" "$HOME/.millrace/tree"
+"""
+
+
+@dataclass(frozen=True)
+class Bundle:
+    name: str  # the checksum of what is in it
+    content: bytes
+    files: int
+    left_out: tuple[str, ...]  # for being secret, too large, or links out of the tree
+
+
+def root() -> Path:
+    """The clone of Millrace that this is run from: what trains there is what is here."""
+    found = Path(millrace.__file__).resolve().parents[1]
+    for name in ("pyproject.toml", "constraints.txt"):
+        if not (found / name).is_file():
+            raise UserError(f"{found}: found no {name}, expected a clone of Millrace (pip install -e .)")
+    return found
+
+
+def listed(tree: Path) -> list[str]:
+    command = ["git", "-C", str(tree), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    done = subprocess.run(command, capture_output=True)
+    if done.returncode:
+        raise UserError(f"{tree}: {done.stderr.decode(errors='replace').strip()}")
+    return sorted(name for name in set(done.stdout.decode().split("\0")) if (tree / name).is_file() and name)
+
+
+def make(tree: Path) -> Bundle:
+    """The same bytes for the same files: no times, no owners."""
+    stream, left_out, digest, count = io.BytesIO(), [], hashlib.sha256(), 0
+    with tarfile.open(fileobj=stream, mode="w:gz", compresslevel=6) as archive:
+        for name in listed(tree):
+            path = tree / name
+            if secret_name(name) or outside(path, tree) or path.stat().st_size > LARGEST:
+                left_out.append(name)
+                continue
+            content = path.read_bytes()
+            if secret_text(content, path.suffix):
+                left_out.append(name)
+                continue
+            info = tarfile.TarInfo(name)
+            info.size, info.mode = len(content), 0o755 if path.stat().st_mode & 0o100 else 0o644
+            archive.addfile(info, io.BytesIO(content))
+            digest.update(f"{name}\0{info.mode}\0{len(content)}\0".encode() + content)
+            count += 1
+    return Bundle(digest.hexdigest()[:16], stream.getvalue(), count, tuple(left_out))
+
+
+def secret_name(name: str) -> bool:
+    path = Path(name)
+    if SECRET_FOLDERS.intersection(path.parts[:-1]) or SECRET_NAMES.fullmatch(path.name):
+        return True
+    return path.suffix not in SOURCE and SECRET_UNLESS_SOURCE.fullmatch(path.name) is not None
+
+
+def secret_text(content: bytes, suffix: str) -> bool:
+    if suffix in SOURCE:
+        return KEY_ITSELF.search(content) is not None
+    if suffix in (".json", "", ".txt") and ACCOUNT.search(content):
+        return True
+    return KEY.search(content) is not None
+
+
+def outside(path: Path, tree: Path) -> bool:
+    """A link to what is not in the tree was not meant to be sent with it."""
+    return not path.resolve().is_relative_to(tree.resolve())
+
+
+def push(workers: Workers, bundle: Bundle, patience: float) -> bool:
+    """Whether anything had to be sent."""
+    have = workers.each(f'test -d "$HOME/.millrace/trees/{bundle.name}" && echo yes || true', b"", patience)
+    missing = not all("yes" in one for one in have)
+    workers.each(UNPACK.format(name=bundle.name), bundle.content if missing else b"", patience)
+    return missing

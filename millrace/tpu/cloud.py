@@ -1,0 +1,94 @@
+"""The seam to whoever rents out machines: what a slice looks like from outside, and what can be asked for.
+gcp.py is Google's; local.py is this machine, "a pod on your laptop"."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Protocol
+
+from millrace.errors import UserError
+from millrace.tpu.request import Request
+
+# Labels and metadata of everything that is rented from here, so that it is found again.
+LABEL = "millrace"
+SECONDS = "millrace-seconds"  # that a slice may live; the timer on it goes by this
+IDLE = "millrace-idle"  # and after its job has ended, if nobody gives it back
+
+
+class State(Enum):
+    WAITING = "waiting"
+    READY = "ready"
+    LOST = "lost"  # preempted or suspended: holds its name and quota, and must be deleted
+    FAILED = "failed"
+    DELETING = "deleting"
+
+
+@dataclass(frozen=True)
+class Rented:
+    """A slice as the cloud sees it."""
+
+    name: str
+    zone: str
+    accelerator: str
+    terms: str
+    state: State
+    said: str  # the cloud's own words for the state
+    workers: tuple[str, ...] = ()  # addresses, in the order of their numbers
+    created: float = 0.0  # when machines were there, seconds since 1970; 0: not yet
+    labels: Mapping[str, str] = field(default_factory=dict)
+    slices: int = 1  # that are joined to one
+    single: bool = False  # a node that belongs to no queued resource
+
+    @property
+    def ours(self) -> bool:
+        return LABEL in self.labels
+
+    @property
+    def seconds(self) -> float | None:
+        """How long it may live, by its label."""
+        text = self.labels.get(SECONDS, "")
+        return float(text) if text.isdigit() else None
+
+
+class Refused(UserError):
+    """The cloud has none of these now, or lets us have no more: another zone or another time may do."""
+
+    code = 1
+
+    def __init__(self, message: str, *, quota: bool) -> None:
+        super().__init__(message)
+        self.quota = quota
+
+
+class Silent(UserError):
+    """The cloud does not answer. Nothing is known, and nothing should be concluded."""
+
+    code = 1
+
+
+class LoggedOut(Silent):
+    """It would answer, but not to us: the login has run out. Who logs in again goes on."""
+
+    code = 2
+
+
+class Cloud(Protocol):
+    name: str
+
+    def find(self, name: str) -> Rented | None:
+        """The slice of that name, in whatever zone."""
+        ...
+
+    def all(self) -> list[Rented]: ...
+
+    def create(self, request: Request, zone: str, seconds: float, idle: float | None) -> None:
+        """Asks for it, and does not wait. Raises Refused."""
+        ...
+
+    def extend(self, rented: Rented, seconds: float) -> None:
+        """Lets it live that long in all."""
+        ...
+
+    def delete(self, rented: Rented) -> None:
+        """Asks for its end, and does not wait. What is gone already is no error."""
+        ...

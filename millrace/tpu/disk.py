@@ -1,0 +1,93 @@
+"""The data disk: filled once from a single machine, then mounted read-only on every worker of every slice."""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from millrace.errors import UserError
+from millrace.tpu import google
+from millrace.tpu.cloud import LABEL, Rented
+from millrace.tpu.gcp import Gcp, disk_source
+
+# Newer TPUs take no persistent disks (docs.cloud.google.com/tpu/docs/attach-durable-block-storage, 2026-11).
+KINDS = {"v6e": "hyperdisk-balanced", "tpu7x": "hyperdisk-balanced"}
+USUAL = "pd-balanced"
+PATIENCE = 300.0
+
+
+class Disks:
+    """Of one project and zone, through Compute Engine's own API."""
+
+    def __init__(self, project: str, zone: str) -> None:
+        self.project, self.zone = project, zone
+        root = google.address("COMPUTE", google.COMPUTE)
+        self.url = f"{root}/projects/{project}/zones/{zone}"
+        self.session = google.session(root)
+
+    def create(self, name: str, gigabytes: int, kind: str) -> None:
+        body = dict(name=name, sizeGb=str(gigabytes), labels={LABEL: "yes"})
+        body["type"] = f"projects/{self.project}/zones/{self.zone}/diskTypes/{kind}"
+        self.wait(self.ask("POST", "disks", body))
+
+    def delete(self, name: str) -> None:
+        self.wait(self.ask("DELETE", f"disks/{name}"))
+
+    def ask(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
+        answer = google.ask(self.session, method, f"{self.url}/{path}", body)
+        told = answer.json() if answer.content else {}
+        if answer.status_code >= 400:
+            raise UserError(f"disk: {told.get('error', {}).get('message', answer.reason)}")
+        return told
+
+    def wait(self, operation: dict[str, Any]) -> None:
+        end = time.monotonic() + PATIENCE
+        while operation.get("status") != "DONE":
+            if time.monotonic() > end:
+                raise UserError(f"disk: {operation.get('name')} is not done after {PATIENCE:.0f} s")
+            time.sleep(0.5)
+            operation = self.ask("GET", f"operations/{operation['name']}")
+        for error in operation.get("error", {}).get("errors", ()):
+            raise UserError(f"disk: {error.get('message')}")
+
+
+def check(project: str, zones: Sequence[str], names: Sequence[str]) -> None:
+    """That each is in every zone where a slice may come to be."""
+    for zone in zones if names else ():
+        disks = Disks(project, zone)
+        for name in names:
+            disks.ask("GET", f"disks/{name}")
+
+
+def attach(cloud: Gcp, rented: Rented, disk: str, *, write: bool) -> int:
+    """To all machines of a slice; returns its number among their disks. Two that write would spoil it."""
+    if write and len(rented.workers) > 1:
+        raise UserError(
+            f"--write: {rented.name} has {len(rented.workers)} workers, expected one: fill the disk from a "
+            "slice of one machine (v4-8, v5e-8), then attach it read-only"
+        )
+    modes, number = cloud.api.AttachedDisk.DiskMode, 0
+    for node in cloud.nodes(rented):
+        source = disk_source(cloud.project, rented.zone, disk)
+        if all(one.source_disk != source for one in node.data_disks):
+            mode = modes.READ_WRITE if write else modes.READ_ONLY
+            node.data_disks.append(cloud.api.AttachedDisk(source_disk=source, mode=mode))
+            update(cloud, node)
+        number = 1 + [one.source_disk for one in node.data_disks].index(source)
+    return number
+
+
+def detach(cloud: Gcp, rented: Rented, disk: str) -> None:
+    source = disk_source(cloud.project, rented.zone, disk)
+    for node in cloud.nodes(rented):
+        kept = [one for one in node.data_disks if one.source_disk != source]
+        if len(kept) < len(node.data_disks):
+            node.data_disks = kept
+            update(cloud, node)
+
+
+def update(cloud: Gcp, node: Any) -> None:
+    with cloud.asking():
+        mask = {"paths": ["data_disks"]}
+        cloud.client.update_node(request=dict(node=node, update_mask=mask), **cloud.how).result(
+            timeout=PATIENCE
+        )

@@ -1,0 +1,19 @@
+"""A run written down for schedulers other than ours: `--to NAME` means the file of that name."""
+
+from dataclasses import dataclass
+
+from millrace.plan.slices import Slice
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What all of them are told."""
+
+    name: str
+    command: tuple[str, ...]  # millrace train RECIPE ...
+    slice: Slice
+    spot: bool
+    hours: float
+    image: str  # of a container, for those who need one
+    accelerator: str  # a TPU's name at Google; nothing for GPUs
+    runtime: str

@@ -1,0 +1,262 @@
+"""Google's TPUs, through the client that Google makes: queued resources for everything, since they alone can
+be spot, on demand, reserved and joined, and wait where there is none."""
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from millrace.errors import UserError
+from millrace.tpu import google
+from millrace.tpu.cloud import IDLE, LABEL, SECONDS, LoggedOut, Refused, Rented, Silent, State
+from millrace.tpu.request import Request
+
+TIMER = Path(__file__).with_name("timer.py")
+
+STATES = {
+    "CREATING": State.WAITING,
+    "ACCEPTED": State.WAITING,
+    "WAITING_FOR_RESOURCES": State.WAITING,
+    "PROVISIONING": State.WAITING,
+    "ACTIVE": State.READY,
+    "SUSPENDING": State.LOST,
+    "SUSPENDED": State.LOST,
+    "FAILED": State.FAILED,
+    "DELETING": State.DELETING,
+}
+# Of a machine; what is not here comes by itself (CREATING, STARTING, REPAIRING, RESTARTING, ...).
+NODE_STATES = {
+    "READY": State.READY,
+    "PREEMPTED": State.LOST,
+    "TERMINATED": State.LOST,
+    "STOPPED": State.LOST,
+    "STOPPING": State.LOST,
+    "DELETING": State.DELETING,
+}
+
+
+class Gcp:
+    """One project, and the zones that are looked into: all of them, if none is named."""
+
+    name = "gcp"
+
+    def __init__(self, project: str, zones: tuple[str, ...] = (), patience: float = google.PATIENCE) -> None:
+        google.credentials(google.address("TPU", google.TPU))  # says what to install, or to log in
+        from google.api_core import exceptions
+        from google.api_core.retry import Retry, if_exception_type
+        from google.auth.exceptions import GoogleAuthError, TransportError
+        from google.cloud import tpu_v2
+        from google.protobuf.json_format import ParseError
+        from requests.exceptions import ConnectionError, RequestException, Timeout
+
+        self.api: Any = tpu_v2
+        self.errors: Any = exceptions
+        self.broken = (
+            exceptions.InternalServerError,
+            exceptions.BadGateway,
+            exceptions.ServiceUnavailable,
+            exceptions.GatewayTimeout,
+            TransportError,
+            ConnectionError,
+            Timeout,
+        )
+        self.unknown = GoogleAuthError
+        self.garbled = (ValueError, ParseError, RequestException)
+        # The client repeats nothing by itself, not even after a 503.
+        again = Retry(if_exception_type(*self.broken), initial=0.5, maximum=20, timeout=patience)
+        self.how: dict[str, Any] = dict(retry=again, timeout=60)
+        self.project, self.zones = project, zones
+        self.log_in()
+
+    def log_in(self) -> None:
+        """With what is on disk now: who has logged in again meanwhile has other credentials there."""
+        url = google.address("TPU", google.TPU)
+        credentials, _ = google.credentials(url)
+        self.client = self.api.TpuClient(
+            transport="rest", credentials=credentials, client_options={"api_endpoint": url}
+        )
+
+    def find(self, name: str) -> Rented | None:
+        return next((one for one in self.all() if one.name == name), None)
+
+    def all(self) -> list[Rented]:
+        if self.zones:
+            return [one for zone in self.zones for one in self.within(zone)]
+        try:
+            return self.within("-")
+        except (Silent, Refused):
+            raise
+        except UserError:  # the documentation has this wildcard for nodes alone
+            with self.asking():
+                wanted = dict(name=f"projects/{self.project}")
+                answer = self.client.list_locations(request=wanted, **self.how)
+            with ThreadPoolExecutor(8) as pool:
+                parts = pool.map(self.within, [place.location_id for place in answer.locations])
+                return list(itertools.chain.from_iterable(parts))
+
+    def within(self, zone: str) -> list[Rented]:
+        parent = f"projects/{self.project}/locations/{zone}"
+        with self.asking():
+            queued = list(self.client.list_queued_resources(parent=parent, **self.how))
+            nodes = {node.name: node for node in self.client.list_nodes(parent=parent, **self.how)}
+        found = [self.queued(one, nodes) for one in queued]
+        return found + [self.node(node) for node in nodes.values() if not node.queued_resource]
+
+    def queued(self, one: Any, nodes: dict[str, Any]) -> Rented:
+        said = one.state.state.name
+        spec = one.tpu.node_spec[0]
+        own = [node for node in nodes.values() if node.queued_resource == one.name]
+        own.sort(key=lambda node: (len(node.name), node.name))  # -2 before -10
+        state = STATES.get(said, State.WAITING)
+        expected = spec.multislice_params.node_count or 1
+        if state is State.READY:
+            for node in own:
+                if node.state.name != "READY":
+                    state, said = NODE_STATES.get(node.state.name, State.WAITING), node.state.name
+                    break
+            if len(own) < expected:
+                state, said = (State.LOST, "ACTIVE, but its nodes are gone") if not own else (state, said)
+        if state is State.FAILED and one.state.failed_data.error.message:
+            said = f"FAILED: {one.state.failed_data.error.message}"
+        return Rented(
+            name=one.name.rpartition("/")[2],
+            zone=one.name.split("/")[3],
+            accelerator=spec.node.accelerator_type,
+            terms="spot" if "spot" in one else "reserved" if one.reservation_name else "on-demand",
+            state=state,
+            said=said,
+            workers=tuple(itertools.chain.from_iterable(map(addresses, own))),
+            created=min((node.create_time.timestamp() for node in own if node.create_time), default=0.0),
+            labels=dict(own[0].labels if own else spec.node.labels),
+            slices=expected,
+        )
+
+    def node(self, node: Any) -> Rented:
+        said = node.state.name
+        return Rented(
+            name=node.name.rpartition("/")[2],
+            zone=node.name.split("/")[3],
+            accelerator=node.accelerator_type,
+            terms=terms(node.scheduling_config),
+            state=NODE_STATES.get(said, State.WAITING),
+            said=said,
+            workers=tuple(addresses(node)),
+            created=node.create_time.timestamp() if node.create_time else 0.0,
+            labels=dict(node.labels),
+            single=True,
+        )
+
+    def create(self, request: Request, zone: str, seconds: float, idle: float | None) -> None:
+        parent = f"projects/{self.project}/locations/{zone}"
+        spec: dict[str, Any] = dict(parent=parent, node=self.described(request, zone, seconds, idle))
+        if request.slice.slices > 1:
+            spec["multislice_params"] = dict(node_count=request.slice.slices, node_id_prefix=request.name)
+        else:
+            spec["node_id"] = request.name
+        body: dict[str, Any] = dict(tpu=dict(node_spec=[spec]))
+        if request.terms == "spot":
+            body["spot"] = {}
+        elif request.terms == "reserved":
+            body["reservation_name"] = f"{parent}/reservations/-"
+        else:
+            body["guaranteed"] = {}
+        wanted = dict(parent=parent, queued_resource_id=request.name, queued_resource=body)
+        with self.asking(), contextlib.suppress(self.errors.Conflict):  # asked before, and not heard
+            self.client.create_queued_resource(request=wanted, **self.how)
+
+    def described(self, request: Request, zone: str, seconds: float, idle: float | None) -> dict[str, Any]:
+        """A node, with the timer that ends it: started by the machine itself, whatever becomes of us."""
+        network = dict(network="default", enable_external_ips=not request.internal)
+        node: dict[str, Any] = dict(
+            accelerator_type=request.accelerator,
+            runtime_version=request.image,
+            labels=labels(seconds),
+            metadata=metadata(self.project, request, zone, seconds, idle),
+            network_config=network,
+            service_account=dict(scope=[google.SCOPE]),
+        )
+        if request.disks:
+            read = self.api.AttachedDisk.DiskMode.READ_ONLY
+            node["data_disks"] = [
+                dict(source_disk=disk_source(self.project, zone, disk), mode=read) for disk in request.disks
+            ]
+        return node
+
+    def extend(self, rented: Rented, seconds: float) -> None:
+        """Written where the timer reads it, and into the label that shows it."""
+        for node in self.nodes(rented):
+            node.labels[SECONDS] = node.metadata[SECONDS] = str(int(seconds))
+            with self.asking():
+                mask = {"paths": ["labels", "metadata"]}
+                self.client.update_node(request=dict(node=node, update_mask=mask), **self.how)
+
+    def nodes(self, rented: Rented) -> list[Any]:
+        parent = f"projects/{self.project}/locations/{rented.zone}"
+        with self.asking():
+            nodes = list(self.client.list_nodes(parent=parent, **self.how))
+        whole = f"{parent}/queuedResources/{rented.name}"
+        return [n for n in nodes if n.queued_resource == whole or n.name == f"{parent}/nodes/{rented.name}"]
+
+    def delete(self, rented: Rented) -> None:
+        parent = f"projects/{self.project}/locations/{rented.zone}"
+        with self.asking(), contextlib.suppress(self.errors.NotFound):
+            if rented.single:
+                self.client.delete_node(name=f"{parent}/nodes/{rented.name}", **self.how)
+                return
+            wanted = dict(name=f"{parent}/queuedResources/{rented.name}", force=True)
+            self.client.delete_queued_resource(request=wanted, **self.how)
+
+    @contextlib.contextmanager
+    def asking(self) -> Iterator[None]:
+        """Tells the kinds of bad answers apart: try elsewhere, try later, log in, put it right."""
+        try:
+            yield
+        except self.errors.TooManyRequests as error:
+            raise Refused(error.message, quota="quota" in error.message.lower()) from None
+        except (*self.broken, self.errors.RetryError) as error:
+            raise Silent(" ".join(str(error).split())[:300]) from None
+        except self.unknown as error:  # it was known when we began, and can be again
+            with contextlib.suppress(UserError):
+                self.log_in()
+            raise LoggedOut(google.logged_out(error)) from None
+        except self.errors.GoogleAPICallError as error:
+            if "recondition" in f"{error.message} {getattr(error, 'reason', '')}":  # busy with something else
+                raise Silent(error.message) from None
+            raise UserError(f"Google Cloud: {error.message}") from None
+        except self.garbled as error:  # what a proxy says in place of an answer
+            raise Silent(f"Google Cloud: found {' '.join(str(error).split())[:200]}") from None
+
+
+def terms(scheduling: Any) -> str:
+    """Of a node that belongs to no queued resource."""
+    if scheduling.spot or scheduling.preemptible:
+        return "spot"
+    return "reserved" if scheduling.reserved else "on-demand"
+
+
+def addresses(node: Any) -> list[str]:
+    return [end.access_config.external_ip or end.ip_address for end in node.network_endpoints]
+
+
+def labels(seconds: float) -> dict[str, str]:
+    return {LABEL: "yes", SECONDS: str(int(seconds))}
+
+
+def metadata(project: str, request: Request, zone: str, seconds: float, idle: float | None) -> dict[str, str]:
+    """What the machines can read of themselves; nothing in it is secret."""
+    found = {
+        "startup-script": TIMER.read_text(),
+        "millrace-resource": f"projects/{project}/locations/{zone}/queuedResources/{request.name}",
+        SECONDS: str(int(seconds)),
+    }
+    if idle is not None:
+        found[IDLE] = str(int(idle))
+    if request.public_key:
+        found["ssh-keys"] = request.public_key
+    return found
+
+
+def disk_source(project: str, zone: str, disk: str) -> str:
+    return f"projects/{project}/zones/{zone}/disks/{disk}"

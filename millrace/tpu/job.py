@@ -1,0 +1,175 @@
+"""A job on the workers of a slice, from where it is launched: started, found running, followed, stopped.
+It does not depend on the connection: one that breaks is made again, and goes on where it was."""
+
+import contextlib
+import hashlib
+import json
+import queue
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from millrace.tpu.workers import UNREACHABLE, Failed, Workers
+
+HERE = (
+    'cd -P "$HOME/.millrace/tree" && '
+    'PYTHONPATH="$PWD" exec "$HOME/.millrace/env/bin/python" -m millrace.tpu.worker'
+)
+
+
+@dataclass(frozen=True)
+class Begun:
+    """What starting came to on one worker, and where in its log what is new begins."""
+
+    how: str  # started, running (it did already) or other (another job does)
+    offset: int
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is trained, and what its process may know that nobody else should."""
+
+    name: str
+    recipe: str  # with every key in it
+    run: str  # its folder
+    secrets: dict[str, str] = field(default_factory=dict, repr=False)
+
+    @property
+    def identity(self) -> str:
+        return hashlib.sha256(self.recipe.encode()).hexdigest()[:16]
+
+    def start(self, workers: Workers, patience: float) -> list[Begun]:
+        given = "\0".join([*(f"{name}={value}" for name, value in self.secrets.items()), self.recipe])
+        said = workers.each(f"{HERE} start {self.name} {self.identity}", given.encode(), patience)
+        return [Begun(how, int(offset)) for how, offset in (text.split()[-2:] for text in said)]
+
+
+def stop(workers: Workers, name: str, how: str = "save") -> None:
+    """Asks all to save and end (or `kill`s them); those who cannot be reached are left out."""
+
+    def one(worker: int) -> None:
+        with contextlib.suppress(Failed):
+            workers.one(worker, f"{HERE} stop {name} {how}")
+
+    threads = [threading.Thread(target=one, args=(worker,)) for worker in range(len(workers))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def states(workers: Workers, name: str) -> list[dict[str, Any] | None]:
+    """Of each worker; None of one that cannot be reached or knows nothing."""
+
+    def one(worker: int) -> dict[str, Any] | None:
+        try:
+            return json.loads(workers.one(worker, f"{HERE} state {name}"))
+        except (Failed, ValueError):
+            return None
+
+    with ThreadPoolExecutor(min(64, len(workers))) as pool:
+        return list(pool.map(one, range(len(workers))))
+
+
+class Follower:
+    """Reads what one worker says, in a thread of its own, and learns how it ends."""
+
+    def __init__(
+        self, workers: Workers, name: str, worker: int, *, offset: int, say: Callable[[int, str], None]
+    ) -> None:
+        self.workers, self.name, self.worker, self.say = workers, name, worker, say
+        self.offset, self.code, self.ended = offset, None, threading.Event()
+        self.process: Any = None
+        self.thread = threading.Thread(target=self.read, daemon=True)
+
+    code: int | None
+
+    def read(self) -> None:
+        delay = 0.5
+        while not self.ended.is_set():
+            before = self.offset
+            script = f"{HERE} follow {self.name} {before}"
+            self.process = process = self.workers.start(self.worker, script, stderr=subprocess.DEVNULL)
+            assert process.stdin is not None
+            process.stdin.close()
+            code = self.lines(process)
+            if code != UNREACHABLE:
+                self.code = code
+                return
+            if self.offset > before:
+                delay = 0.5
+            if self.ended.wait(delay):
+                return
+            delay = min(2 * delay, 15)
+
+    def lines(self, process: Any) -> int:
+        for line in process.stdout:
+            if not line.endswith(b"\n") and process.wait() == UNREACHABLE:
+                break  # the connection broke within it: it comes again as a whole
+            self.offset += len(line)
+            self.say(self.worker, line.decode(errors="replace").rstrip())
+        process.stdout.close()
+        return process.wait()
+
+    def end(self) -> None:
+        self.ended.set()
+        if self.process is not None and self.process.poll() is None:
+            self.process.kill()
+
+
+class Following:
+    """All workers of a job: their lines as they come, and their exit codes."""
+
+    def __init__(
+        self,
+        workers: Workers,
+        name: str,
+        offsets: Sequence[int],
+        put: Callable[[str], None],
+        logs: Path | None = None,
+    ) -> None:
+        self.put, self.logs = put, logs
+        self.said: queue.Queue[tuple[int, str]] = queue.Queue()
+        self.followers = [
+            Follower(workers, name, worker, offset=offset, say=lambda *said: self.said.put(said))
+            for worker, offset in enumerate(offsets)
+        ]
+        for one in self.followers:
+            one.thread.start()
+
+    def show(self, seconds: float) -> None:
+        """Prints what comes within so many seconds, or less where all have ended."""
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0:
+            try:
+                worker, line = self.said.get(timeout=min(left, 0.2))
+            except queue.Empty:
+                if self.done:
+                    break
+                continue
+            self.print(worker, line)
+        while not self.said.empty():
+            self.print(*self.said.get())
+
+    def print(self, worker: int, line: str) -> None:
+        self.put(f"[w{worker}] {line}")
+        if self.logs is not None:
+            with open(self.logs / f"w{worker}.log", "a", encoding="utf-8") as file:
+                file.write(f"{line}\n")
+
+    @property
+    def codes(self) -> list[int | None]:
+        return [one.code for one in self.followers]
+
+    @property
+    def done(self) -> bool:
+        return all(code is not None for code in self.codes)
+
+    def end(self) -> None:
+        for one in self.followers:
+            one.end()

@@ -1,0 +1,98 @@
+"""What this machine remembers of a job: the hours it had, its logs, and whether somebody watches it."""
+
+import contextlib
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from millrace.errors import UserError
+
+
+def home() -> Path:
+    return Path(os.environ.get("MILLRACE_HOME") or Path.home() / ".millrace")
+
+
+def folder(name: str) -> Path:
+    """Where that is. Never holds a credential."""
+    path = home() / "tpu" / name
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+@contextlib.contextmanager
+def watching(name: str) -> Iterator[None]:
+    """While this lasts, no other launcher of this machine takes the job on."""
+    with open(folder(name) / "lock", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise UserError(
+                f"{name}: another `millrace tpu run` watches it; `millrace tpu logs {name}` shows it"
+            ) from None
+        yield
+
+
+def watched(name: str) -> bool:
+    with contextlib.suppress(UserError), watching(name):
+        return False
+    return True
+
+
+class Ledger:
+    """The lives of a job: when machines were there, when they were last seen, and when their timer ends them.
+    A launcher that is killed leaves a life open: it counts until the slice is known to be gone."""
+
+    def __init__(self, name: str, run: str | None = None) -> None:
+        """Of a run folder, if one is named: hours that another had are not this one's."""
+        self.path = folder(name) / "lives.json"
+        try:
+            told = json.loads(self.path.read_text())
+        except (OSError, ValueError):
+            told = dict(run=run, lives=[])
+        self.run = told["run"] if run is None else run
+        self.lives: list[dict[str, Any]] = told["lives"] if told["run"] == self.run else []
+
+    def seen(self, zone: str, created: float, now: float, seconds: float | None = None) -> None:
+        """`seconds` are those after which the slice ends itself."""
+        if not self.lives or self.lives[-1]["created"] != created:
+            self.close(now)
+            self.lives.append(dict(zone=zone, created=created))
+        life = self.lives[-1]
+        life |= dict(seen=now, open=True)
+        if seconds is not None:
+            life["until"] = created + seconds
+        self.save()
+
+    def close(self, now: float) -> None:
+        """The slice is gone: since now, or since its timer ended it if nobody looked before."""
+        for life in self.lives:
+            life |= dict(seen=until(life, now), open=False)
+        self.save()
+
+    def spent(self, now: float, but: float = 0.0) -> float:
+        """Hours in all, without the life that began at `but`."""
+        lives = [life for life in self.lives if life["created"] != but]
+        return sum(until(life, now) - life["created"] for life in lives) / 3600
+
+    def zones(self) -> tuple[str, ...]:
+        """Where it was last, which saves looking everywhere."""
+        return tuple(life["zone"] for life in self.lives[-1:])
+
+    def clear(self) -> None:
+        """The job is done: the next of this name begins anew."""
+        self.lives = []
+        self.save()
+
+    def save(self) -> None:
+        new = self.path.with_suffix(".new")
+        new.write_text(json.dumps(dict(run=self.run, lives=self.lives)))
+        new.replace(self.path)
+
+
+def until(life: dict[str, Any], now: float) -> float:
+    if not life.get("open"):
+        return life["seen"]
+    return max(life["seen"], min(now, life.get("until", now)))

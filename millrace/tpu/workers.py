@@ -1,0 +1,136 @@
+"""The machines of a slice, as places where a bash script can be run: by ssh, or as processes of this machine.
+What is secret goes over standard input, never into a command line or a file."""
+
+import getpass
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from millrace.errors import UserError
+
+UNREACHABLE = 255  # ssh's own exit code
+KEYS = ("google_compute_engine", "id_ed25519", "id_rsa")  # the first is gcloud's
+
+
+class Failed(UserError):
+    """What a worker was to do went wrong, or the worker could not be reached at all."""
+
+    code = 1
+
+    def __init__(self, worker: int, exit_code: int, said: str) -> None:
+        last = " | ".join(line for line in said.strip().splitlines()[-3:])
+        super().__init__(f"[w{worker}] ended with {exit_code}: {last}"[:600])
+        self.exit_code, self.said = exit_code, last
+
+
+@dataclass(frozen=True)
+class Place:
+    """One worker: how a script gets there."""
+
+    argv: tuple[str, ...]  # before the script; it is one argument of a shell there
+    env: Mapping[str, str] = field(default_factory=dict)  # of the process here
+    remote: bool = True
+    shell: tuple[str, ...] = ("bash",)  # for who wants to type there
+
+    def command(self, script: str) -> list[str]:
+        if self.remote:  # what ssh is given is read by a shell over there
+            return [*self.argv, f"bash -c {shlex.quote(script)}"]
+        return [*self.argv, "bash", "-c", script]
+
+
+class Workers:
+    def __init__(self, places: Sequence[Place]) -> None:
+        self.places = list(places)
+        self.live: set[subprocess.Popen[bytes]] = set()
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def start(self, worker: int, script: str, stderr: int = subprocess.STDOUT) -> subprocess.Popen[bytes]:
+        """A process here that is that script there."""
+        place = self.places[worker]
+        return subprocess.Popen(
+            place.command(script),
+            env=os.environ | place.env,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            start_new_session=True,  # Ctrl-C is for the launcher
+        )
+
+    def one(self, worker: int, script: str, given: bytes = b"", patience: float = 0.0) -> str:
+        """What a script says. A worker that cannot be reached is tried again for so many seconds."""
+        end, delay = time.monotonic() + patience, 0.5
+        while True:
+            process = self.start(worker, script, stderr=subprocess.PIPE)
+            self.live.add(process)
+            out, err = process.communicate(given)
+            self.live.discard(process)
+            if process.returncode == 0:
+                return out.decode(errors="replace")
+            if process.returncode != UNREACHABLE or time.monotonic() + delay > end:
+                raise Failed(worker, process.returncode, (err or out).decode(errors="replace"))
+            time.sleep(delay)
+            delay = min(2 * delay, 10)
+
+    def each(self, script: str, given: bytes = b"", patience: float = 0.0) -> list[str]:
+        """The same on all, at once. An interruption ends all of it."""
+        with ThreadPoolExecutor(min(64, len(self))) as pool:
+            try:
+                tasks = [
+                    pool.submit(self.one, number, script, given, patience) for number in range(len(self))
+                ]
+                return [task.result() for task in tasks]
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                for process in list(self.live):
+                    process.kill()
+                raise
+
+
+def by_ssh(addresses: Sequence[str], key: Path | None, known: Path) -> Workers:
+    """`known` holds the machines' keys: addresses are used again for others, which ssh would refuse.
+    MILLRACE_SSH is another command to take for ssh, with options of its own."""
+    argv = shlex.split(os.environ.get("MILLRACE_SSH", "ssh"))
+    argv += ["-o", "StrictHostKeyChecking=accept-new", "-o", "LogLevel=ERROR"]
+    argv += ["-o", f"UserKnownHostsFile={known}", "-o", "ConnectTimeout=20"]
+    argv += ["-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=4"]
+    argv += ["-i", str(key)] if key else []
+    places = []
+    for address in addresses:
+        target = f"{getpass.getuser()}@{address}"
+        batch = (*argv, "-o", "BatchMode=yes", target, "--")
+        places.append(Place(batch, shell=(*argv, target)))
+    return Workers(places)
+
+
+def on_this_machine(addresses: Sequence[str], coordinator: str) -> Workers:
+    """An address is a folder, which the worker takes for its home."""
+    places = []
+    for number, folder in enumerate(addresses):
+        env = {"HOME": folder, "MILLRACE_WORKER_PYTHON": sys.executable}
+        if len(addresses) > 1:
+            env |= {"MILLRACE_COORDINATOR": coordinator, "MILLRACE_PROCESSES": str(len(addresses))}
+            env |= {"MILLRACE_PROCESS": str(number)}
+        places.append(Place((), env, remote=False))
+    return Workers(places)
+
+
+def public_key(named: Path | None) -> tuple[Path, str]:
+    """The user's key for machines, and its public half as Google wants it. None is ever made here."""
+    candidates = [named] if named else [Path.home() / ".ssh" / name for name in KEYS]
+    for key in candidates:
+        public = key.with_name(key.name + ".pub")
+        if public.is_file():
+            return key, f"{getpass.getuser()}:{public.read_text().strip()}"
+    looked = ", ".join(map(str, candidates))
+    raise UserError(
+        f"ssh: found no key with a .pub beside it ({looked}); "
+        "`ssh-keygen -t ed25519 -f ~/.ssh/google_compute_engine` makes one"
+    )

@@ -1,0 +1,463 @@
+"""The parts of `millrace tpu`: what is refused before money is spent, prices, buckets, disks, the tree that
+is sent, the timer's own rules, and files for other schedulers."""
+
+import contextlib
+import importlib
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+import yaml
+
+from millrace.cli import main
+from millrace.errors import UserError
+from millrace.plan import slices
+from millrace.tpu import bundle, cost, disk, ending, install, place, region, timer, worker
+from millrace.tpu.exports import Exported
+from millrace.tpu.request import Request, name_from, sliced
+from tests.fake_google import Google, free_port
+from tests.test_launch import RECIPE, ROOT
+
+RENT = ["tpu", "run", "--slice", "v4-32", "--zone", "us-central2-b", "--spot"]
+
+
+@pytest.fixture
+def google(tmp_path, monkeypatch):
+    pytest.importorskip("google.cloud.tpu_v2", reason="needs google-cloud-tpu: pip install 'millrace[cloud]'")
+    found = Google(tmp_path / "google")
+    for name, value in found.env().items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+    Path("recipe.yaml").write_text(RECIPE.format(run="gs://near/run").replace("/nowhere", "gs://near/data"))
+    yield found
+    found.close()
+
+
+def request(name: str = "v4-32", **more) -> Request:
+    return Request("job", sliced(name, ""), ("us-central2-b",), **more)
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        ([*RENT, "recipe.yaml", "model.layer=3"], "model.layer: found an unknown key"),
+        ([*RENT, "recipe.yaml", "run=runs/x"], "run: found runs/x, expected what all workers reach"),
+        ([*RENT, "recipe.yaml", "data.path=data/x"], "data.path: found data/x"),
+        ([*RENT, "recipe.yaml", "run=gs://far/x"], "gs://far lies in europe-west4, the slice in us-central2"),
+        ([*RENT, "recipe.yaml", "run=gs://none/x"], "gs://none: found 404 Not Found"),
+        ([*RENT, "recipe.yaml", "--max-cost", "0"], "--max-cost: found 0, expected a number above 0"),
+        ([*RENT, "recipe.yaml", "--name", "My_Job"], "--name: found My_Job, expected small letters"),
+        ([*RENT, "recipe.yaml", "--ssh-key", "nokey"], "ssh: found no key with a .pub beside it (nokey)"),
+        ([*RENT, "recipe.yaml", "start=runs/x"], "start: found runs/x"),
+        ([*RENT, "recipe.yaml", "start=gs://far/x"], "gs://far lies in europe-west4"),
+        ([*RENT, "recipe.yaml", "--env", "KEY=hush"], "--env KEY: found a value with it, expected the name"),
+        ([*RENT, "recipe.yaml", "--zone", "us-central2-z"], "Location us-central2-z is not found"),
+        ([*RENT, "recipe.yaml", "--disk", "My_Disk"], "--disk: found My_Disk, expected small letters"),
+        ([*RENT, "recipe.yaml", "--disk", "none"], "disk: The resource 'none' was not found"),
+        (["tpu", "disk", "create", "A/b", "--size", "1", "--zone", "us-central2-b"], "DISK: found A/b"),
+        (["tpu", "run", "--slice", "v4-32", "recipe.yaml"], "--zone: found none"),
+        (["tpu", "create", "--slice", "v4-32", "--zone", "us"], "--zone: found us, expected a zone such as"),
+        (["tpu", "create", "--slice", "gpu:h200x8", "--zone", "us-central2-b"], "expected TPUs"),
+        (["tpu", "create", "--slice", "v4:2x2x4", "--zone", "us-central2-b"], "expected a size"),
+        (["tpu", "create", "--slice", "tpu7x-8", "--zone", "us-central2-b"], "name one by --runtime"),
+        (["tpu", "status", "nobody"], "nobody: found no slice of that name"),
+        (["tpu", "disk", "create", "x", "--size", "10"], "--zone: found none, expected the zone of the disk"),
+        (["tpu", "export", "recipe.yaml", "--to", "jobset", "--slice", "v4-8"], "--image: found none"),
+        (["tpu", "tensorboard", "nowhere"], "nowhere: found no folder"),
+    ],
+)
+def test_what_is_wrong_is_told_in_a_line_and_nothing_is_rented(google, capsys, argv, says):
+    if "--ssh-key" not in argv and argv[1] in ("run", "create"):
+        argv = [*argv, "--ssh-key", str(google.root / "key")]
+    assert main(argv) == 2
+    err = capsys.readouterr().err
+    assert "hush" not in err
+    assert says in err and err.startswith("millrace: ") and err.count("\n") == 1
+    assert not google.queued and not google.disks
+
+
+def test_busy_servers_are_asked_again_for_disks_buckets_and_places(google):
+    google.disks["texts"] = {"name": "texts"}
+    google.fault("GET", "/storage/", 503)
+    google.fault("GET", "/disks/", 502)
+    google.fault("GET", "/locations/-/", 400, "unknown location")
+    google.fault("GET", "project/locations", 503)
+    assert region.check(["gs://near/x"], ["us-central2-b"], allowed=False) == []
+    disk.check("project", ["us-central2-b"], ["texts"])
+    assert main(["tpu", "ls"]) == 0 and not google.faults
+
+
+@pytest.mark.parametrize("act", ["run", "create"])
+def test_a_dry_run_on_this_machine_asks_nobody(tmp_path, monkeypatch, capsys, act):
+    monkeypatch.setattr("millrace.tpu.google.credentials", lambda url: pytest.fail("asked"))
+    for name in ("CLOUDSDK_CORE_PROJECT", "GOOGLE_CLOUD_PROJECT"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "recipe.yaml").write_text(RECIPE.format(run="run"))
+    recipe = [str(tmp_path / "recipe.yaml")] if act == "run" else []
+    assert main(["tpu", act, "--platform", "local", "--slice", "v4-16", "--dry-run", *recipe]) == 0
+    assert "2 processes of this machine" in capsys.readouterr().out
+
+
+def test_prices_are_those_of_the_plan_and_a_cost_is_a_number_of_hours(tmp_path):
+    assert cost.rate(request(terms="spot")) == pytest.approx(0.92 * 16)
+    assert cost.rate(request("2xv5e-16")) == pytest.approx(1.20 * 32)
+    assert cost.budget(request(), None, None, None) == cost.Budget(24, 3.22 * 16, asked=False)
+    assert cost.budget(request(), 100, 51.52, None).hours == pytest.approx(1)
+    assert cost.budget(request(), 0.5, 51.52, None).hours == 0.5
+    with pytest.raises(UserError, match="no price is known of spot v2"):
+        cost.budget(request("v2-8", terms="spot"), None, 10, None)
+    (tmp_path / "prices.yaml").write_text("v2: {spot: 0.5}\n")
+    assert cost.budget(request("v2-8", terms="spot"), None, 10, tmp_path / "prices.yaml").hours == 5
+    words = cost.spoken(request(), cost.budget(request(), 2, None, None), own_prices=False)
+    assert "v4-32 on-demand (16 chips, 4 workers): $51.52 an hour" in words and "2 h and $103.04" in words
+
+
+def test_slices_go_by_googles_names():
+    assert (
+        request("v5e-16").accelerator == "v5litepod-16" and request("v5e-16").image == "v2-alpha-tpuv5-lite"
+    )
+    assert request("2xv5e-256").accelerator == "v5litepod-256"
+    assert request("v5p-128").accelerator == "v5p-128" and request("v6e-8").accelerator == "v6e-8"
+    assert name_from("Llama3.2_1B (new)") == "millrace-llama3-2-1b-new"
+
+
+def test_a_bucket_should_be_where_the_slice_is(google):
+    zones = ["us-central2-b"]
+    assert region.check(["gs://near/x", "/mnt/y"], zones, allowed=False) == []
+    assert "spread over US" in region.check(["gs://wide/x"], zones, allowed=False)[0]
+    with pytest.raises(UserError, match="--far-bucket"):
+        region.check(["gs://far/x"], zones, allowed=False)
+    with pytest.raises(UserError, match="the slice in us-east1"):
+        region.check(["gs://near/x"], ["us-central2-b", "us-east1-d"], allowed=False)
+    assert len(region.check(["gs://far/x"], zones, allowed=True)) == 1
+    google.buckets["pair"] = {
+        "location": "US",
+        "customPlacementConfig": {"dataLocations": ["US-CENTRAL2", "US-EAST1"]},
+    }
+    google.buckets["nam"] = {"location": "NAM4"}
+    assert region.check(["gs://pair/x"], zones, allowed=False) == []
+    assert region.check(["gs://nam/x"], ["us-east1-d"], allowed=False) == []
+    with pytest.raises(UserError, match="gs://nam lies in nam4"):
+        region.check(["gs://nam/x"], ["europe-west4-a"], allowed=False)
+
+
+def test_the_tree_is_sent_with_its_changes_and_without_what_is_secret(tmp_path):
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    for name, text in {
+        "a.py": "1",
+        ".gitignore": "ignored\n",
+        "ignored": "x",
+        ".env": "TOKEN=1",
+        "deploy.pem": "x",
+        "sub/key.json": '{"type": "service_account", "private_key": "x"}',
+        "sub/config.json": '{"type": "llama"}',
+    }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    subprocess.run(["git", "-C", tmp_path, "add", "a.py"], check=True)
+    (tmp_path / "a.py").write_text("2")
+    found = bundle.make(tmp_path)
+    assert found.left_out == (".env", "deploy.pem", "sub/key.json")
+    with tarfile.open(fileobj=io.BytesIO(found.content)) as archive:
+        assert archive.getnames() == [".gitignore", "a.py", "sub/config.json"]
+        assert archive.extractfile("a.py").read() == b"2"
+    assert bundle.make(tmp_path).name == found.name
+    (tmp_path / "a.py").write_text("3")
+    assert bundle.make(tmp_path).name != found.name
+
+
+def test_no_secret_and_nothing_from_outside_is_in_the_tree_that_is_sent(tmp_path):
+    tree, beyond = tmp_path / "tree", tmp_path / "beyond"
+    subprocess.run(["git", "init", "-q", tree], check=True)
+    beyond.write_text("not ours to send")
+    begin = "-----BEGIN " + "PRIVATE KEY-----"
+    secret = {
+        name: "x"
+        for name in (".aws/config", ".envrc", ".env.local", ".git-credentials", ".netrc", "_netrc", "id_work")
+        + ("kaggle.json", "hf_token", "token.txt", "my-Token.yaml", "a/b.pem", "c.key", "id_ed25519.pub")
+        + ("google_compute_engine", "google_compute_engine.pub", ".ssh/config")
+    }
+    secret |= {"account.json": '{"private_key" : "x"}', "deep.yaml": f"key: |\n  {begin}\n  x"}
+    secret["paste.py"] = f'KEY = """{begin}\n{"MIIE" * 8}"""'
+    sent = {"tokenizer.json": "{}", "special_tokens_map.json": "{}", "cut_tokens.py": "1", "idle.py": "1"}
+    sent |= {"about.py": f'KEY = "{begin}"', "real": "1"}
+    for name, text in (secret | sent).items():
+        (tree / name).parent.mkdir(exist_ok=True)
+        (tree / name).write_text(text)
+    (tree / "link").symlink_to("real")
+    (tree / "leak").symlink_to(beyond)
+    found = bundle.make(tree)
+    assert set(found.left_out) == {*secret, "leak"}
+    with tarfile.open(fileobj=io.BytesIO(found.content)) as archive:
+        assert set(archive.getnames()) == {*sent, "link"}
+
+
+def test_the_tree_that_is_sent_is_whole():
+    assert not [name for name in bundle.make(ROOT).left_out if name.startswith(("millrace/", "recipes/"))]
+
+
+def test_the_environment_has_another_stamp_when_a_version_changes(tmp_path):
+    for name in ("pyproject.toml", "constraints.txt"):
+        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
+    before = install.stamp(tmp_path)
+    assert before == install.stamp(ROOT) and before in install.script(tmp_path)
+    assert install.stamp(tmp_path, ["wandb"]) != before
+    assert "--extra tpu --extra gcs --extra wandb" in install.script(tmp_path, ["wandb"])
+    with open(tmp_path / "constraints.txt", "a") as file:
+        file.write("one-more==1.0\n")
+    assert install.stamp(tmp_path) != before
+    for script in (install.script(ROOT), install.MOUNT, bundle.UNPACK):
+        text = script.replace("{{", "{").replace("}}", "}") if script is not install.MOUNT else "true"
+        assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
+
+
+def test_disks_are_made_attached_and_deleted_and_only_one_machine_writes(google, capsys):
+    zone = ["--zone", "us-central2-b"]
+    assert main(["tpu", "disk", "create", "texts", "--size", "100", "--slice", "v6e-8", *zone]) == 0
+    assert google.disks["texts"]["sizeGb"] == "100" and "hyperdisk" in google.disks["texts"]["type"]
+    assert main(["tpu", "disk", "create", "texts", "--size", "100", *zone]) == 2
+    assert "already exists" in capsys.readouterr().err
+    told = {"labels": {"millrace": "yes"}, "metadata": {}}
+    parent = "projects/project/locations/us-central2-b/nodes"
+    google.make_node(f"{parent}/pod", told | {"acceleratorType": "v4-16"})
+    key = ["--ssh-key", str(google.root / "key")]
+    assert main(["tpu", "disk", "attach", "texts", "--to", "pod", "--write", *zone, *key]) == 2
+    assert "has 2 workers, expected one" in capsys.readouterr().err
+    assert main(["tpu", "disk", "attach", "texts", "--to", "pod", *zone, *key]) == 0
+    source = "projects/project/zones/us-central2-b/disks/texts"
+    assert [disk["sourceDisk"] for disk in google.nodes[f"{parent}/pod"]["dataDisks"]] == [source]
+    assert (google.root / "sudo.log").read_text().count("mount -o ro,noload") == 2
+    assert main(["tpu", "disk", "delete", "texts", *zone]) == 2  # in use
+    assert main(["tpu", "disk", "detach", "texts", "--from", "pod", *zone, *key]) == 0
+    assert not google.nodes[f"{parent}/pod"]["dataDisks"]
+    assert main(["tpu", "disk", "delete", "texts", *zone]) == 0 and not google.disks
+
+
+def test_slices_are_listed_zone_by_zone_where_no_wildcard_is_taken(google, capsys):
+    told = {"acceleratorType": "v4-8", "labels": {"millrace": "yes"}, "metadata": {}}
+    google.make_node("projects/project/locations/us-east1-d/nodes/lost", told)
+    google.fault("GET", "/locations/-/", 400, "unknown location")
+    assert main(["tpu", "ls"]) == 0
+    assert capsys.readouterr().out.startswith("lost  us-east1-d  v4-8  on-demand  READY")
+    assert main(["tpu", "ls", "--orphans"]) == 1
+    assert main(["tpu", "delete", "lost"]) == 0 and not google.nodes
+    assert main(["tpu", "ls"]) == 0 and capsys.readouterr().out.endswith("no slices\n")
+
+
+def test_tensorboard_reads_a_run_out_of_a_bucket(tmp_path, monkeypatch):
+    pytest.importorskip("tensorboard")
+    fake = pytest.importorskip("tests.fakegcs", reason="needs runs in buckets")
+    from tensorboardX import SummaryWriter
+
+    with SummaryWriter(str(tmp_path / "events")) as writer:
+        writer.add_scalar("loss", 1.5, 3)
+    with fake.running("bucket") as store:
+        (file,) = (tmp_path / "events").iterdir()
+        store.put("bucket", f"runs/x/tensorboard/{file.name}", file.read_bytes())
+        command = [sys.executable, "-m", "millrace", "tpu", "tensorboard", "gs://bucket/runs/x", "--port"]
+        port = str(free_port())
+        env = os.environ | store.environment | {"PYTHONPATH": str(ROOT)}
+        process = subprocess.Popen([*command, port], env=env, start_new_session=True)
+        try:
+            curve = None
+            for _ in range(900):
+                time.sleep(0.1)
+                with (
+                    contextlib.suppress(OSError),
+                    urllib.request.urlopen(
+                        f"http://localhost:{port}/data/plugin/scalars/scalars?tag=loss&run=.", timeout=5
+                    ) as answer,
+                ):
+                    curve = json.loads(answer.read())
+                    break
+            assert curve is not None and curve[0][1:] == [3, 1.5]
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def test_the_timer_gives_back_what_has_ended_or_never_began(tmp_path, monkeypatch):
+    monkeypatch.setattr(timer, "HOMES", str(tmp_path))
+    now = time.time()
+    assert not timer.forgotten(now - 15, 10) and timer.forgotten(now - 25, 10)  # nothing was ever set up
+    job = tmp_path / "user" / ".millrace" / "jobs" / "job"
+    job.mkdir(parents=True)
+    assert not timer.forgotten(now - 1000, 10)  # it runs
+    (job / "exit").write_text("0")
+    assert not timer.forgotten(now - 1000, 10)
+    os.utime(job / "exit", (now - 20, now - 20))
+    assert timer.forgotten(now - 1000, 10) and not timer.forgotten(now - 1000, 30)
+
+
+def test_the_timer_gives_back_what_was_killed_before_its_end_was_written_down(tmp_path, monkeypatch):
+    monkeypatch.setattr(timer, "HOMES", str(tmp_path))
+    now, job = time.time(), tmp_path / "user" / ".millrace" / "jobs" / "job"
+    job.mkdir(parents=True)
+    code = "import time; time.sleep(60)"
+    trainer = subprocess.Popen([sys.executable, "-c", code, str(job / "recipe.yaml")])
+    try:
+        (job / "pid").write_text(str(trainer.pid))
+        (job / "log").write_text("step 1")
+        while not timer.running(job):  # its command line is there a moment later
+            time.sleep(0.01)
+        for path in (job / "pid", job / "log", job):
+            os.utime(path, (now - 20, now - 20))
+        assert not timer.forgotten(now - 1000, 10)  # nobody holds it, but it trains
+    finally:
+        trainer.kill()
+        trainer.wait()
+    assert timer.forgotten(now - 1000, 10) and not timer.forgotten(now - 1000, 60)
+    (job / "pid").write_text(str(os.getpid()))  # of another process since
+    os.utime(job / "pid", (now - 20, now - 20))
+    assert timer.forgotten(now - 1000, 10)
+
+
+def test_a_machine_that_may_not_delete_is_switched_off_at_least(google, monkeypatch):
+    name = "projects/project/locations/us-central2-b/nodes/job"
+    text = (ROOT / "millrace/tpu/timer.py").read_text()
+    metadata = {"startup-script": text, "millrace-seconds": "0", "millrace-resource": "projects/project/x"}
+    google.make_node(name, {"acceleratorType": "v4-8", "metadata": metadata})
+    google.fault("DELETE", "", 403, "forbidden", count=100)
+    google.start_timer(name, "127.0.1.1")
+    place_ = google.root / "machines" / "127.0.1.1"
+    end = time.monotonic() + 60
+    while not (place_ / "switched-off").exists():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    assert (place_ / "timer.log").read_text().count("delete: 403") == timer.TRIES
+
+
+def test_hours_are_counted_over_all_lives(tmp_path, monkeypatch):
+    monkeypatch.setenv("MILLRACE_HOME", str(tmp_path))
+    ledger = place.Ledger("job")
+    ledger.seen("z", 1000.0, 1000.0)
+    ledger.seen("z", 1000.0, 4600.0)
+    ledger.close(10000.0)
+    ledger.seen("y", 9000.0, 9000.0)
+    ledger.seen("y", 9000.0, 10800.0)
+    ledger.close(10800.0)
+    now = 50000.0
+    assert place.Ledger("job").spent(now) == pytest.approx(3.0)
+    assert place.Ledger("job").spent(now, but=1000.0) == pytest.approx(0.5)
+    assert place.Ledger("job", "gs://other/run").spent(now) == 0
+    assert not place.watched("job")
+    with place.watching("job"):
+        assert place.watched("job")
+
+
+def test_a_life_that_nobody_saw_the_end_of_counts_until_its_timer_has_ended_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("MILLRACE_HOME", str(tmp_path))
+    place.Ledger("job").seen("z", 1000.0, 1060.0, seconds=7200.0)  # and then the launcher is killed
+    assert place.Ledger("job").spent(4600.0) == pytest.approx(1.0)
+    assert place.Ledger("job").spent(10**6) == pytest.approx(2.0)
+    found = place.Ledger("job")
+    found.close(4600.0)  # seen to be gone
+    assert place.Ledger("job").spent(10**6) == pytest.approx(1.0)
+
+
+def test_a_slice_is_found_in_another_zone_than_the_one_it_was_last_in(google, capsys):
+    told = {"acceleratorType": "v4-8", "labels": {"millrace": "yes"}, "metadata": {}}
+    google.make_node("projects/project/locations/us-east1-d/nodes/lost", told)
+    place.Ledger("lost").seen("us-central2-b", 1.0, 2.0)
+    assert main(["tpu", "status", "lost", "--ssh-key", str(google.root / "key")]) == 0
+    assert "in us-east1-d: READY" in capsys.readouterr().out
+    assert main(["tpu", "delete", "lost", "--zone", "us-central2-b"]) == 2  # where it is told to look
+    assert main(["tpu", "delete", "lost"]) == 0 and not google.nodes
+
+
+@pytest.mark.parametrize(
+    ("codes", "end"),
+    [
+        ([0, 0], ending.End.DONE),
+        ([78, 2], ending.End.MISTAKE),
+        ([3, 78], ending.End.MISTAKE),
+        ([137, 1], ending.End.MISTAKE),
+        ([78, 77], ending.End.WORN),
+        ([75, 75], ending.End.AGAIN),
+        ([0, 134], ending.End.AGAIN),
+    ],
+)
+def test_the_exit_codes_of_all_workers_come_to_one_end(codes, end):
+    assert ending.verdict(codes).end is end
+
+
+def test_a_number_that_another_process_has_is_not_the_trainer(tmp_path):
+    (tmp_path / "pid").write_text(str(os.getpid()))
+    (tmp_path / "identity").write_text("x")
+    (tmp_path / "log").write_text("")
+    assert worker.state(tmp_path)["running"] is False
+
+
+def test_no_module_of_the_launcher_imports_jax():
+    names = [f"millrace.tpu.{p.stem}" for p in (ROOT / "millrace/tpu").glob("*.py")]
+    code = f"import sys; [__import__(name) for name in {names}]; assert 'jax' not in sys.modules"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+def exported(name: str = "2xv5e-256", **more) -> Exported:
+    told = dict(name="job", command=("millrace", "train", "a b.yaml", "run=gs://b/r"), spot=True, hours=1.5)
+    told |= dict(image="image", accelerator="v5litepod-256", runtime="v2-alpha-tpuv5-lite")
+    return Exported(slice=slices.parse(name), **told | more)
+
+
+def written(to: str, run: Exported) -> str:
+    return importlib.import_module(f"millrace.tpu.exports.{to}").write(run)
+
+
+def test_a_jobset_has_a_job_for_each_slice_that_kubernetes_accepts():
+    validate = pytest.importorskip("kubernetes_validate").validate
+    tree = yaml.safe_load(written("jobset", exported()))
+    (part,) = tree["spec"]["replicatedJobs"]
+    job = part["template"]["spec"]
+    assert part["replicas"] == 2 and job["parallelism"] == job["completions"] == 64
+    trainer = job["template"]["spec"]["containers"][0]
+    assert trainer["resources"]["limits"]["google.com/tpu"] == 4
+    assert trainer["command"] == ["millrace", "train", "a b.yaml", "run=gs://b/r"]
+    alone = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "job"}, "spec": job}
+    validate(alone, "1.31", strict=True)
+    job["paralelism"] = 1
+    with pytest.raises(Exception, match="paralelism"):
+        validate(alone, "1.31", strict=True)
+    with pytest.raises(UserError, match="--to jobset: found gpu:h200x8"):
+        written("jobset", exported("gpu:h200x8"))
+
+
+def test_a_skypilot_task_is_what_skypilot_takes():
+    task = yaml.safe_load(written("skypilot", exported("v5e-256")))
+    assert task["resources"]["accelerators"] == "tpu-v5litepod-256:1" and task["resources"]["use_spot"]
+    assert "train 'a b.yaml'" in task["run"] and "SKYPILOT" not in task["run"]
+    for part in ("setup", "run"):
+        assert subprocess.run(["bash", "-n"], input=task[part], text=True).returncode == 0
+    gpus = yaml.safe_load(written("skypilot", exported("gpu:h200x16")))
+    assert gpus["num_nodes"] == 2 and gpus["resources"]["accelerators"] == "H200:8"
+    assert "MILLRACE_COORDINATOR" in gpus["run"] and "--extra gpu" in gpus["setup"]
+    with pytest.raises(UserError, match="expected one slice"):
+        written("skypilot", exported("2xv5e-256"))
+    schemas = pytest.importorskip("sky.utils.schemas", reason="needs skypilot")
+    import jsonschema
+
+    for one in (task, gpus):
+        jsonschema.validate(one, schemas.get_task_schema())
+        jsonschema.validate(one["resources"], schemas.get_resources_schema())
+
+
+def test_a_slurm_script_is_bash_that_puts_itself_back_into_the_queue(tmp_path):
+    text = written("slurm", exported("gpu:h200x16"))
+    assert "#SBATCH --nodes=2\n" in text and "#SBATCH --time=1:30:00\n" in text
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    (tmp_path / ".venv/bin/activate").touch()
+    for code, again in ((75, True), (2, False), (0, False)):
+        (tmp_path / "asked").unlink(missing_ok=True)
+        shim = f'srun() {{ echo "$@" > ran; return {code}; }}; scontrol() {{ echo "$@" > asked; }}\n'
+        env = os.environ | {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": "7"}
+        done = subprocess.run(["bash", "-c", shim + text], env=env, cwd=tmp_path)
+        assert done.returncode == code and (tmp_path / "asked").exists() == again
+        assert (tmp_path / "ran").read_text() == "millrace train a b.yaml run=gs://b/r\n"

@@ -1,0 +1,575 @@
+"""The launcher against Google's API over HTTP, with real processes for machines: whatever happens, the job
+goes on or is told why not, and nothing is left that costs."""
+
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.fake_google import Google
+
+pytest.importorskip("google.cloud.tpu_v2", reason="needs google-cloud-tpu: pip install 'millrace[cloud]'")
+
+ROOT = Path(__file__).parent.parent
+RECIPE = """\
+run: {run}
+model: {{use: llama, layers: 2, embed: 64, heads: 4, kv_heads: 2, mlp: 128}}
+data: {{path: /nowhere, sequence_length: 64}}
+optimizer: {{use: adamw, learning_rate: 3e-3}}
+schedule: {{use: cosine, steps: 20}}
+"""
+# A trainer that does, in each life of its first worker, what the next word of a list says.
+TRAINER = """\
+case "$*" in
+*"-m millrace train"*)
+  count=$(cat "{root}/count.$MILLRACE_PROCESS" 2>/dev/null || echo 0)
+  echo $((count + 1)) > "{root}/count.$MILLRACE_PROCESS"
+  set -- {lives}
+  shift $count
+  echo "life $count of worker $MILLRACE_PROCESS does ${{1:-0}}"
+  case "${{1:-0}}" in
+    wait) trap 'echo saved; exit 75' TERM; for i in $(seq 600); do echo "step $i"; sleep 0.1; done;;
+    *) exit "${{1:-0}}";;
+  esac;;
+*) exec "{python}" "$@";;
+esac
+"""
+
+
+# A login that is good until a file appears, and is read anew with each request.
+LOGIN = """\
+import os
+from google.auth.credentials import Credentials
+from google.auth.exceptions import RefreshError
+from millrace.tpu import google
+class Login(Credentials):
+    valid = False
+    def refresh(self, request):
+        if os.path.exists("logged-out"):
+            raise RefreshError("Reauthentication is needed.")
+        self.token = "token"
+google.credentials = lambda url: (Login(), "project")
+"""
+
+
+class Story:
+    """Google, a recipe and a launcher."""
+
+    def __init__(self, root: Path, **more) -> None:
+        self.root = root
+        self.google = Google(root, **more)
+        self.started: list[subprocess.Popen] = []
+        (root / "recipe.yaml").write_text(RECIPE.format(run=f"{root}/run"))
+        self.trainer("0")
+
+    def trainer(self, lives: str) -> None:
+        self.google.python(TRAINER.format(root=self.root, lives=lives, python=sys.executable))
+
+    before = ""  # what the launcher's process does first
+
+    def start(self, *argv: str, **env: str) -> subprocess.Popen:
+        code = f"{self.before}\nimport sys\nfrom millrace.cli import main\nsys.exit(main())"
+        command = [sys.executable, "-c", code, "tpu", *argv]
+        env = os.environ | {"PYTHONPATH": str(ROOT)} | self.google.env() | env
+        process = subprocess.Popen(
+            command, env=env, cwd=self.root, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        self.started.append(process)
+        return process
+
+    def close(self) -> None:
+        for process in self.started:
+            process.kill()
+            if process.stdout is not None and not process.stdout.closed:
+                process.communicate()
+        self.google.close()
+
+    def launch(self, *argv: str, **env: str) -> subprocess.Popen:
+        more = ["--slice", "v4-16", "--name", "job", "--spot", "--ssh-key", str(self.root / "key")]
+        zone = [] if "--zone" in argv else ["--zone", "us-central2-b"]
+        return self.start("run", *more, *zone, *argv, "recipe.yaml", **env)
+
+    def call(self, *argv: str) -> tuple[int, str]:
+        return end(self.start(*argv))
+
+    def until(self, condition) -> None:
+        limit = time.monotonic() + 120
+        while not condition():
+            assert time.monotonic() < limit
+            time.sleep(0.02)
+
+    def training(self, count: int = 2) -> bool:
+        """All of them, and each has said so."""
+        logs = (self.root / "machines").glob("*/home/user/.millrace/jobs/job/log")
+        said = [log for log in logs if "step 1" in log.read_text() and not (log.parents[5] / "off").exists()]
+        return len(self.google.trainers()) == len(said) == count
+
+    def nothing_left(self) -> bool:
+        return not self.google.nodes and not self.google.queued
+
+    def created(self) -> list[str]:
+        """The zones in which slices were asked for."""
+        calls = [path for method, path, *_ in self.google.calls if method == "POST"]
+        return [path.split("/")[5] for path in calls if path.endswith("/queuedResources")]
+
+
+def end(process: subprocess.Popen) -> tuple[int, str]:
+    try:
+        said, _ = process.communicate(timeout=180)
+    finally:
+        process.kill()
+    return process.returncode, said
+
+
+def hear(process: subprocess.Popen, words: str) -> str:
+    """What it says up to that."""
+    said = ""
+    assert process.stdout is not None
+    while words not in said:
+        line = process.stdout.readline()
+        assert line, said
+        said += line
+    return said
+
+
+@pytest.fixture
+def story(tmp_path):
+    found = Story(tmp_path / "story")
+    yield found
+    found.close()
+
+
+def test_a_job_is_run_on_all_workers_and_its_slice_deleted(story):
+    code, said = end(story.launch())
+    assert code == 0, said
+    assert story.nothing_left() and story.created() == ["us-central2-b"]
+    assert "[w0] life 0 of worker 0 does 0" in said and "[w1] life 0 of worker 1 does 0" in said
+    assert "v4-16 spot (8 chips, 2 workers): $7.36 an hour" in said and "at most 24 h and $176.64" in said
+    body = next(call[3] for call in story.google.calls if call[0] == "POST")
+    node = body["tpu"]["nodeSpec"][0]["node"]
+    assert body["spot"] == {} and node["acceleratorType"] == "v4-16"
+    assert node["runtimeVersion"] == "tpu-ubuntu2204-base" and node["labels"]["millrace"] == "yes"
+    assert node["metadata"]["startup-script"] == (ROOT / "millrace/tpu/timer.py").read_text()
+
+
+@pytest.mark.fault(30)
+def test_after_a_preemption_another_slice_is_taken_and_the_old_one_deleted_first(story):
+    story.trainer("wait 0")
+    process = story.launch()
+    story.until(story.training)
+    story.google.preempt("job")
+    code, said = end(process)
+    assert code == 0, said
+    assert story.nothing_left() and len(story.created()) == 2
+    assert "the slice was taken away (SUSPENDED): takes another" in said
+    assert "in 2 lives, about $" in said
+
+
+@pytest.mark.fault(30)
+def test_a_slice_that_is_lost_while_it_is_set_up_is_taken_anew(story):
+    (story.root / "install").write_text("touch installing; sleep 1\n")
+    process = story.launch()
+    story.until(lambda: list((story.root / "machines").glob("*/home/user/.millrace/trees/*/installing")))
+    (story.root / "install").unlink()
+    story.google.preempt("job")
+    code, said = end(process)
+    assert code == 0, said
+    assert story.nothing_left() and len(story.created()) == 2
+
+
+@pytest.mark.parametrize(("lives", "code", "slices"), [("2", 2, 1), ("75 78 137 0", 0, 1), ("77 0", 0, 2)])
+def test_exit_codes_decide_what_comes_next(story, lives, code, slices):
+    """A mistake ends it; a stopped trainer is started again where it was; a faulty machine is given back."""
+    story.trainer(lives)
+    found, said = end(story.launch())
+    assert found == code, said
+    assert story.nothing_left() and len(story.created()) == slices
+    assert said.count("] life") == 2 * len(lives.split())
+
+
+@pytest.mark.slow
+def test_a_job_that_keeps_failing_is_given_up(story):
+    story.trainer("76 76 76 76 76 76 76 76")
+    code, said = end(story.launch())
+    assert code == 76 and "given up after 5 times in a row" in said
+    assert story.nothing_left()
+
+
+@pytest.mark.fault(30)
+def test_zones_are_tried_in_turn_when_one_has_none_or_no_quota(story):
+    story.google.stockout, story.google.step = {"us-central2-b"}, 1e-6  # the others have some at once
+    story.google.fault("POST", "us-east1-d", 429, "Quota limit 'TPUV4' has been exceeded.")
+    zones = ["--zone", "us-central2-b,us-east1-d", "--zone", "us-west4-a", "--wait", "0.005"]
+    code, said = end(story.launch(*zones))
+    assert code == 0, said
+    assert story.created() == ["us-central2-b", "us-east1-d", "us-west4-a"] and story.nothing_left()
+    assert "WAITING_FOR_RESOURCES" in said and "tries the next zone" in said and "Quota limit" in said
+
+
+@pytest.mark.fault(30)
+def test_a_quota_that_stays_used_up_is_told(story):
+    story.google.fault("POST", "", 429, "Quota limit 'TPUV4' has been exceeded.", count=9)
+    code, said = end(story.launch())
+    assert code == 2 and "Quota limit 'TPUV4' has been exceeded. (asked 3 times)" in said
+    assert story.nothing_left()
+
+
+@pytest.mark.fault(30)
+def test_a_request_that_failed_or_was_suspended_is_deleted_and_made_again(story):
+    story.google.stockout = {"us-central2-b"}
+    process = story.launch()
+    for number, spoil in enumerate(
+        (lambda: story.google.fail("job", "no capacity"), lambda: story.google.preempt("job"))
+    ):
+        story.until(lambda number=number: len(story.created()) == number + 1 and story.google.queued)
+        spoil()
+    story.until(lambda: len(story.created()) == 3)
+    story.google.stockout = set()
+    code, said = end(process)
+    assert code == 0, said
+    assert "FAILED: no capacity: deletes it and asks again" in said and "is SUSPENDED" in said
+    assert story.nothing_left()
+
+
+@pytest.mark.fault(30)
+def test_bad_answers_are_asked_again_and_a_delete_that_fails_is_repeated(story):
+    story.google.fault("GET", "", 503, count=2)
+    story.google.fault("POST", "", 503)
+    story.google.fault("DELETE", "", 400, "precondition: the node is busy")
+    story.google.fault("DELETE", "", 403, "not now")
+    code, said = end(story.launch())
+    assert code == 0, said
+    assert "the node is busy; tries again" in said and "not now; tries again" in said
+    assert story.nothing_left() and not story.google.faults
+
+
+@pytest.mark.fault(31)
+def test_a_connection_that_breaks_is_made_again_and_no_line_is_lost_or_said_twice(story):
+    story.trainer("wait 0")
+    process = story.launch()
+    story.until(lambda: list((story.root / "machines").glob("*")))
+    for machine in (story.root / "machines").glob("*"):
+        (machine / "drop").touch()
+    story.until(story.training)
+    time.sleep(2)
+    for pid in story.google.trainers():
+        os.kill(pid, signal.SIGTERM)
+    code, said = end(process)
+    assert code == 0, said
+    assert not list((story.root / "machines").glob("*/drop"))
+    for worker in range(2):
+        steps = [int(line.split()[-1]) for line in said.splitlines() if line.startswith(f"[w{worker}] step")]
+        assert steps == list(range(1, len(steps) + 1)) and len(steps) > 5
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+def test_one_who_is_stopped_lets_the_trainer_save_and_deletes(story, number):
+    story.trainer("wait")
+    process = story.launch()
+    story.until(story.training)
+    time.sleep(0.5)
+    process.send_signal(number)
+    code, said = end(process)
+    assert code == 75, said
+    assert "[w0] saved" in said and "[w1] saved" in said and story.nothing_left()
+
+
+def test_one_who_is_stopped_in_the_queue_leaves_nothing_there(story):
+    story.google.stockout = {"us-central2-b"}
+    process = story.launch()
+    story.until(lambda: story.google.queued)
+    process.send_signal(signal.SIGINT)
+    code, said = end(process)
+    assert code == 75 and story.nothing_left(), said
+
+
+def test_one_who_stops_waiting_for_a_slice_leaves_none(story):
+    story.google.stockout = {"us-central2-b"}
+    more = ["--slice", "v4-16", "--zone", "us-central2-b", "--ssh-key", str(story.root / "key")]
+    process = story.start("create", *more)
+    story.until(lambda: story.google.queued)
+    process.send_signal(signal.SIGINT)
+    code, said = end(process)
+    assert code == 130 and story.nothing_left(), said
+
+
+@pytest.mark.fault(32)
+def test_a_launcher_that_was_killed_finds_its_job_again(story):
+    story.trainer("wait 0")
+    first = story.launch()
+    story.until(story.training)
+    assert end(story.launch())[0] == 2  # somebody watches it
+    code, said = story.call("delete", "job")
+    assert code == 2 and "would take another" in said
+    first.kill()
+    first.communicate()
+    trainers = story.google.trainers()
+    code, said = story.call("ls", "--orphans")
+    assert code == 1 and "nobody here watches job" in said
+    second = story.launch()
+    heard = hear(second, "found it training on 2 workers")
+    assert story.google.trainers() == trainers  # the same processes
+    code, said = story.call("status", "job", "--ssh-key", str(story.root / "key"))
+    assert code == 0 and "[w1] trains: step" in said and "deletes itself in 2" in said
+    for pid in trainers:
+        os.kill(pid, signal.SIGTERM)
+    code, said = end(second)
+    assert code == 0, heard + said
+    assert "[w0] step" in said
+    assert len(story.created()) == 1 and story.nothing_left()
+
+
+def test_the_hours_of_a_job_end_it_with_what_it_has_saved(story):
+    story.trainer("wait")
+    code, said = end(story.launch("--max-hours", str(6 / 3600)))
+    assert code == 75, said
+    assert "the hours are over" in said and "[w0] saved" in said and story.nothing_left()
+    code, said = end(story.launch("--max-hours", str(6 / 3600)))  # in all, over every life
+    assert code == 2 and "nothing is left of --max-hours" in said and story.nothing_left()
+
+
+def test_a_slice_gives_itself_back_when_the_launcher_is_dead(tmp_path):
+    story = Story(tmp_path / "story", timers=True)
+    try:
+        story.trainer("wait")
+        process = story.launch("--max-hours", str(8 / 3600))
+        story.until(story.training)
+        process.kill()
+        process.communicate()
+        story.until(story.nothing_left)
+        logs = [file.read_text() for file in (story.root / "machines").glob("*/timer.log")]
+        assert any("the hours of this slice are over" in log for log in logs)
+        said = [
+            file.read_text() for file in (story.root / "machines").glob("*/home/user/.millrace/jobs/job/log")
+        ]
+        assert len(said) == 2 and all("saved" in text for text in said)
+    finally:
+        story.close()
+
+
+def test_secrets_reach_the_trainer_and_nothing_else(story):
+    key = secrets.token_hex(6)
+    show = 'case "$*" in *"-m millrace train"*) [ ${#WANDB_API_KEY} = 12 ] && echo it-knows;; '
+    story.google.python(f'{show}*) exec "{sys.executable}" "$@";; esac')
+    code, said = end(story.launch("--env", "WANDB_API_KEY", WANDB_API_KEY=key))
+    assert code == 0, said
+    assert "[w0] it-knows" in said and key not in said and key not in json.dumps(story.google.calls)
+    for file in story.root.rglob("*"):  # ssh.log has every command line that was used
+        assert not file.is_file() or key.encode() not in file.read_bytes(), file
+    code, said = end(story.launch("--env", "NOT_THERE"))
+    assert code == 2 and "--env NOT_THERE: found no such variable here" in said
+
+
+@pytest.mark.fault(30)
+def test_a_login_that_runs_out_is_waited_for_and_what_cannot_be_deleted_is_told(story):
+    story.before = LOGIN
+    story.trainer("wait")
+    process = story.launch(MILLRACE_POLL="0.05")
+    story.until(story.training)
+    out = story.root / "logged-out"
+    out.touch()
+    heard = hear(process, "Reauthentication is needed. (`gcloud auth application-default login`)")
+    out.unlink()
+    time.sleep(0.5)
+    assert story.training()  # nothing was concluded, and it goes on
+    out.touch()
+    process.send_signal(signal.SIGINT)
+    code, said = end(process)
+    assert code == 1 and "Traceback" not in heard + said, said
+    assert "[w0] saved" in said and "COULD NOT BE DELETED AND COSTS MONEY: gcloud compute" in said
+    assert "delete job --project=project --zone=us-central2-b" in said
+
+
+def test_a_login_that_has_run_out_is_told_before_anything_is_rented(story):
+    story.before = LOGIN
+    (story.root / "logged-out").touch()
+    for run in ("/run", "gs://near/run"):  # of a bucket, the place is asked first
+        (story.root / "recipe.yaml").write_text(RECIPE.format(run=run))
+        code, said = end(story.launch())
+        assert code == 2 and "Traceback" not in said, said
+        assert said.splitlines()[-1].startswith("millrace: Google Cloud: Reauthentication is needed")
+    code, said = story.call("ls")
+    assert code == 2 and said.count("\n") == 1 and not story.created(), said
+
+
+@pytest.mark.fault(30)
+@pytest.mark.parametrize("words", ["sent", "step 1"])
+def test_a_slice_is_given_back_though_nobody_listens_any_more(story, words):
+    """As by `millrace tpu run ... | head`."""
+    story.trainer("wait")
+    process = story.launch()
+    hear(process, words)
+    process.stdout.close()
+    assert process.wait(60) == 75 and story.nothing_left()
+    logs = [file.read_text() for file in story.root.glob("machines/*/home/user/.millrace/jobs/job/log")]
+    assert words == "sent" or [text.endswith("saved\n") for text in logs] == [True, True]
+
+
+def test_a_slice_is_deleted_by_hand_though_nobody_listens(story):
+    node = {"acceleratorType": "v4-16", "labels": {"millrace": "yes"}, "metadata": {}}
+    story.google.make_node("projects/project/locations/us-central2-b/nodes/job", node)
+    process = story.start("delete", "job", PYTHONUNBUFFERED="1")
+    process.stdout.close()
+    process.wait(60)
+    assert story.nothing_left()
+
+
+@pytest.mark.fault(30)
+def test_answers_that_nobody_expects_do_not_end_a_healthy_run(story):
+    story.trainer("wait 75 0")
+    process = story.launch()
+    story.until(story.training)
+    for status in (403, 404, 501):
+        story.google.fault("GET", "", status, "what is this")
+    story.until(lambda: not story.google.faults)
+    time.sleep(0.5)
+    assert story.training()
+    story.google.fault("GET", "", 403, "what is this", count=2)  # also between two lives
+    for pid in story.google.trainers():
+        os.kill(pid, signal.SIGTERM)
+    code, said = end(process)
+    assert code == 0 and "the cloud does not answer: Google Cloud: GET" in said, said
+    assert len(story.created()) == 1 and story.nothing_left()
+
+
+@pytest.mark.fault(32)
+def test_one_who_is_stopped_while_it_adopts_a_job_lets_the_trainer_save(story):
+    story.trainer("wait")
+    first = story.launch()
+    story.until(story.training)
+    first.kill()
+    first.communicate()
+    pushes = lambda: (story.root / "ssh.log").read_text().count("test -d")
+    before, second = pushes(), story.launch()
+    story.until(lambda: pushes() > before)
+    second.send_signal(signal.SIGINT)
+    code, said = end(second)
+    assert code == 75 and story.nothing_left(), said
+    logs = [file.read_text() for file in story.root.glob("machines/*/home/user/.millrace/jobs/job/log")]
+    assert [text.endswith("saved\n") for text in logs] == [True, True], said
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ([], "found a v4-16 on-demand of that name in us-central2-b, asked for a v4-16 spot"),
+        (
+            ["--slice", "2xv4-16"],
+            "found a v4-16 on-demand of that name in us-central2-b, asked for a 2xv4-16",
+        ),
+    ],
+)
+def test_a_slice_of_other_terms_or_another_number_is_not_taken_for_ours(story, more, says):
+    node = {"acceleratorType": "v4-16", "labels": {"millrace": "yes"}, "metadata": {}}
+    story.google.make_node("projects/project/locations/us-central2-b/nodes/job", node)
+    code, said = end(story.launch(*more))
+    assert code == 2 and says in said and len(story.google.nodes) == 1, said
+
+
+@pytest.mark.fault(32)
+def test_a_request_that_waits_in_another_zone_is_not_left_there(story):
+    story.google.stockout = {"us-east1-d"}
+    first = story.launch("--zone", "us-east1-d")
+    story.until(lambda: story.google.queued)
+    first.kill()
+    first.communicate()
+    code, said = end(story.launch())
+    assert code == 0 and "in us-east1-d, which is no --zone now: deletes it" in said, said
+    assert story.created() == ["us-east1-d", "us-central2-b"] and story.nothing_left()
+
+
+def test_an_environment_that_cannot_be_installed_is_told_and_not_tried_for_ever(story):
+    (story.root / "install").write_text("echo no such version: jax==0 >&2; exit 1\n")
+    code, said = end(story.launch())
+    assert code == 1 and story.nothing_left(), said
+    words = "setting up failed while installing: no such version: jax==0"
+    assert f"{words}: starts it again" in said and f"{words}; given up" in said
+    assert said.count(words) == 2 and len(story.created()) == 1
+
+
+def test_a_command_on_the_workers_is_heard_while_it_runs(story):
+    node = {"acceleratorType": "v4-16", "labels": {}, "metadata": {}}
+    story.google.make_node("projects/project/locations/us-central2-b/nodes/job", node)
+    wait = 'echo here; while [ ! -e "$HOME/go" ]; do sleep 0.05; done; exit 3'
+    key = str(story.root / "key")
+    process = story.start("ssh", "job", "--worker", "all", "--ssh-key", key, "--", wait)
+    for _ in range(2):
+        assert hear(process, "here").startswith("[w")
+    for home in story.root.glob("machines/*/home/user"):
+        (home / "go").touch()
+    assert end(process)[0] == 3
+
+
+def test_slices_of_others_are_neither_used_nor_deleted(story):
+    node = {"acceleratorType": "v4-16", "labels": {}, "metadata": {}, "schedulingConfig": {"spot": True}}
+    story.google.make_node("projects/project/locations/us-central2-b/nodes/job", node)
+    code, said = end(story.launch())
+    assert code == 2 and "a slice that Millrace did not make" in said and len(story.google.nodes) == 1
+    code, said = story.call("delete", "job")
+    assert code == 2 and "--force" in said and len(story.google.nodes) == 1
+    code, said = end(story.launch("--keep"))
+    assert code == 0 and len(story.google.nodes) == 1, said
+    code, said = story.call("delete", "job", "--force")
+    assert code == 0 and not story.google.nodes, said
+
+
+def losses(text: str) -> dict[int, float]:
+    rows = map(json.loads, text.splitlines())
+    return {row["step"]: row["loss"] for row in rows if "loss" in row}
+
+
+@pytest.mark.parametrize("place", ["bucket", pytest.param("folder", marks=pytest.mark.slow)])
+def test_the_whole_story_ends_with_the_losses_of_a_run_that_nobody_disturbed(story, tiny, packed, place):
+    """Queue, training, a hard preemption, another slice, SIGTERM, and on to the end; beside it the same
+    recipe on a pod of this machine."""
+    from millrace import config
+
+    if place == "bucket":
+        fake = pytest.importorskip("tests.fakegcs", reason="needs runs in buckets")
+        with fake.running("bucket", location="US-CENTRAL2") as store:
+            run, env = "gs://bucket/runs", store.environment
+            read = lambda name: store.buckets["bucket"][f"runs/{name}/metrics.jsonl"].data.decode()
+            whole_story(story, config.to_yaml(tiny(f"run={run}/broken", *SHORT)), f"{run}/whole", read, env)
+    else:
+        run = str(story.root)
+        read = lambda name: Path(f"{run}/{name}/metrics.jsonl").read_text()
+        whole_story(story, config.to_yaml(tiny(f"run={run}/broken", *SHORT)), f"{run}/whole", read, {})
+
+
+SHORT = ("schedule.steps=50", "checkpoint.every=5", "eval.batches=1", "mesh.fsdp=2")
+
+
+def whole_story(story: Story, recipe: str, whole: str, read, env: dict[str, str]) -> None:
+    (story.root / "recipe.yaml").write_text(recipe)
+    story.google.python(f'exec "{sys.executable}" "$@"')
+    process = story.launch(**env)
+    log = story.root / "launcher" / "tpu" / "job" / "w0.log"
+
+    def newest() -> int:
+        """The step that was shown last."""
+        assert process.poll() is None, process.communicate()[0]
+        lines = [line.split() for line in log.read_text().splitlines()] if log.exists() else []
+        return max((int(words[0]) for words in lines if words and words[0].isdigit()), default=0)
+
+    story.until(lambda: newest() >= 8)
+    story.google.preempt("job")
+    story.until(lambda: len(story.created()) == 2)
+    before = newest()
+    story.until(lambda: newest() >= before + 3)
+    os.kill(story.google.trainers()[1], signal.SIGTERM)
+    code, said = end(process)
+    assert code == 0, said
+    assert story.nothing_left() and len(story.created()) == 2
+    assert "was taken away" in said and "the trainer ended and can go on (w0: 75, w1: 75)" in said
+    argv = ["run", "--platform", "local", "--slice", "v4-16", "recipe.yaml", f"run={whole}"]
+    flags = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
+    code, said = end(story.start(*argv, **env, XLA_FLAGS=flags))
+    assert code == 0, said
+    assert "[w0] " in said and not list((story.root / "launcher" / "local").iterdir())
+    assert losses(read("broken")) == losses(read("whole")) and max(losses(read("whole"))) == 50
