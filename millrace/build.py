@@ -12,10 +12,10 @@ import jax
 import optax
 from jax.sharding import Mesh
 
-from millrace import mesh, module, recipe, state, step
+from millrace import mesh, module, recipe, spikes, state, step
 from millrace.errors import UserError
 from millrace.execution import INIT_OPTIONS, check_offload
-from millrace.objective import Batch, Task, file
+from millrace.objective import Batch, Task, file, turns
 from millrace.state import State
 
 
@@ -63,15 +63,17 @@ def make_update(cfg: recipe.Run, task: Task) -> step.Update:
     still = frozen(cfg, axes)
     tx = make_optimizer(cfg.optimizer, axes, still)
     ramp = recipe.ramp(cfg) if cfg.batch.ramp_from else None
-    return step.Update(cfg.optimizer, tx, curves, cfg.batch.accumulate, ramp, still)
+    watched = tuple(spikes.names(turns(task)))
+    return step.Update(cfg.optimizer, tx, curves, cfg.batch.accumulate, ramp, still, watched)
 
 
 def frozen(cfg: recipe.Run, axes: Any) -> frozenset[str]:
     """The weights that the recipe lets stay as they are."""
-    if cfg.freeze is None:
-        return frozenset()
     every = dict(module.named(axes))
-    found = matching("freeze", cfg.freeze, every)
+    still = frozenset(name for name, its in every.items() if its.still)
+    if cfg.freeze is None:
+        return still
+    found = matching("freeze", cfg.freeze, every) | still
     if not any(jax.tree.leaves(module.trained(axes, found))):
         raise UserError(f"freeze: found {cfg.freeze}, expected some weight to be left to train")
     return found
@@ -112,7 +114,8 @@ def make_state(
     axes = module.axes(family.Model, task.model)
 
     def around(params: Any) -> State:
-        return state.fresh(params, update.tx, seed=cfg.seed, ema=cfg.optimizer.ema > 0)
+        its = len(turns(task))
+        return state.fresh(params, update.tx, seed=cfg.seed, ema=cfg.optimizer.ema > 0, turns=its)
 
     def fresh() -> State:
         return around(module.init(family.Model, task.model, jax.random.key(cfg.seed)))

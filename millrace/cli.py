@@ -2,6 +2,9 @@
 
 import argparse
 import difflib
+import glob
+import importlib.metadata
+import importlib.util
 import io
 import math
 import os
@@ -11,8 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from millrace import __version__
+from millrace import __version__, secret
 from millrace.errors import UserError
+from millrace.tpu import options
 
 EXAMPLES = """\
 examples:
@@ -20,9 +24,10 @@ examples:
   millrace train recipes/demo.yaml schedule.steps=200
   millrace generate runs/demo --prompt "def main("
   millrace export runs/demo exported
+  millrace tpu run --platform local --slice v4-16 recipes/demo.yaml
 exit codes: 0 done, 2 a mistake in what was asked, 3 too large for the memory,
-  75 stopped early (run it again), 76 a step hung, 77 a fault of this machine, 78 another host was lost
-  (all three after `train` has tried again by itself), 1 anything else"""
+  74 a server did not answer, 75 stopped early (run it again), 76 a step hung, 77 a fault of this machine,
+  78 another host was lost (all but 75 after `train` has tried again by itself), 1 anything else"""
 
 
 STAGES = [  # the commands that make data, how far they go, and what they do
@@ -37,14 +42,17 @@ STAGES = [  # the commands that make data, how far they go, and what they do
 def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal that lacks a letter shows its number
         sys.stdout.reconfigure(errors="backslashreplace")
+    if argv is None:
+        sys.excepthook = secret.excepthook
     try:
         args = parse(argv)
         args.is_program = argv is None
+        leave_out_tpu()
         code = args.command(args) or 0
         sys.stdout.flush()
         return code
     except UserError as error:
-        print(f"millrace: {error}", file=sys.stderr)
+        print(f"millrace: {secret.clean(str(error))}", file=sys.stderr)
         return error.code
     except KeyboardInterrupt:
         print("millrace: interrupted", file=sys.stderr)
@@ -59,10 +67,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
+def leave_out_tpu() -> None:
+    """On a machine that has libtpu for `plan` but neither a TPU nor a GPU, JAX would load it all the same: it
+    complains of what it does not find, and may bring down a profile."""
+    devices = any(glob.glob(pattern) for pattern in ("/dev/accel*", "/dev/vfio/[0-9]*"))
+    others = importlib.metadata.entry_points(group="jax_plugins")
+    if importlib.util.find_spec("libtpu") and not devices and not others:
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Settings may come after options too, which argparse does not expect."""
     top = parser()
     args, rest = top.parse_known_args(argv)
+    if rest[:1] == ["--"] and hasattr(args, "words"):
+        args.words, rest = rest[1:], []
     if rest and not (hasattr(args, "overrides") and all("=" in item and item[0] != "-" for item in rest)):
         top.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:
@@ -85,6 +104,15 @@ def train(args: argparse.Namespace) -> int:
 
     with hosts.ending(is_program=args.is_program):
         return train.run(cfg, args.program)
+
+
+def doctor(args: argparse.Namespace) -> int:
+    from millrace import recipe
+
+    cfg = recipe.load_train(args.recipe, args.overrides) if args.recipe else None
+    from millrace import doctor
+
+    return doctor.examine(cfg, args.recipe, args.overrides)
 
 
 def plan(args: argparse.Namespace) -> int:
@@ -179,9 +207,9 @@ def checkpoint_prune(args: argparse.Namespace) -> None:
     if args.dry_run:
         saved.pruned(args.run, args.keep, print, dry_run=True)
         return
-    from millrace import folder
+    from millrace.lock import lock
 
-    with folder.lock(args.run):
+    with lock(args.run, waiting=print):
         saved.pruned(args.run, args.keep, print)
 
 
@@ -202,6 +230,19 @@ def checkpoint_diff(args: argparse.Namespace) -> int:
     lines = list(differences(run, step, other, other_step))
     print("\n".join(lines))
     return 0 if all("are the same, bit for bit" in line for line in lines) else 1
+
+
+def report(args: argparse.Namespace) -> None:
+    if args.samples is not None and args.samples < 1:
+        raise UserError(f"--samples: found {args.samples}, expected 1 or more")
+    if args.out is not None and args.out.is_dir():
+        raise UserError(f"--out: found a folder, {args.out}, expected a file")
+    from millrace.report import command
+
+    if args.samples is not None:
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")  # leaves the accelerators to those who train
+        command.sample(args.run, args.samples)
+    print(command.write(args.run, args.out))
 
 
 def open_run(args: argparse.Namespace, overrides: Sequence[str] = ()) -> Any:
@@ -257,6 +298,29 @@ def export(args: argparse.Namespace) -> None:
     from millrace.export import huggingface
 
     for path in huggingface.export(run, args.folder, args.dtype, packed=args.packed):
+        print(f"{path}  {path.stat().st_size:,} bytes")
+
+
+def quantize(args: argparse.Namespace) -> None:
+    from millrace import recipe
+
+    learnt = recipe.load_run(args.run).model
+    if learnt.bits:  # training saw the numbers that are to be stored
+        if args.method or args.bits or args.overrides:
+            raise UserError(
+                f"quantize: expected no method, since {args.run} was trained in {learnt.bits} bits"
+            )
+        name, settings = "rtn", [f"bits={learnt.bits}", f"group={learnt.bits_group}"]
+    else:
+        name, settings = args.method or "gptq", [] if args.bits is None else [f"bits={args.bits}"]
+    method = recipe.load_method(name, [*settings, *args.overrides])
+    run = open_run(args)
+    from millrace.compress import command
+
+    target = args.to or f"{str(args.run).rstrip('/')}-{'qat' if learnt.bits else name}-{method.bits}"
+    data = args.data or run.cfg.data.path
+    request = command.Request(target, method, args.samples, args.dtype, data)
+    for path in command.quantize(run, request, print):
         print(f"{path}  {path.stat().st_size:,} bytes")
 
 
@@ -400,6 +464,16 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("run", metavar="RUN", help="a run folder")
     one.add_argument("others", metavar="STEP", nargs="+", help="two of its steps, or another run folder")
 
+    options.add_to(commands)
+
+    one = add(
+        commands, "report", report, "write one HTML page about a run: how it is, what it cost, its curves"
+    )
+    one.add_argument("run", metavar="RUN", help="a run folder, also of a run that goes on")
+    one.add_argument("--out", type=Path, metavar="FILE", help="where to (default: RUN/report.html)")
+    text = "have the newest checkpoint write so many texts, for this report and those after it"
+    one.add_argument("--samples", type=int, metavar="N", help=text)
+
     one = with_run(add(commands, "eval", evaluate, "print loss, perplexity and bits a byte of held-out data"))
     with_overrides(one, "the run's recipe")
 
@@ -432,9 +506,28 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
     one.add_argument("--packed", action="store_true", help="ternary matrices in 2 bits a weight")
 
+    one = with_run(
+        add(commands, "quantize", quantize, "write a model whose matrices take a few bits a weight")
+    )
+    with_overrides(one, "the method")
+    one.add_argument("--method", metavar="NAME", help="rtn, gptq or vptq (default: gptq)")
+    one.add_argument("--bits", type=int, metavar="N", help="of a weight (default: the method's)")
+    one.add_argument("--to", metavar="DIR", help="a new folder (default: RUN-METHOD-BITS)")
+    one.add_argument("--data", metavar="FOLDER", help="packed data to calibrate on (default: the run's)")
+    one.add_argument("--samples", type=int, default=128, metavar="N", help="rows of it (default: 128)")
+    text = "of what is not quantised (default: float16)"
+    one.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float16", help=text)
+
     one = add(commands, "import", import_, "make a run folder of a Hugging Face model folder")
     one.add_argument("folder", metavar="DIR", help="config.json, *.safetensors and tokenizer.json")
     one.add_argument("run", metavar="RUN", help="a new run folder")
+
+    summary = "look for what may keep a run from working: devices, versions, disk, bucket, clock, ports"
+    one = add(commands, "doctor", doctor, summary)
+    one.add_argument(
+        "recipe", metavar="RECIPE", nargs="?", help="a .yaml file: its run and data are looked at too"
+    )
+    with_overrides(one)
 
     recipes = commands.add_parser("recipe", help="look at recipes").add_subparsers(
         metavar="COMMAND", required=True

@@ -24,7 +24,7 @@ from millrace.errors import UserError
 
 PACKAGE = Path(__file__).parent
 COMMAND_LINE = "command line"  # the place of an override
-BAD_VALUES = (ValueError, KeyError, AttributeError)  # what PyYAML may raise at `!!int x`
+BAD_VALUES = (ValueError, KeyError, IndexError, AttributeError)  # what PyYAML may raise at `!!int x`
 LISTED = 12  # valid names told at most when a key is unknown
 PROBLEMS = {  # what the YAML parser says, and what it means to the reader
     "'\\t'": "found a tab, expected spaces",
@@ -152,13 +152,14 @@ def _source_class(folder: str, name: str) -> type:
 class Reader:
     """A recipe file, the sections it takes from others, and the overrides; knows where each key stands."""
 
-    def __init__(self, path: str | Path, overrides: typing.Sequence[str] = ()):
-        self.path, self.overrides = str(path), tuple(overrides)
+    def __init__(self, path: str | Path | None, overrides: typing.Sequence[str] = ()):
+        """With no path, of the overrides alone."""
+        self.path, self.overrides = COMMAND_LINE if path is None else str(path), tuple(overrides)
         self.places: dict[str, str] = {}
         self.texts: dict[str, str] = {}  # values as they were written
         self.cls: Any = None  # of the recipe
         self.cfg: Any = None  # once it is read
-        self.tree = self._file(Path(path), "")
+        self.tree = {} if path is None else self._file(Path(path), "")
 
     def read(self, cls: type[Any], check: typing.Callable[[Any, "Reader"], None]) -> Any:
         self.cls, fields = cls, {f.name: f for f in dataclasses.fields(cls)}
@@ -221,7 +222,7 @@ class Reader:
         """file:line of a key, or of the nearest thing above it that is written down."""
         while key and key not in self.places:
             key = key.rpartition(".")[0]
-        return self.places.get(key, f"{self.path}:1")
+        return self.places.get(key, self.path if self.path == COMMAND_LINE else f"{self.path}:1")
 
     def _file(self, path: Path, prefix: str) -> dict[str, Any]:
         try:
@@ -277,7 +278,9 @@ class Reader:
         key, _, text = item.partition("=")
         *parents, last = key.split(".")
         if "=" not in item or not all((*parents, last)):
-            raise UserError(f"{COMMAND_LINE}: found {item}, expected key=value, e.g. schedule.steps=100")
+            raise UserError(
+                f"{COMMAND_LINE}: found {_cut(item)}, expected key=value, e.g. schedule.steps=100"
+            )
         if self.places.get(key) == COMMAND_LINE:
             raise UserError(f"{COMMAND_LINE}: {key}: found a second time, expected once")
         try:
@@ -414,6 +417,8 @@ def _short(value: Any) -> str:
 
 
 def _cut(text: str) -> str:
+    """In one line, and not a long one."""
+    text = "\\n".join(text.splitlines())
     return text if len(text) <= 60 else text[:57] + "..."
 
 

@@ -65,4 +65,4 @@ def keep_compiled(run: str) -> None:
     for CPUs: what is compiled for one may not run on the next."""
     elsewhere = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
     if jax.default_backend() != "cpu" and elsewhere is None:
-        jax.config.update("jax_compilation_cache_dir", str(Path(run) / "compiled"))
+        jax.config.update("jax_compilation_cache_dir", f"{run}/compiled")

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from millrace import secret, store
 from millrace.config import Reader, names
 from millrace.errors import UserError
 from millrace.schedule import Ramp, duration
@@ -65,6 +66,30 @@ class Depth:
 
 
 @dataclass(frozen=True)
+class Every(Depth):
+    """And matrices of few bits, which training sees as they will be stored (rounding.py)."""
+
+    bits: int = 0  # of a weight of the layers' matrices: 8, 4, 3 or 2; 0: they are not rounded
+    bits_group: int = 0  # inputs of an output that share a scale; 0: all of them
+    bits_rank: int = (
+        0  # weights are frozen, and matrices of this rank learn what is added (LR-QAT, 32); 0: all learn
+    )
+
+    def __post_init__(self) -> None:
+        Depth.__post_init__(self)
+        at_least(0, self, "bits_group", "bits_rank")
+        if self.bits not in (0, 2, 3, 4, 8):
+            raise ValueError("bits: expected 2, 3, 4 or 8, or 0")
+        for name in ("bits_group", "bits_rank"):
+            if getattr(self, name) and not self.bits:
+                raise ValueError(f"{name}: expected bits to be set as well, or it has no effect")
+        if self.bits and self.recurrence:
+            raise ValueError("bits: expected 0 with recurrence")
+        if self.bits_rank and self.bits == 8:
+            raise ValueError("bits_rank: expected 0 with 8 bits, in which weights would be frozen")
+
+
+@dataclass(frozen=True)
 class Loss:
     z_loss: float = 0.0
     soft_cap: float | None = None
@@ -88,10 +113,11 @@ class Optimizer:
     weight_decay: float = 0.0
     clip: float | None = 1.0  # of the global gradient norm
     ema: float = 0.0  # decay of the averaged weights; 0 keeps none
-    patience: int = 5  # updates with a NaN or infinite loss in a row before the run stops
+    spike: float = 10.0  # an update is left out so many deviations above the usual loss or gradient; 0: none
+    patience: int = 5  # updates left out, of 128, before the run goes back to a checkpoint
 
     def __post_init__(self) -> None:
-        at_least(0, self, "learning_rate", "weight_decay")
+        at_least(0, self, "learning_rate", "weight_decay", "spike")
         at_least(1, self, "patience")
         if not 0 <= self.ema < 1:
             raise ValueError("ema: expected a number from 0 up to, but not including, 1")
@@ -216,7 +242,7 @@ class Run:
     start: str | None = None  # a run folder, or one of Hugging Face, to take the first weights from
     take: str | None = None  # which of them, by name: embedding,head or blocks.w_*; all by default
     freeze: str | None = None  # weights that stay as they are, by name as above
-    model: Any = part("models", Depth)
+    model: Any = part("models", Every)
     data: Data = section(Data)
     objective: Any = part("objectives", use="causal")
     loss: Any = part("losses", Loss, use="cross_entropy")
@@ -321,6 +347,19 @@ class DataRun:
     shuffle: Shuffle = section(Shuffle)
 
 
+@dataclass(frozen=True)
+class Quantize:
+    """What `millrace quantize` is told on the command line."""
+
+    method: Any = part("quantize")
+
+
+def load_method(name: str, overrides: typing.Sequence[str]) -> Any:
+    """The Config of a method of quantisation, with these of its keys set."""
+    reader = Reader(None, [f"method.use={name}", *(f"method.{item}" for item in overrides)])
+    return reader.read(Quantize, lambda read, reader: None).method
+
+
 def load(path: str | Path, overrides: typing.Sequence[str] = ()) -> Run:
     """The training recipe at `path` with `key=value` overrides applied. Raises UserError."""
     return _read(Reader(path, overrides), Run)
@@ -332,21 +371,32 @@ def load_data(path: str | Path, overrides: typing.Sequence[str] = ()) -> DataRun
 
 def load_run(folder: str | Path, overrides: typing.Sequence[str] = ()) -> Run:
     """The recipe of a run folder, which may have been moved since."""
-    path = Path(folder) / "recipe.yaml"
-    if not path.is_file():
+    if not store.exists(store.join(folder, "recipe.yaml")):
+        store.check_bucket(folder)
         raise UserError(
-            f"{folder}: not a run folder: no recipe.yaml in it; `millrace train RECIPE` makes one"
+            f"{store.shown(folder)}: not a run folder: no recipe.yaml in it; "
+            "`millrace train RECIPE` makes one"
         )
-    return dataclasses.replace(load(path, overrides), run=str(folder))
+    found = load_from(str(folder).rstrip("/"), "recipe.yaml", overrides)
+    return dataclasses.replace(found, run=str(folder).rstrip("/"))
 
 
 def load_train(path: str | Path, overrides: typing.Sequence[str] = ()) -> Run:
     """The recipe to train by. One that lies in a run folder means that folder, wherever it was moved to."""
-    folder = Path(path).parent
+    folder, _, name = str(path).rpartition("/")
     named = any(item.startswith("run=") for item in overrides)
-    if Path(path).name == "recipe.yaml" and (folder / "checkpoints").is_dir() and not named:
-        return load_run(folder, overrides)
-    return load(path, overrides)
+    if name == "recipe.yaml" and not named and store.names(f"{folder or '.'}/checkpoints"):
+        return load_run(folder or ".", overrides)
+    return load_from(folder, name, overrides) if store.is_url(folder) else load(path, overrides)
+
+
+def load_from(folder: str, name: str, overrides: typing.Sequence[str]) -> Run:
+    """A recipe that may lie at a URL."""
+    with store.near(folder, [name]) as near:
+        try:
+            return load(near / name, overrides)
+        except UserError as error:
+            raise UserError(str(error).replace(str(near), folder)) from None
 
 
 def load_any(path: str | Path, overrides: typing.Sequence[str] = ()) -> Run | DataRun:
@@ -365,6 +415,8 @@ def check_run(run: Run, reader: Reader) -> None:
         reader.fail("hang", "expected a number of seconds, or 0")
     if run.take is not None and run.start is None:
         reader.fail("take", "expected start to be set as well, or it has no effect")
+    for key, path in (("run", run.run), ("data.path", run.data.path), ("start", run.start)):
+        _check_url(key, path, reader)
     _check_seed(run, reader)
     _check_schedule(run, reader)
     _check_mesh(run, reader)
@@ -393,10 +445,25 @@ def check_run(run: Run, reader: Reader) -> None:
         reader.fail("memory.products", f"expected nothing, since those of {run.model.use} are {own} anyway")
     if getattr(run.model, "experts", 1) > 1 and run.memory.products != "compute":
         reader.fail("memory.products", "expected compute, since experts are not multiplied in 8 bits")
+    _check_bits(run, reader)
     _check_packed(run, reader)
 
 
+def _check_url(key: str, path: str | None, reader: Reader) -> None:
+    """What a recipe says is kept in checkpoints, logs and reports."""
+    if path is not None and (kind := secret.in_url(path)) is not None:
+        reader.fail(
+            key,
+            f"expected a URL without {kind}, which would be kept with the run; credentials come from the "
+            "environment",
+            found=secret.shown(path),
+        )
+
+
 def check_data(run: DataRun, reader: Reader) -> None:
+    for name, source in run.sources.items():
+        _check_url(f"sources.{name}.path", getattr(source, "path", None), reader)
+    _check_url("tokenizer.path", run.tokenizer.path, reader)
     _check_seed(run, reader)
     if "://" in run.path:
         hint = "copy the finished folder there; training reads it from a URL"
@@ -504,6 +571,25 @@ def _check_mesh(run: Run, reader: Reader) -> None:
     experts = getattr(run.model, "experts", 1)
     if experts % fixed.get("expert", 1):
         reader.fail("mesh.expert", f"expected a divisor of the model's experts, {experts}")
+
+
+def _check_bits(run: Run, reader: Reader) -> None:
+    """Matrices that training sees in few bits."""
+    if not run.model.bits:
+        return
+    if run.memory.products != "compute" or getattr(run.model, "products", "compute") != "compute":
+        reader.fail("model.bits", "expected 0, since these matrices are rounded in another way already")
+    stacked = "layers" in {field.name for field in dataclasses.fields(run.model)}
+    if getattr(run.model, "experts", 1) > 1 or not stacked:
+        reader.fail("model.bits", f"expected 0, since the matrices of {run.model.use} are not rounded")
+    if not run.model.bits_rank:
+        return
+    if run.start is None:
+        reader.fail("model.bits_rank", "expected start to be set, since the weights of the layers are frozen")
+    if run.take is not None:
+        reader.fail("take", "expected nothing with model.bits_rank, which freezes all weights")
+    if run.optimizer.ema:
+        reader.fail("optimizer.ema", "expected 0 with model.bits_rank, whose frozen weights have no average")
 
 
 def _check_packed(run: Run, reader: Reader) -> None:

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from millrace import config, enlarge, mesh, module, recipe
+from millrace import config, enlarge, mesh, module, recipe, rounding, store
 from millrace.build import matching
 from millrace.checkpoint import Checkpoints
 from millrace.data.mapped import open_folder
@@ -31,7 +31,14 @@ class Source:
 
 def check(path: str, model: Any, take: str | None = None) -> Source:
     """What `model` can start from; UserError where it cannot."""
+    model = rounding.plain(model)
     old, family = model_of(path, model), file("models", model)
+    if rounding.is_low_rank(old):
+        raise UserError(
+            f"start: {path} holds frozen weights and what was learnt beside them (model.bits_rank), expected "
+            f"a plain model; `millrace export {path} DIR` makes one of it"
+        )
+    old = rounding.plain(old)
     theirs, ours = (dict(named(module.axes(file("models", cfg).Model, cfg))) for cfg in (old, model))
     if take is None:
         if old.use != model.use:
@@ -56,7 +63,12 @@ def check(path: str, model: Any, take: str | None = None) -> Source:
 def model_of(path: str, wanted: Any = None) -> Any:
     """The model section of a folder. One of Hugging Face is a family of ours, unless the wanted one names its
     classes itself."""
-    if not (Path(path) / "recipe.yaml").is_file() and (Path(path) / "config.json").is_file():
+    if store.is_url(path) and not is_run(path):
+        raise UserError(
+            f"start: found no recipe.yaml in {store.shown(path)}, expected a run folder, or one of Hugging "
+            "Face on this machine"
+        )
+    if not is_run(path) and (Path(path) / "config.json").is_file():
         settings = huggingface.read_config(Path(path))
         own = None if wanted is None else file("models", wanted)
         family = own if own is not None and not own.HF_TYPES else huggingface.family_of(settings)
@@ -65,9 +77,15 @@ def model_of(path: str, wanted: Any = None) -> Any:
     return recipe.load_run(path).model
 
 
+def is_run(path: str) -> bool:
+    return store.exists(store.join(path, "recipe.yaml"))
+
+
 def weights(source: Source, model: Any, fresh: Any, devices: Mesh, data: str) -> tuple[Any, str]:
     """The fresh weights of `model` with those of the source in their place, laid out as they are, and what is
     to be said of it. `data` is the folder whose tokenizer the model is to know."""
+    if rounding.is_low_rank(model):
+        return low_rank(source, model, fresh, devices, data)
     old = source.model
     rows, said = rows_of(source.path, data, old.vocab, model.vocab)
     axes = module.axes(file("models", old).Model, old)
@@ -93,12 +111,28 @@ def weights(source: Source, model: Any, fresh: Any, devices: Mesh, data: str) ->
     return whole, begun + drawn + (f"; {said}" if said and has_rows else "")
 
 
+def low_rank(source: Source, model: Any, fresh: Any, devices: Mesh, data: str) -> tuple[Any, str]:
+    """As `weights`, frozen and with nothing learnt yet."""
+    bare = rounding.plain(model)
+    family = file("models", bare).Model
+    shapes, axes = module.shapes(family, bare), module.axes(family, bare)
+    place = lambda leaf, home: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=home)
+    wanted = jax.tree.map(place, shapes, mesh.shardings(axes, shapes, devices))
+    whole, said = weights(source, bare, wanted, devices, data)
+    homes = jax.tree.map(lambda leaf: leaf.sharding, fresh)
+    begun = lambda whole: rounding.of_plain(model, axes, whole, jax.random.key(0))
+    frozen = jax.jit(begun, out_shardings=homes)(whole)
+    # What learns is drawn already, by the run's seed.
+    drawn = lambda path, made, leaf: leaf if module.dotted(path).endswith(".down") else made
+    return jax.tree_util.tree_map_with_path(drawn, frozen, fresh), said
+
+
 def _read(source: Source, devices: Mesh) -> Any:
     """All weights of the source, spread over the devices."""
     path, old, family = source.path, source.model, file("models", source.model)
     shapes, axes = module.shapes(family.Model, old), module.axes(family.Model, old)
     homes = mesh.shardings(axes, shapes, devices)
-    if not (Path(path) / "recipe.yaml").is_file():
+    if not is_run(path):
         stored = ternary.stored(huggingface.read_config(Path(path)))
         read = huggingface.from_tensors(table_of(family, old), shapes, Path(path), stored)
         put = lambda w, home: jax.make_array_from_callback(w.shape, home, lambda index: w[index])

@@ -100,7 +100,7 @@ def read_activation(settings: dict[str, Any]) -> str:
     by_name = {theirs: ours for ours, theirs in ACTIVATIONS.items()}
     name = need(settings, "hidden_act")
     if not isinstance(name, str) or name not in by_name:
-        raise UserError(f"config.json: hidden_act: found {name}, expected one of {', '.join(by_name)}")
+        raise UserError(f"config.json: hidden_act: found {shown(name)}, expected one of {', '.join(by_name)}")
     return by_name[name]
 
 
@@ -113,7 +113,7 @@ def read_rope(settings: dict[str, Any]) -> dict[str, Any]:
     theta = number(rope, "rope_theta", number(settings, "rope_theta", 10_000.0))
     out: dict[str, Any] = {"rope_theta": theta}
     if not isinstance(kind, str) or kind not in BOUNDS:
-        raise UserError(f"config.json: rope_type: found {kind}, expected one of {', '.join(BOUNDS)}")
+        raise UserError(f"config.json: rope_type: found {shown(kind)}, expected one of {', '.join(BOUNDS)}")
     known = {"rope_type": ..., "type": ..., "rope_theta": ..., "partial_rotary_factor": 1.0} | BOUNDS[kind]
     if kind != "default":
         factor = number(rope, "factor")
@@ -129,7 +129,7 @@ def read_rope(settings: dict[str, Any]) -> dict[str, Any]:
         usual = known.get(name)
         if usual is not ... and value is not None and value != usual:
             said = f"only {usual}" if name in known else f"no {kind} scaling with it"
-            raise UserError(f"config.json: rope: {name}: found {value}, {said} can be imported")
+            raise UserError(f"config.json: rope: {name}: found {shown(value)}, {said} can be imported")
     return out
 
 
@@ -146,7 +146,8 @@ def read_kinds(settings: dict[str, Any], usual: int, sees_all: Callable[[int, in
     kinds, layers = settings.get("layer_types"), whole(settings, "num_hidden_layers")
     if kinds is None:
         return usual
-    for every in (usual, *range(1, layers + 2)):
+    is_complete = isinstance(kinds, list) and len(kinds) == layers
+    for every in (usual, *range(1, layers + 2)) if is_complete else ():
         if kinds == [KINDS[sees_all(layer, every)] for layer in range(layers)]:
             return every
     raise UserError(

@@ -12,20 +12,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from millrace import config, module, recipe
+from millrace import config, module, recipe, rounding, store
 from millrace.checkpoint import Checkpoints
+from millrace.compress import stored
 from millrace.data import tokenise
 from millrace.errors import UserError
 from millrace.execution import own_products
 from millrace.export import config_json, ternary
-from millrace.export.tensors import Table, in_place, part_of, rearrange, table_of, to_tensors
+from millrace.export.tensors import Table, Tensors, table_of, to_tensors
 from millrace.folder import Opened, keep_tokenizer
 from millrace.objective import file
-
-TIED = ("lm_head.weight", "decoder.weight")  # often stored beside the embedding that they equal
 
 SHARD_BYTES = 5 * 10**9  # what the Hub's tools expect of one file
 
@@ -33,20 +31,15 @@ SHARD_BYTES = 5 * 10**9  # what the Hub's tools expect of one file
 def export(run: Opened, folder: str, dtype: str, *, packed: bool = False) -> list[Path]:
     """Writes the weights so that transformers' AutoModel loads them; `packed`, ternary ones in 2 bits each.
     Returns the files."""
+    run = plain_run(run)
     family, cfg = file("models", run.cfg.model), run.cfg
-    cap = soft_cap_name(family)
-    if cfg.loss.soft_cap is not None and cap is None:
-        raise UserError(
-            f"loss.soft_cap: found {cfg.loss.soft_cap}, which transformers has not for this model; take it "
-            f"out of {cfg.run}/recipe.yaml to export the weights without it"
-        )
+    if stored.settings_of(cfg.run) is not None:
+        raise UserError(f"{cfg.run}: a quantised model, whose folder transformers reads as it is")
     if packed and own_products(cfg.model) != "ternary":
         raise UserError(f"--packed: expected ternary weights, and those of {cfg.model.use} are not")
     with whole_or_nothing(folder) as made:
         for name, (model, params) in exports(family, run).items():
-            settings = family.to_hf(model, cfg.data.sequence_length) | {"dtype": dtype, "torch_dtype": dtype}
-            if cap is not None and (cfg.loss.soft_cap is not None or cap not in settings):
-                settings[cap] = cfg.loss.soft_cap
+            settings = settings_of(run, model, dtype)
             table = table_of(family, model)
             tensors = to_tensors(table, params, dtype)
             if packed:
@@ -55,6 +48,11 @@ def export(run: Opened, folder: str, dtype: str, *, packed: bool = False) -> lis
                 tensors = ternary.packed(to_tensors(table, params, "float32"), matrices, jnp.dtype(dtype))
             write(run, settings, tensors, made / name)
     return sorted(path for path in Path(folder).rglob("*") if path.is_file())
+
+
+def plain_run(run: Opened) -> Opened:
+    """The run with its matrices as they are used, where they are rounded (rounding.py)."""
+    return rounding.merged(run, file("models", rounding.plain(run.cfg.model)).Model)
 
 
 def exports(family: Any, run: Opened) -> dict[str, tuple[Any, Any]]:
@@ -75,6 +73,21 @@ def write(
         # A folder that was moved is not where its recipe says, and another may be there.
         if not (target / "tokenizer.json").is_file() or tokenise.sha256(target) != run.tokenizer_sha256:
             tokenise.save(run.tokenizer, target)
+
+
+def settings_of(run: Opened, model: Any, dtype: str) -> dict[str, Any]:
+    """config.json of a model of the run, but for what is the tokenizer's."""
+    family, cap = file("models", run.cfg.model), run.cfg.loss.soft_cap
+    name = soft_cap_name(family)
+    if cap is not None and name is None:
+        raise UserError(
+            f"loss.soft_cap: found {cap}, which transformers has not for this model; take it out of "
+            f"{run.cfg.run}/recipe.yaml to export the weights without it"
+        )
+    settings = family.to_hf(model, run.cfg.data.sequence_length) | {"dtype": dtype, "torch_dtype": dtype}
+    if name is not None and (cap is not None or name not in settings):
+        settings[name] = cap
+    return settings
 
 
 def soft_cap_name(family: Any) -> str | None:
@@ -173,8 +186,9 @@ def family_of(settings: dict[str, Any]) -> Any:
     for family in families:
         if settings.get("model_type") in family.HF_TYPES:
             return family
+    shown = config_json.shown(settings.get("model_type"))
     known = ", ".join(sorted(kind for family in families for kind in family.HF_TYPES))
-    raise UserError(f"config.json: model_type: found {settings.get('model_type')}, expected one of {known}")
+    raise UserError(f"config.json: model_type: found {shown}, expected one of {known}")
 
 
 def from_tensors(table: Table, shapes: Any, source: Path, stored: str | None = None) -> Any:
@@ -183,73 +197,20 @@ def from_tensors(table: Table, shapes: Any, source: Path, stored: str | None = N
     tensors = Tensors(source, stored)
 
     def leaf(path: Any, wanted: Any) -> np.ndarray:
-        theirs, pattern = table[module.dotted(path)]
-        name, *part = part_of(theirs)
-        lead = name.count("{")
-        array = np.empty(wanted.shape, np.float32)
-        for place in np.ndindex(wanted.shape[:lead]):
-            array[place] = tensors.read(in_place(name, place), pattern, wanted.shape[lead:], *part)
-        return array
+        return tensors.weight(*table[module.dotted(path)], wanted.shape)
 
     params = jax.tree_util.tree_map_with_path(leaf, shapes)
     tensors.check_all_read()
     return params
 
 
-class Tensors:
-    """The tensors of one or several safetensors files by name."""
-
-    def __init__(self, folder: Path, stored: str | None = None):
-        files = sorted(folder.glob("*.safetensors"))
-        if not files:
-            raise UserError(f"{folder}: no .safetensors file in it")
-        self.folder, self.stored = folder, stored
-        self.places: dict[str, Any] = {}
-        for path in files:
-            try:
-                opened = safe_open(path, framework="np")
-            except SafetensorError as error:
-                raise UserError(f"{path}: not a whole safetensors file: {error}") from None
-            self.places |= dict.fromkeys(opened.keys(), opened)
-        self.unread = set(self.places)
-
-    def read(self, name: str, pattern: str, shape: tuple[int, ...], part: int, parts: int) -> np.ndarray:
-        """The tensor in float32, or one of its equal parts, rearranged by `pattern` to `shape`."""
-        tensor = self.take(name)
-        if tensor.dtype == np.uint8:
-            tensor = self.unpack(name, tensor)
-        tensor = tensor.astype(np.float32)
-        sizes = dict(zip(pattern.split(" -> ")[1].split(), shape, strict=True))
-        try:
-            return rearrange(np.split(tensor, parts)[part], pattern, sizes)
-        except ValueError:
-            raise UserError(
-                f"{self.folder}: {name} is of shape {tensor.shape}, and by config.json its parts are {shape}"
-            ) from None
-
-    def take(self, name: str) -> np.ndarray:
-        """As it is stored."""
-        if name not in self.places:
-            raise UserError(f"{self.folder}: no tensor {name} in its .safetensors files")
-        self.unread.discard(name)
-        return np.asarray(self.places[name].get_tensor(name))
-
-    def unpack(self, name: str, tensor: np.ndarray) -> np.ndarray:
-        if self.stored not in ("multiplies", "divides"):
-            raise UserError(f"{self.folder}: {name} is packed, and its config.json does not say how")
-        scale = float(self.take(ternary.scale_name(name)).reshape(()))
-        return ternary.unpacked(tensor, scale if self.stored == "multiplies" else 1 / scale)
-
-    def check_all_read(self) -> None:
-        left = sorted(name for name in self.unread if name not in TIED and "rotary_emb" not in name)
-        if left:
-            more = f" and {len(left) - 1} more" if len(left) > 1 else ""
-            raise UserError(f"{self.folder}: no place in this model for the tensor {left[0]}{more}")
-
-
 @contextmanager
 def whole_or_nothing(target: str) -> Iterator[Path]:
     """A folder that becomes `target` when all went well, and of which nothing is left when not."""
+    if store.is_url(target):
+        raise UserError(
+            f"found {store.shown(target)}, expected a folder on this machine; copy it there after"
+        )
     final = Path(target).absolute()
     if final.exists() and not (final.is_dir() and not any(final.iterdir())):
         raise UserError(f"{target}: there is something already; name a new folder, or remove it")

@@ -3,13 +3,19 @@
 import math
 import re
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from safetensors import SafetensorError, safe_open
 
 from millrace import module
+from millrace.errors import UserError
+from millrace.export import ternary
+
+TIED = ("lm_head.weight", "decoder.weight")  # often stored beside the embedding that they equal
 
 # Our weight -> their tensor, and its axes in terms of ours. In the name {} is the layer, {+1} the one after,
 # and [0/3] the first of three equal parts of the tensor. A second {} is the number along the weight's next
@@ -30,12 +36,12 @@ def to_tensors(table: Table, params: Any, dtype: str) -> Iterator[tuple[str, np.
         parts = sorted(same, key=lambda one: one[0])
         arrays = [np.asarray(jax.device_get(leaf.astype(jnp.dtype(dtype)))) for *_, leaf in parts]
         for place in np.ndindex(arrays[0].shape[: theirs.count("{")]):
-            made = [_theirs(array[place], part[1]) for array, part in zip(arrays, parts, strict=True)]
+            made = [theirs_of(array[place], part[1]) for array, part in zip(arrays, parts, strict=True)]
             whole = np.concatenate(made) if made[1:] else made[0]  # a number alone has no axis to join
             yield in_place(theirs, place), np.asarray(whole, order="C")
 
 
-def _theirs(array: np.ndarray, pattern: str) -> np.ndarray:
+def theirs_of(array: np.ndarray, pattern: str) -> np.ndarray:
     left, right = pattern.split(" -> ")
     return rearrange(array, f"{right} -> {left}", dict(zip(right.split(), array.shape, strict=True)))
 
@@ -61,3 +67,75 @@ def rearrange(array: np.ndarray, pattern: str, sizes: dict[str, int]) -> np.ndar
     left, right = (" ".join(side).split() for side in sides)
     turned = array.reshape([sizes[name] for name in left]).transpose([left.index(name) for name in right])
     return turned.reshape(after)
+
+
+class Tensors:
+    """The tensors of one or several safetensors files by name."""
+
+    def __init__(self, folder: Path, stored: str | None = None):
+        files = sorted(folder.glob("*.safetensors"))
+        if not files:
+            raise UserError(f"{folder}: no .safetensors file in it")
+        self.folder, self.stored = folder, stored
+        self.places: dict[str, Any] = {}
+        for path in files:
+            try:
+                opened = safe_open(path, framework="np")
+            except SafetensorError as error:
+                raise UserError(f"{path}: not a whole safetensors file: {error}") from None
+            self.places |= dict.fromkeys(opened.keys(), opened)
+        self.unread = set(self.places)
+
+    def read(self, name: str, pattern: str, shape: tuple[int, ...], part: int, parts: int) -> np.ndarray:
+        """The tensor in float32, or one of its equal parts, rearranged by `pattern` to `shape`."""
+        tensor = self.take(name)
+        if tensor.dtype == np.uint8:
+            tensor = self.unpack(name, tensor)
+        tensor = tensor.astype(np.float32)
+        sizes = dict(zip(pattern.split(" -> ")[1].split(), shape, strict=True))
+        try:
+            return rearrange(np.split(tensor, parts)[part], pattern, sizes)
+        except ValueError:
+            raise UserError(
+                f"{self.folder}: {name} is of shape {tensor.shape}, and by config.json its parts are {shape}"
+            ) from None
+
+    def weight(self, theirs: str, pattern: str, shape: tuple[int, ...]) -> np.ndarray:
+        """A weight of ours, all layers of it, by what the table says of it."""
+        name, *part = part_of(theirs)
+        lead = name.count("{")
+        stack, shape_of_one = shape[:lead], shape[lead:]
+        # The last of them before there is room for all: config.json may tell of sizes that no memory has.
+        last = self.read(in_place(name, [size - 1 for size in stack]), pattern, shape_of_one, *part)
+        array = np.empty(shape, np.float32)
+        array[(-1,) * lead] = last
+        for place in list(np.ndindex(stack))[:-1]:
+            array[place] = self.read(in_place(name, place), pattern, shape_of_one, *part)
+        return array
+
+    def take(self, name: str) -> np.ndarray:
+        """As it is stored."""
+        if name not in self.places:
+            raise UserError(f"{self.folder}: no tensor {name} in its .safetensors files")
+        self.unread.discard(name)
+        try:
+            return np.asarray(self.places[name].get_tensor(name))
+        except (SafetensorError, AttributeError, TypeError, ValueError) as error:  # of a type numpy has not
+            raise UserError(f"{self.folder}: {name} cannot be read: {error}") from None
+
+    def unpack(self, name: str, tensor: np.ndarray) -> np.ndarray:
+        if self.stored not in ("multiplies", "divides"):
+            raise UserError(f"{self.folder}: {name} is packed, and its config.json does not say how")
+        scales = self.take(ternary.scale_name(name))
+        if scales.size != 1:
+            raise UserError(
+                f"{self.folder}: {ternary.scale_name(name)} is of shape {scales.shape}, not one number"
+            )
+        scale = float(scales.reshape(()))
+        return ternary.unpacked(tensor, scale if self.stored == "multiplies" else 1 / scale)
+
+    def check_all_read(self) -> None:
+        left = sorted(name for name in self.unread if name not in TIED and "rotary_emb" not in name)
+        if left:
+            more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+            raise UserError(f"{self.folder}: no place in this model for the tensor {left[0]}{more}")

@@ -1,0 +1,84 @@
+"""Few bits a weight: what training so takes, and how long a layer of a large model takes to be rounded.
+
+python -m benchmarks.quantise one GPU, about 5 minutes: Llama-3.2-1B, and a layer of Llama 3 8B python -m
+benchmarks.quantise --small a CPU, small shapes; its times say nothing
+
+Training in 4 bits with all weights (QAT) beside LR-QAT, each in a process of its own, on random tokens:
+tokens/s and the most memory that was held. LR-QAT's paper has 98 GB for QAT of 7B, 62 GB where activations
+are computed again, and 20.5 GB for itself. Rounding is of random matrices of a layer's shapes, by Hessians of
+random inputs; the seconds are without compiling."""
+
+import argparse
+import sys
+import time
+from typing import Any
+
+from benchmarks import steps
+
+RECIPE = "recipes/llama3.2-1b.yaml"
+COMMON: dict[str, Any] = {
+    "model.bits": 4,
+    "memory.remat": "full",
+    "data.sequence_length": 1024,
+    "start": "unread",
+}
+SMALL: dict[str, Any] = {"model.embed": 128, "model.layers": 2, "model.heads": 4, "model.kv_heads": 2}
+SMALL |= {"model.mlp": 256, "model.vocab": 512, "model.head_dim": 32, "data.sequence_length": 64}
+KINDS: dict[str, dict[str, Any]] = {"all weights": {}, "low rank": {"model.bits_rank": 32}}
+METHODS = {"rtn": ["bits=4"], "gptq": ["bits=4"], "vptq": ["bits=2"]}
+LAYER = {"4096 x 4096": (4096, 4096), "4096 x 14336": (4096, 14336), "14336 x 4096": (14336, 4096)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--small", action="store_true")
+    parser.add_argument("--only", choices=[*KINDS, *METHODS])
+    args = parser.parse_args()
+    if args.only in KINDS:
+        return steps.tell(lambda: train(args.only, args.small))
+    if args.only:
+        return steps.tell(lambda: rounded(args.only, args.small))
+    small = ["--small"] if args.small else []
+    rows = {kind: steps.alone("quantise", "--only", kind, *small) for kind in KINDS}
+    for kind, row in rows.items():
+        print(steps.line(kind, row, steps.flops(recipe(kind, args.small))), flush=True)
+    if not any("failed" in row for row in rows.values()) and rows["low rank"]["memory"]:
+        share = rows["all weights"]["memory"] / rows["low rank"]["memory"]
+        print(f"memory: {share:.2f} times as much for all weights")
+    for method in METHODS:
+        row = steps.alone("quantise", "--only", method, *small, limit=600)
+        print(f"{method:8}", ", ".join(f"{shape} {value}" for shape, value in row.items()), flush=True)
+
+
+def recipe(kind: str, small: bool) -> Any:
+    rows = {"batch.sequences": 4 if small else 8}
+    return steps.load(RECIPE, COMMON | rows | (SMALL if small else {}) | KINDS[kind])
+
+
+def train(kind: str, small: bool) -> steps.Row:
+    return steps.millrace_steps(recipe(kind, small), 4 if small else 12)
+
+
+def rounded(method: str, small: bool) -> steps.Row:
+    import jax
+
+    from millrace import recipe
+    from millrace.compress import command
+
+    cfg = recipe.load_method(method, METHODS[method])
+    told = {}
+    for name, (inputs, outputs) in LAYER.items():
+        inputs, outputs = (inputs // 32, outputs // 32) if small else (inputs, outputs)
+        keys = jax.random.split(jax.random.key(0), 3)
+        w = jax.random.normal(keys[0], (inputs, outputs)) / 50
+        x = jax.random.normal(keys[1], (4 * inputs, inputs))
+        hessian = x.T @ x / len(x) if method != "rtn" else None
+        for _ in range(2):  # the second time it is compiled
+            begun = time.perf_counter()
+            jax.block_until_ready(command.by_method(cfg, w, hessian, keys[2]))
+        told[name] = f"{time.perf_counter() - begun:.2f} s"
+    return told
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,247 @@
+"""Training that sees the model it will be stored as: the matrices of the layers in whole numbers of a few
+bits. Either all weights learn, through the rounding (quantisation-aware training), or they are frozen in 8
+bits each and two thin matrices learn what is added to them inside the rounding, and the scales with them
+(LR-QAT, arXiv 2406.06385). What is learnt so is merged without a trace. For any family; its own file knows
+nothing of it."""
+
+import dataclasses
+import functools
+import math
+import zlib
+from dataclasses import dataclass, replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from millrace import module
+from millrace.compress import grid
+from millrace.module import Array, Axes
+from millrace.project import project
+
+RATE = 0.01  # of the learning rate: how fast scales learn, 1e-5 beside 1e-3 as published
+PRECISE = jax.lax.Precision.HIGHEST  # what is rounded must be the same wherever it is computed
+
+
+@dataclass(frozen=True)
+class Grid:
+    """How a matrix is rounded. The first `inputs` of its own axes are those that are summed over."""
+
+    bits: int
+    group: int
+    rank: int
+    inputs: int
+
+    def flat(self, w: Array) -> Array:
+        """A matrix [inputs outputs] of one layer's weight."""
+        return w.reshape(math.prod(w.shape[: self.inputs]), -1)
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["fixed", "scale", "down", "up"], meta_fields=["grid"])
+@dataclass(frozen=True)
+class LowRank:
+    """A weight whose multiples of its scale are frozen in fixed point, `bits` before the point and the rest
+    of 8 after it, and what is added to them: `down` [inputs rank] times `up` [rank outputs], over the
+    rank."""
+
+    fixed: Any
+    scale: Any
+    down: Any
+    up: Any
+    grid: Grid
+
+    def numbers(self) -> tuple[Array, Array]:
+        """Of one layer: whole numbers [inputs outputs], and scales [groups outputs]."""
+        its = self.grid
+        down, up = its.flat(self.down), self.up.reshape(its.rank, -1)
+        offset = jnp.matmul(down, up, precision=PRECISE) / its.rank
+        base = its.flat(self.fixed).astype(jnp.float32) / 2 ** (8 - its.bits)
+        return straight(its.bits, base + offset), stored_scale(self.scale.reshape(self.scale.shape[0], -1))
+
+    def whole(self) -> Array:
+        numbers, scales = self.numbers()
+        return (numbers * grid.spread(scales, numbers.shape[0], self.grid.group)).reshape(self.fixed.shape)
+
+
+@project.register
+def _(w: LowRank, x: Array, spec: str) -> Array:
+    """The whole matrix is made again for the backward pass, so that of all layers there is one at a time."""
+    return jax.checkpoint(lambda w, x: project(w.whole().astype(x.dtype), x, spec))(w, x)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def straight(bits: int, x: Array) -> Array:
+    """The nearest whole numbers of the grid. Gradients go straight through, but for what lies beyond its
+    ends."""
+    return grid.integers(x, bits)
+
+
+def _forward(bits: int, x: Array) -> tuple[Array, Array]:
+    low, high = grid.ends(bits)
+    return straight(bits, x), (x >= low) & (x <= high)
+
+
+def _backward(bits: int, within: Array, d: Array) -> tuple[Array]:
+    return (jnp.where(within, d, 0.0),)
+
+
+straight.defvjp(_forward, _backward)
+
+
+@jax.custom_vjp
+def stored_scale(scale: Array) -> Array:
+    """As files have it, in float16: training sees it so, and learns in float32."""
+    return grid.kept(scale)
+
+
+stored_scale.defvjp(lambda scale: (stored_scale(scale), None), lambda _, d: (d,))
+
+
+def is_rounded(axes: Axes) -> bool:
+    return axes.is_hidden_matrix and axes.stacked == 1 and not axes.exact
+
+
+def has_bits(cfg: Any) -> bool:
+    return getattr(cfg, "bits", 0) > 0
+
+
+def is_low_rank(cfg: Any) -> bool:
+    return has_bits(cfg) and cfg.bits_rank > 0
+
+
+def plain(cfg: Any) -> Any:
+    """The same model with matrices as they are."""
+    return replace(cfg, bits=0, bits_group=0, bits_rank=0) if has_bits(cfg) else cfg
+
+
+@functools.cache
+def family(found: Any) -> Any:
+    """A model file whose matrices are rounded. What is built is the family's own model."""
+
+    class Model:
+        build = staticmethod(partial(build, found.Model))
+        init = staticmethod(partial(init, found.Model))
+
+    return SimpleNamespace(**vars(found) | dict(Model=Model))
+
+
+def build(model: Any, cfg: Any, leaf: Any) -> Any:
+    """As module.build, with what the rounding of each matrix takes."""
+
+    def one(path: str, axes: Axes, shape: tuple[int, ...], initialise: Any) -> Any:
+        if not is_rounded(axes):
+            return leaf(path, replace(axes, still=axes.still or is_low_rank(cfg)), shape, initialise)
+        its = grid_of(cfg, axes)
+        if not its.rank:
+            return leaf(path, replace(axes, grid=its), shape, initialise)
+        lead, ins, outs = (
+            (axes.names[part], shape[part])
+            for part in (slice(1), slice(1, 1 + its.inputs), slice(1 + its.inputs, None))
+        )
+        count = grid.groups(math.prod(ins[1]), its.group)
+        part = lambda name, own, sizes, **more: leaf(
+            f"{path}.{name}",
+            replace(axes, names=lead[0] + own, **more),
+            lead[1] + sizes,
+            partial(_missing, lead[1] + sizes),
+        )
+        return LowRank(
+            fixed=part("fixed", ins[0] + outs[0], ins[1] + outs[1], still=True, exact=True, dtype=jnp.int8),
+            scale=part("scale", ("groups",) + outs[0], (count, *outs[1]), inputs=0, rate=RATE),
+            down=part("down", ins[0] + ("rank",), (*ins[1], its.rank), exact=True),
+            up=part("up", ("rank",) + outs[0], (its.rank, *outs[1]), inputs=1, exact=True),
+            grid=its,
+        )
+
+    return module.build(model, cfg, one)
+
+
+def _missing(shape: tuple[int, ...], key: Array) -> Array:
+    raise AssertionError("parts of a rounded weight are made of the weight, by of_plain")
+
+
+def grid_of(cfg: Any, axes: Axes) -> Grid:
+    return Grid(cfg.bits, cfg.bits_group, cfg.bits_rank, axes.inputs)
+
+
+def init(model: Any, cfg: Any, key: Array) -> Any:
+    return of_plain(cfg, module.axes(model, cfg), module.init(model, cfg, key), key)
+
+
+def of_plain(cfg: Any, axes: Any, params: Any, key: Array) -> Any:
+    """The weights with which training begins. With low rank, rounding to nearest is what they are at
+    first."""
+    if not is_low_rank(cfg):
+        return params
+
+    def one(path: Any, its: Axes, w: Array) -> Any:
+        if not is_rounded(its):
+            return w
+        own = jax.random.fold_in(key, zlib.crc32(module.dotted(path).encode()))
+        return low_rank(w, grid_of(cfg, its), own)
+
+    return jax.tree_util.tree_map_with_path(one, axes, params, is_leaf=lambda node: isinstance(node, Axes))
+
+
+def low_rank(w: Array, its: Grid, key: Array) -> LowRank:
+    """Of a weight [layers ...]."""
+    ins, outs = w.shape[1 : 1 + its.inputs], w.shape[1 + its.inputs :]
+    flat = jax.vmap(its.flat)(w.astype(jnp.float32))
+    scales = jax.lax.map(lambda one: grid.searched(one, its.bits, its.group), flat)
+    each = jax.vmap(lambda scale: grid.spread(scale, flat.shape[1], its.group))(scales)
+    bound = 1 / math.sqrt(flat.shape[1])  # Kaiming's, with sqrt(5) for its slope
+    shape = (w.shape[0], *ins, its.rank)
+    return LowRank(
+        fixed=fixed_point(flat / each, its.bits).reshape(w.shape),
+        scale=scales.reshape(*scales.shape[:2], *outs),
+        down=jax.random.uniform(key, shape, jnp.float32, -bound, bound),
+        up=jnp.zeros((w.shape[0], its.rank, *outs)),
+        grid=its,
+    )
+
+
+def fixed_point(x: Array, bits: int) -> Array:
+    """x in 8 bits, of which `bits` are before the point. Within half a step of the number that it is nearest
+    to: rounded twice, one in 32 of 4 bits would end at the next."""
+    share = 2 ** (8 - bits)
+    middle = grid.integers(x, bits) * share
+    near = jnp.clip(jnp.round(x * share), middle - share / 2 + 1, middle + share / 2 - 1)
+    return jnp.clip(near, -128, 127).astype(jnp.int8)
+
+
+def rounded(w: Array, its: Grid) -> Array:
+    """A weight [layers ...] that learns itself, rounded; the largest of each group sets its scale."""
+
+    def one(w: Array) -> Array:
+        numbers, scales = numbers_of(w, its)
+        return (numbers * grid.spread(scales, numbers.shape[0], its.group)).reshape(w.shape)
+
+    return jax.vmap(one)(w.astype(jnp.float32))
+
+
+def numbers_of(w: Any, its: Grid) -> tuple[Array, Array]:
+    """Of one layer's weight: whole numbers [inputs outputs] and scales [groups outputs]."""
+    if isinstance(w, LowRank):
+        return w.numbers()
+    flat = its.flat(w)
+    scales = jax.lax.stop_gradient(grid.largest(flat, its.bits, its.group))
+    return straight(its.bits, flat / grid.spread(scales, flat.shape[0], its.group)), scales
+
+
+def merged(run: Any, model: Any) -> Any:
+    """An opened run whose model is a plain one, of this class: its matrices are what training saw."""
+    cfg = run.cfg.model
+    if not has_bits(cfg):
+        return run
+    axes = module.axes(model, plain(cfg))
+
+    def one(its: Axes, w: Any) -> Any:
+        if isinstance(w, LowRank):
+            return jax.lax.map(lambda one: one.whole(), w)
+        return rounded(w, grid_of(cfg, its)) if is_rounded(its) else w
+
+    whole = jax.jit(lambda w: jax.tree.map(one, axes, w, is_leaf=lambda node: isinstance(node, Axes)))
+    bare = dataclasses.replace(run.cfg, model=plain(cfg))
+    return dataclasses.replace(run, cfg=bare, params=whole(run.params))

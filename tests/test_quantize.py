@@ -1,0 +1,375 @@
+"""Quantisation after training: the methods against plain references, their files against an independent
+reading, and models that are quantised, evaluated and continued."""
+
+import json
+import os
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from millrace import config, module, recipe
+from millrace.compress import bits, command, grid, integers, kmeans, second_order, stored, vectors
+from millrace.errors import UserError
+from millrace.evaluate import evaluate_run
+from millrace.execution import Execution
+from millrace.folder import open_run
+from millrace.objective import file
+from millrace.quantize import gptq, rtn, vptq
+from tests.learnt import learnt
+
+KEY = jax.random.key(0)
+
+
+def a_matrix(inputs=64, outputs=32, seed=0):
+    """Weights [inputs outputs] and a Hessian with correlated inputs of unequal size."""
+    draw = np.random.default_rng(seed)
+    x = draw.standard_normal((512, inputs)) @ draw.standard_normal((inputs, inputs))
+    x *= np.exp(draw.standard_normal(inputs) / 2)
+    hessian = x.T @ x / 512
+    w = draw.standard_normal((inputs, outputs))
+    return jnp.asarray(w, jnp.float32), jnp.asarray(hessian / np.mean(np.diag(hessian)), jnp.float32)
+
+
+@pytest.mark.parametrize("width", [2, 3, 4, 8, 12, 16, 18, 24, 32])
+def test_packed_numbers_come_back_and_lie_end_to_end(width):
+    values = np.random.default_rng(width).integers(0, 2**width, (3, 37), dtype=np.uint64).astype(np.uint32)
+    packed = bits.pack(values, width)
+    assert packed.shape == (3, bits.words(37, width))
+    text = "".join(format(int(word), "032b")[::-1] for word in packed[1])  # lowest bit first
+    assert [int(text[n * width : (n + 1) * width][::-1], 2) for n in range(37)] == values[1].tolist()
+    np.testing.assert_array_equal(bits.unpack(packed, width, 37), values)
+    np.testing.assert_array_equal(bits.unpack(bits.pack(jnp.asarray(values), width), width, 37), values)
+
+
+def test_the_factor_is_of_the_inverse_of_the_damped_hessian():
+    hessian = a_matrix()[1]
+    upper = np.asarray(second_order.factor(hessian), np.float64)
+    damped = np.asarray(hessian, np.float64) + 0.01 * np.mean(np.diag(hessian)) * np.eye(64)
+    np.testing.assert_allclose(np.tril(upper, -1), 0, atol=1e-6)
+    np.testing.assert_allclose(upper.T @ upper @ damped, np.eye(64), atol=2e-3)
+
+
+def test_a_sweep_is_the_plain_loop_of_the_paper():
+    """Over more inputs than a block has, with a step of 0.5 as the grid, in float64."""
+    w, hessian = a_matrix(inputs=150, outputs=8)
+    upper = second_order.factor(hessian)
+    nearest = lambda given, row, w: (jnp.round(2 * w) / 2, w)
+    _, rounded, now = second_order.sweep(w, upper, nearest, None)
+    left, factor = np.asarray(w, np.float64), np.asarray(upper, np.float64)
+    for place in range(150):
+        np.testing.assert_allclose(now[place], left[place], atol=1e-3)
+        error = (left[place] - np.asarray(rounded[place])) / factor[place, place]
+        left[place + 1 :] -= np.outer(factor[place, place + 1 :], error)
+
+
+def test_gptq_beats_rounding_and_equals_it_where_inputs_are_independent():
+    w, hessian = a_matrix()
+    cfg = config.part_class("quantize", "gptq")(bits=3, group=32)
+    plain, second = (one.quantize(cfg, w, hessian, KEY).whole().T for one in (rtn, gptq))
+    worse, better = (second_order.proxy_error(w, q, hessian) for q in (plain, second))
+    assert better < 0.5 * worse
+    alone = gptq.quantize(cfg, w, jnp.eye(64), KEY).whole().T
+    np.testing.assert_array_equal(alone, plain)
+
+
+def test_scales_are_the_best_of_the_shares_that_are_tried():
+    w = a_matrix(outputs=5)[0]
+    found = np.asarray(grid.searched(w, 4, 32))
+    for group in range(2):
+        own = np.asarray(w)[32 * group : 32 * (group + 1)]
+        for column in range(5):
+            tried = np.float16(np.abs(own[:, column]).max() / 7 * np.arange(1, 101) / 100).astype(np.float32)
+            errors = [
+                np.sum(np.abs(own[:, column] - s * np.clip(np.round(own[:, column] / s), -8, 7)) ** 4)
+                for s in tried
+            ]
+            best = tried[int(np.argmin(errors))]
+            assert found[group, column] == pytest.approx(best, rel=0.03)
+
+
+def by_hand(tensors, width, inputs, outputs):
+    """GPTQ's files as AutoGPTQ first read them: one number after the other."""
+    qweight, qzeros, scales, g_idx = (tensors[name] for name in ("qweight", "qzeros", "scales", "g_idx"))
+    assert (qweight.dtype, qzeros.dtype, scales.dtype, g_idx.dtype) == (
+        np.int32,
+        np.int32,
+        np.float16,
+        np.int32,
+    )
+    assert qweight.shape == (inputs * width // 32, outputs) and g_idx.shape == (inputs,)
+    assert qzeros.shape == (scales.shape[0], outputs * width // 32) and scales.shape[1] == outputs
+    number = lambda words, n: sum(
+        ((int(words[b // 32]) & 0xFFFFFFFF) >> b % 32 & 1) << b - n * width
+        for b in range(n * width, (n + 1) * width)
+    )
+    made = np.empty((outputs, inputs), np.float32)
+    for o in range(outputs):
+        for i in range(inputs):
+            zero = number(qzeros[g_idx[i]], o) + 1
+            made[o, i] = np.float32(number(qweight[:, o], i) - zero) * np.float32(scales[g_idx[i], o])
+    return made
+
+
+@pytest.mark.parametrize("width, group", [(2, 0), (3, 32), (4, 24), (8, 64)])
+def test_the_files_of_gptq_read_by_hand_are_the_matrix(width, group):
+    w, hessian = a_matrix()
+    made = gptq.quantize(config.part_class("quantize", "gptq")(bits=width, group=group), w, hessian, KEY)
+    tensors = {name: np.asarray(getattr(made, name)) for name in integers.TENSORS}
+    np.testing.assert_array_equal(by_hand(tensors, width, 64, 32), made.whole())
+    size = sum(8 * tensor.nbytes for tensor in tensors.values())
+    assert size == integers.size(64, 32, bits=width, group=group)
+
+
+def ladder():
+    """Rows of unequal size, inputs in 160 directions and of unequal size: searched for among such W and H so
+    that the values tested below come out, since those were told without their matrix. What is shown is their
+    order, and that they can be reached."""
+    draw = np.random.default_rng(5)
+    w = draw.standard_normal((512, 256)) * np.exp(0.45 * draw.standard_normal(512))[:, None]
+    directions, size = draw.standard_normal((160, 256)), np.exp(1.05 * draw.standard_normal(256))
+    hessian = (np.eye(256) + 10 * directions.T @ directions / 160) * np.outer(size, size)
+    return jnp.asarray(w.T, jnp.float32), jnp.asarray(hessian / np.mean(np.diag(hessian)), jnp.float32)
+
+
+@pytest.mark.slow
+def test_each_part_of_vptq_makes_the_error_smaller():
+    w, hessian = ladder()
+    error = lambda rounded: float(second_order.proxy_error(w, rounded, hessian))
+    each = lambda w: w.reshape(w.shape[0], -1, 4)
+    nearest = lambda book: book[kmeans.nearest(book, each(w))].reshape(w.shape)
+    scale = jnp.max(jnp.abs(w), axis=0)
+    plain, weighted = (kmeans.cluster(KEY, each(w), by, 256) for by in (jnp.ones(256), jnp.diag(hessian)))
+    upper = second_order.factor(hessian)
+    sweep = lambda *books: second_order.sweep(w, upper, vptq.nearest, books)
+    _, rounded, now = sweep(weighted)
+    residual = kmeans.cluster(KEY, each(now - rounded), jnp.diag(hessian), 256)
+    cfg = config.part_class("quantize", "vptq")(bits=2, vector=4)
+    found = {
+        "rounding": error(scale * jnp.clip(jnp.round(w / scale), -2, 1)),
+        "k-means": error(nearest(plain)),
+        "weighted k-means": error(nearest(weighted)),
+        "vptq from k-means": error(sweep(plain)[1]),
+        "vptq from weighted k-means": error(rounded),
+        "in descending order": error(vptq.quantize(cfg, w, hessian, KEY).whole().T),
+        "with a residual codebook": error(sweep(weighted, residual)[1]),
+    }
+    assert list(found.values()) == sorted(found.values(), reverse=True)
+    wanted = [0.624, 0.1004, 0.0808, 0.0636, 0.0530, 0.0340, 0.0056]
+    np.testing.assert_allclose(list(found.values()), wanted, rtol=0.05)
+
+
+def test_with_a_centroid_for_every_vector_nothing_is_lost():
+    draw = np.random.default_rng(0)
+    some = draw.standard_normal((12, 4)).astype(np.float16).astype(np.float32)
+    w = jnp.asarray(some[draw.integers(0, 12, (24, 8))].reshape(24, 32))
+    made = vptq.quantize(config.part_class("quantize", "vptq")(vector=4), w, a_matrix(24)[1], KEY)
+    np.testing.assert_allclose(made.whole().T, w, atol=1e-6)
+
+
+def test_with_independent_inputs_vptq_takes_the_nearest_centroid():
+    w = a_matrix(24, 30)[0]  # of which no whole vectors of 4
+    cfg = config.part_class("quantize", "vptq")(vector=4)
+    made = vptq.quantize(cfg, w, jnp.diag(jnp.linspace(2, 1, 24)), KEY)
+    book = jnp.asarray(made.centroids, jnp.float32).reshape(-1, 4)
+    each = jnp.pad(w, [(0, 0), (0, 2)]).reshape(24, -1, 4)
+    np.testing.assert_array_equal(made.whole().T, book[kmeans.nearest(book, each)].reshape(24, -1)[:, :30])
+
+
+def test_the_order_of_the_inputs_changes_nothing():
+    w, hessian = a_matrix()
+    other = jnp.asarray(np.random.default_rng(3).permutation(64))
+    cfg = config.part_class("quantize", "vptq")(vector=4)
+    made = vptq.quantize(cfg, w, hessian, KEY).whole().T
+    again = vptq.quantize(cfg, w[other], hessian[other][:, other], KEY).whole().T
+    np.testing.assert_allclose(again, made[other], atol=2e-3)
+
+
+@pytest.mark.parametrize(
+    "options", [dict(bits=2), dict(bits=3), dict(bits=4, outliers=0.1), dict(bits=2, vector=6)]
+)
+def test_the_files_of_vptq_read_by_hand_are_the_matrix(options):
+    """As the package vptq reads them: indices and those of the residual in one number, lowest bits first."""
+    w, hessian = a_matrix()
+    made = vptq.quantize(config.part_class("quantize", "vptq")(**options), w, hessian, KEY)
+    layer = vectors.settings({"x": made.sizes})["config_for_layers"]["x"]
+    assert vectors.read_sizes(json.loads(json.dumps(layer))) == made.sizes
+    tensors = {name.split(".")[1]: value for name, value in stored.tensors_of("x", made).items()}
+    v, (k0, k), res = layer["vector_lens"][1], layer["num_centroids"], layer["num_res_centroids"][1]
+    index, more = int(np.log2(k)), int(np.log2(res)) if res > 0 else 0
+    assert tensors["indices"].dtype == np.int32 and tensors["perm"].dtype == np.int16
+    columns = []
+    if layer["outlier_size"]:
+        v0, book = layer["vector_lens"][0], tensors["outlier_centroids"].reshape(k0, -1)
+        places = tensors["outlier_indices"][0].view(np.uint16)
+        columns += [
+            np.concatenate([book[n] for n in places[:, c]])[:32] for c in range(layer["outlier_size"])
+        ]
+        assert book.shape[1] == v0
+    first = tensors["centroids"].reshape(k, v).astype(np.float32)
+    second = tensors["res_centroids"].reshape(res, v).astype(np.float32) if more else None
+    for c in range(layer["group_size"]):
+        column = []
+        for words in tensors["indices"][0].view(np.uint32):
+            stream = sum(int(word) << 32 * n for n, word in enumerate(words))
+            number = stream >> c * (index + more) & 2 ** (index + more) - 1
+            column.append(first[number % k] + (second[number >> index] if second is not None else 0))
+        columns.append(np.concatenate(column)[:32])
+    whole = np.stack(columns, axis=1)[:, np.argsort(tensors["perm"].view(np.uint16))]
+    np.testing.assert_allclose(whole, made.whole(), atol=1e-6)
+    assert sum(8 * tensor.nbytes for tensor in tensors.values()) == vptq.size(
+        config.part_class("quantize", "vptq")(**options), 64, 32
+    )
+
+
+@pytest.fixture(scope="module")
+def trained(packed, tmp_path_factory):
+    """A run that has learnt something."""
+    return recipe.load(learnt(tmp_path_factory.mktemp("trained"), packed, weight_decay=0.1))
+
+
+def quantized(cfg, target, name, *options, samples=32, dtype="float32"):
+    run = open_run(recipe.load_run(cfg.run))
+    method = recipe.load_method(name, options)
+    command.quantize(
+        run, command.Request(str(target), method, samples, dtype, cfg.data.path), lambda line: None
+    )
+    return open_run(recipe.load_run(target))
+
+
+def perplexity(run):
+    return evaluate_run(run)["perplexity"]
+
+
+def test_a_quantised_folder_is_evaluated_and_is_as_large_as_the_formula_says(trained, tmp_path):
+    run = quantized(trained, tmp_path / "out", "rtn", "bits=4", "group=32", dtype="float16")
+    assert perplexity(run) == pytest.approx(perplexity(open_run(recipe.load_run(trained.run))), rel=0.2)
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    found = stored.linears(file("models", run.cfg.model), run.cfg.model)
+    assert {one.name.rsplit(".", 1)[1] for one in found} >= {"q_proj", "o_proj", "gate_proj", "down_proj"}
+    cfg = recipe.load_method("rtn", ["bits=4", "group=32"])
+    size = 2 * sum(rtn.size(cfg, one.inputs, one.outputs) for one in found)
+    rest = sum(
+        leaf.size
+        for path, leaf in module.named(run.params)
+        if not isinstance(leaf, stored.Part) and "stored" not in path
+    )
+    assert 8 * sum(tensor.nbytes for tensor in tensors.values()) == size + 16 * rest
+
+
+def test_a_quantised_model_is_continued_as_its_whole_matrices_would_be(trained, tmp_path):
+    from millrace.draw import Sampling
+    from millrace.generate import sample
+
+    run = quantized(trained, tmp_path / "out", "rtn", "bits=2", "group=32")
+    whole = jax.tree.map(
+        lambda w: (
+            jax.vmap(lambda one: stored.Part(one, w.place).whole())(w.stored)
+            if isinstance(w, stored.Part)
+            else w
+        ),
+        run.params,
+        is_leaf=lambda w: isinstance(w, stored.Part),
+    )
+    import dataclasses
+
+    told = [
+        list(sample(one, [5, 9, 40], 12, Sampling(0.0)))
+        for one in (run, dataclasses.replace(run, params=whole))
+    ]
+    assert told[0] == told[1]
+
+
+def test_quantising_goes_on_where_it_was_stopped(trained, tmp_path, monkeypatch):
+    once = quantized(trained, tmp_path / "once", "gptq", "bits=4", "group=32")
+    keep = command.Work.keep
+
+    def stop(self, number, made):
+        if number == 1:
+            raise KeyboardInterrupt
+        keep(self, number, made)
+
+    monkeypatch.setattr(command.Work, "keep", stop)
+    with pytest.raises(KeyboardInterrupt):
+        quantized(trained, tmp_path / "twice", "gptq", "bits=4", "group=32")
+    monkeypatch.setattr(command.Work, "keep", keep)
+    assert os.listdir(tmp_path / "twice.unfinished")
+    with pytest.raises(UserError, match="found work with method"):
+        quantized(trained, tmp_path / "twice", "gptq", "bits=3", "group=32")
+    quantized(trained, tmp_path / "twice", "gptq", "bits=4", "group=32")
+    one, two = (Path(tmp_path / name / "model.safetensors").read_bytes() for name in ("once", "twice"))
+    assert one == two
+    assert not (tmp_path / "twice.unfinished").exists() and once.step == 0
+
+
+@pytest.mark.slow
+def test_more_bits_are_never_worse_and_vectors_of_2_bits_beat_rounding_to_3(library, tmp_path):
+    cfg = library()
+    told = {"whole": perplexity(open_run(recipe.load_run(cfg.run)))}
+    for width in (4, 3, 2):
+        told[width] = perplexity(quantized(cfg, tmp_path / f"{width}", "vptq", f"bits={width}", samples=64))
+    fitted = ("bits=2", "tune=100", "tune_rate=1e-3")
+    told["fitted"] = perplexity(quantized(cfg, tmp_path / "fitted", "vptq", *fitted, samples=64))
+    told["rounded"] = perplexity(quantized(cfg, tmp_path / "rounded", "rtn", "bits=3", "group=0"))
+    print(told)
+    assert told["whole"] <= told[4] <= told[3] <= told[2]
+    assert told["fitted"] < told[2] and told["fitted"] < told["rounded"]
+
+
+CONTRACT = dict(layers=2, embed=64, heads=2, kv_heads=2, mlp=64, vocab=64, window=8, global_every=2)
+
+
+@pytest.mark.parametrize("name", [name for name in config.names("models") if name != "torch"])
+def test_every_family_computes_the_same_from_stored_matrices_as_from_whole_ones(name):
+    cls = config.part_class("models", name, recipe.Depth)
+    known = cls.__dataclass_fields__
+    cfg = cls(**{key: value for key, value in CONTRACT.items() if key in known})
+    family = file("models", cfg)
+    params = jax.jit(lambda key: module.init(family.Model, cfg, key))(KEY)
+    method = recipe.load_method("rtn", ["bits=8", "group=0"])
+    parts, whole = {}, dict(module.named(params))
+    for one in stored.linears(family, cfg):
+        ours = [np.asarray(whole[path]) for path in one.paths]
+        layers = []
+        for number in range(len(ours[0])):
+            theirs = [
+                command.theirs_of(w[number], place.pattern) for w, place in zip(ours, one.places, strict=True)
+            ]
+            if np.concatenate(theirs).shape[0] % 4 or np.concatenate(theirs).shape[1] % 4:
+                break
+            layers.append(rtn.quantize(method, jnp.asarray(np.concatenate(theirs).T), None, KEY))
+        else:
+            parts |= one.parts(jax.tree.map(lambda *each: jnp.stack(each), *layers))
+    assert parts
+    put = lambda path, w: parts.get(module.dotted(path), w)
+    packed = jax.tree_util.tree_map_with_path(put, params)
+    unpacked = lambda part: jax.vmap(lambda one: stored.Part(one, part.place).whole())(part.stored)
+    plain = jax.tree_util.tree_map_with_path(
+        lambda path, w: unpacked(parts[module.dotted(path)]) if module.dotted(path) in parts else w, params
+    )
+    for path, w in module.named(plain):
+        np.testing.assert_allclose(w, whole[path], atol=0.02, err_msg=path)
+    how = Execution(
+        config.part_class("attention", "xla")(), "float32", products=getattr(cfg, "products", "compute")
+    )
+    tokens = jnp.asarray(np.random.default_rng(0).integers(4, 64, (2, 16)))
+    if how.products != "compute":
+        pytest.skip("is rounded in another way already")
+    run = jax.jit(lambda model, tokens: model(cfg, tokens, how=how))
+    np.testing.assert_allclose(run(packed, tokens), run(plain, tokens), atol=1e-5)
+
+
+def test_what_cannot_be_quantised_is_told(trained, tmp_path):
+    with pytest.raises(UserError, match="method.bits: found 5, expected 2, 3, 4 or 8"):
+        recipe.load_method("gptq", ["bits=5"])
+    with pytest.raises(UserError, match="expected one of gptq, rtn, vptq; did you mean gptq?"):
+        recipe.load_method("gtpq", [])
+    with pytest.raises(UserError, match="an unknown key, expected one of use, bits, group"):
+        recipe.load_method("rtn", ["grup=3"])
+    with pytest.raises(UserError, match="something already"):
+        quantized(trained, tmp_path, "rtn")
+    with pytest.raises(UserError, match="--samples: found 0"):
+        quantized(trained, tmp_path / "out", "rtn", samples=0)
