@@ -1,9 +1,11 @@
 """The command line: exit codes, one line for a mistake, and no JAX before a recipe is known to be right."""
 
+import glob
 import json
 import os
 import subprocess
 import sys
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import jsonschema
 import pytest
 import yaml
 
-from millrace import config, recipe, schema
+from millrace import cli, config, recipe, schema
 from millrace.cli import main
 
 ROOT = Path(__file__).parent.parent
@@ -65,6 +67,7 @@ def told(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
         (b"", ["trian", "recipe.yaml"], "command line: found trian"),
     ],
 )
+@pytest.mark.fault(19)
 def test_a_mistake_ends_in_one_line_and_code_2_before_jax_is_imported(
     content: bytes, argv: list[str], says: str
 ) -> None:
@@ -211,3 +214,16 @@ def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     said = capsys.readouterr().out
     for command in ("train", "data", "eval", "generate", "export", "import", "recipe"):
         assert f"\n    {command} " in said
+
+
+def test_libtpu_is_left_out_where_there_is_no_tpu(tmp_path, monkeypatch):
+    if glob.glob("/dev/accel*") or glob.glob("/dev/vfio/[0-9]*") or entry_points(group="jax_plugins"):
+        pytest.skip("a machine with an accelerator")
+    (tmp_path / "libtpu.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    cli.leave_out_tpu()
+    assert os.environ["JAX_PLATFORMS"] == "cpu"
+    monkeypatch.setenv("JAX_PLATFORMS", "tpu")
+    cli.leave_out_tpu()
+    assert os.environ["JAX_PLATFORMS"] == "tpu"

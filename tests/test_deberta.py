@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from millrace import config, mesh, module, recipe, train
 from millrace.errors import UserError
 from millrace.execution import Execution
-from millrace.export import huggingface
+from millrace.export import huggingface, tensors
 from millrace.folder import open_run
 from millrace.layers import disentangled
 from millrace.models import deberta
@@ -211,7 +211,7 @@ def test_the_mask_decoder_asks_the_last_layer_twice_with_absolute_positions():
 
     def leaf(path: Any, wanted: Any) -> Any:
         theirs, pattern = deberta.HF[module.dotted(path)]
-        one = lambda name, shape: huggingface.rearrange(
+        one = lambda name, shape: tensors.rearrange(
             named[name], pattern, dict(zip(pattern.split(" -> ")[1].split(), shape, strict=True))
         )
         if "{" not in theirs:

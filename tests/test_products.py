@@ -218,7 +218,7 @@ def test_a_step_that_is_not_finite_is_skipped(tiny, format):
     state = dataclasses.replace(state, params=dataclasses.replace(state.params, blocks=blocks))
     before = weights(state)
     after, rows = bench.run(1, state)
-    assert rows[0]["skipped"] == 1 and rows[0]["streak"] == 1
+    assert rows[0]["skipped"] == 1 and rows[0]["left_out"] == 1
     for name, value in weights(after).items():
         np.testing.assert_array_equal(value, before[name])
 

@@ -47,6 +47,7 @@ def test_another_process_trains_with_a_kept_step_and_takes_no_other(kept: Path) 
     assert "the step is compiled anew; none in" in said
 
 
+@pytest.mark.fault(28)
 def test_a_file_that_is_damaged_is_told_and_the_step_compiled(kept: Path) -> None:
     (file,) = kept.glob("*.program")
     file.write_bytes(file.read_bytes()[:1000])
