@@ -38,6 +38,7 @@ class Checkpoints:
         handlers["meta"] = ocp.JsonCheckpointHandler()
         self.orbax = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler(**handlers))
         self.writer: threading.Thread | None = None  # of the manifest, behind Orbax's own
+        self.sealed = 0  # the last step that is whole and was saved here
         self.whole = True  # the last step that was to be saved is, or is on its way
         self.chosen = saved.Chosen(None, {})
         self.problems: list[str] = []
@@ -47,12 +48,18 @@ class Checkpoints:
         say = lambda line: print(f"millrace: {line}", file=sys.stderr)
         return saved.newest(self.run, say) if saved.numbers(self.run) else None
 
-    def resume(self) -> int | None:
-        """For the trainer: the newest step that is whole, on all hosts. Nothing is moved yet."""
+    def resume(self, known: int = 0) -> int | None:
+        """For the trainer: the newest step that is whole, on all hosts. Nothing is moved yet. `known` is a
+        step that was saved, as far as the run's account says: it does not begin anew without a word."""
         error: UserError | None = None
         if jax.process_index() == 0:
             try:
                 self.chosen = saved.choose(self.run)
+                if known and self.chosen.step is None:
+                    raise UserError(
+                        f"{self.folder}: found no checkpoint, and step {known} was saved (goodput.jsonl says "
+                        f"so); put the folder back; {saved.begin_anew(self.run)}"
+                    )
             except UserError as refusal:
                 error = refusal
         step = self.chosen.step
@@ -194,6 +201,7 @@ class Checkpoints:
             if jax.process_index() == 0:
                 self.before()
                 manifest.seal(self.folder / str(step), step=step, permanent=permanent)
+                self.sealed = step
                 if self.keep is not None:
                     for old in saved.spare(self.run, self.keep):
                         saved.remove(self.run, old.number)
@@ -217,6 +225,7 @@ class Checkpoints:
                 for old in saved.spare(self.run, 1):
                     saved.remove(self.run, old.number)
                     self.problems.append(f"step {old.number}: checkpoint removed, since the disk is full")
+                self._give_up_aside(need)
             free = saved.free(self.run) or 0
             enough = free >= need
             if not enough:
@@ -225,6 +234,13 @@ class Checkpoints:
                     f"{_gb(free)} free; make room, the next save tries again"
                 )
         return bool(_agreed(enough))
+
+    def _give_up_aside(self, need: int) -> None:
+        """What was put aside tells what happened, but the run's own work comes first."""
+        for name in saved.put_aside(self.run):
+            if (saved.free(self.run) or 0) < need:
+                store.remove(self.folder / saved.QUARANTINE / name)
+                self.problems.append(f"{saved.QUARANTINE}/{name} removed, since the disk is full")
 
     def _read(self, step: int, item: str, wanted: dict[str, Any], section: str) -> dict[str, Any]:
         args = ocp.args.Composite(**{item: ocp.args.StandardRestore(wanted)})

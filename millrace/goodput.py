@@ -16,6 +16,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from millrace import secret
+
 PRODUCTIVE = "productive"
 # What the rest goes to, in words.
 LOST = {
@@ -30,7 +32,7 @@ LOST = {
     "restart": "between the end of a process and the next",
     "other": "anything else",
 }
-WHOLE = ("begin", "step", "back", "exit", "end", "devices", "hosts", "pid")  # what lines count
+WHOLE = ("begin", "step", "saved", "back", "exit", "end", "devices", "hosts", "pid")  # what lines count
 LARGEST = 1e15  # seconds or steps: more is no number of ours
 OVER = (0, 1, 2, 3, 130)  # exit codes after which nobody waits for the run to be there again
 
@@ -64,6 +66,7 @@ class Account:
     seconds: dict[str, float] = field(default_factory=dict)
     lives: list[Life] = field(default_factory=list)
     lost_steps: int = 0
+    saved: int = 0  # the newest checkpoint that there ever was
     kept: list[tuple[int, int, float]] = field(
         default_factory=list
     )  # first, last step and productive seconds
@@ -93,6 +96,7 @@ class Account:
         if "step" in line:
             self.kept.append((life.last, line["step"], spent.get(PRODUCTIVE, 0.0)))
             life.last = line["step"]
+        self.saved = max(self.saved, line.get("saved", 0), line.get("begin", 0))
         if "back" in line:
             self._back(line["back"])
         if "exit" in line:
@@ -187,13 +191,14 @@ class Ledger:
         self.enter(PRODUCTIVE)
         self.done, self.skipped = step, skipped
 
-    def step(self, step: int, skipped: int = 0) -> None:
-        """All steps up to this one are done; time of those that left the weights as they were is wasted."""
+    def step(self, step: int, skipped: int = 0, saved: int = 0) -> None:
+        """All steps up to this one are done, and up to `saved` they are kept; time of those that left the
+        weights as they were is wasted."""
         self.enter(self.category)
         share = (skipped - self.skipped) / max(step - self.done, 1)
         self.move("wasted_progress", self.spent.get(PRODUCTIVE, 0.0) * min(max(share, 0.0), 1.0))
         self.done, self.skipped = step, skipped
-        self._put({"step": step})
+        self._put({"step": step} | ({"saved": saved} if saved else {}))
 
     def back(self, step: int) -> None:
         """The run gives up what came after a step, and what is not on record yet."""
@@ -201,10 +206,11 @@ class Ledger:
         self.move("wasted_progress", self.spent.get(PRODUCTIVE, 0.0))
         self._put({"back": step})
 
-    def end(self, code: int) -> None:
+    def end(self, code: int, saved: int = 0) -> None:
         """The process is about to end."""
         if self.begun:
-            self._put({"end": code} | ({"why": self.why} if self.why else {}))
+            known = {"why": secret.clean(self.why)} if self.why else {}
+            self._put({"end": code} | known | ({"saved": saved} if saved else {}))
         self.begun = False
 
     def told(self) -> dict[str, float]:

@@ -26,6 +26,7 @@ NAMES = ("MILLRACE_COORDINATOR", "MILLRACE_PROCESSES", "MILLRACE_PROCESS")
 HEARTBEAT = "MILLRACE_HEARTBEAT"  # seconds without a sign of life after which a host is taken for dead
 PATIENCE = 10.0  # seconds to wait for a port
 SAID = 480  # bytes of a message to the other hosts
+SAME = 1.0  # seconds within which two Ctrl-C are one
 
 
 def join() -> None:
@@ -184,19 +185,24 @@ def told(folder: str) -> dict[str, str]:
 
 class Stopper:
     """Turns SIGTERM (preemption) and Ctrl-C into a wish the loop sees after the step at hand. A second
-    Ctrl-C stops at once. Of several hosts JAX has the handler of SIGTERM, and agrees on a step with the
-    others: a handler of ours would take that away."""
+    Ctrl-C stops at once, if it is one: who sends the first to a group of processes sends it twice to us.
+    Of several hosts JAX has the handler of SIGTERM, and agrees on a step with the others: a handler of ours
+    would take that away."""
 
     def __enter__(self) -> "Stopper":
         self.asked: str | None = None
+        self.when = 0.0
         self.together = several()
         numbers = (signal.SIGINT,) if self.together else (signal.SIGTERM, signal.SIGINT)
         self.before = {number: signal.signal(number, self.ask) for number in numbers}
         return self
 
     def ask(self, number: int, frame: Any) -> None:
+        again, self.when = time.monotonic() - self.when > SAME, time.monotonic()
         if self.asked and number == signal.SIGINT:
-            raise KeyboardInterrupt
+            if again:
+                raise KeyboardInterrupt
+            return
         self.asked = signal.Signals(number).name
         if self.together:
             os.kill(os.getpid(), signal.SIGTERM)

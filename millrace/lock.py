@@ -41,8 +41,8 @@ def lock(run: str, *, waiting: Callable[[str], None] = lambda line: None) -> Ite
         except BlockingIOError:
             file.seek(0)
             raise taken(run, f"pid {file.read().strip() or 'unknown'}") from None
-        except OSError:  # a file system without locks
-            pass
+        except OSError as error:  # a file system without locks
+            waiting(f"{run} cannot be locked ({error.strerror}): see that nobody else trains in it")
         file.truncate(0)
         file.write(f"{os.getpid()}\n")
         file.flush()
@@ -127,7 +127,7 @@ class Lease:
         while not self.ended.wait(BEAT):
             try:
                 ours = self.beat()
-            except UserError:
+            except Exception:  # whatever a library has: a thread that ends would give the run away
                 continue
             if not ours:
                 print(

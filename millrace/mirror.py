@@ -40,6 +40,8 @@ class Mirror:
         if not self.is_far:
             yield self
             return
+        if self.near.is_dir() and store.exists(store.join(self.run, "recipe.yaml")):
+            self.recover()
         shutil.rmtree(self.near, ignore_errors=True)
         self.near.mkdir(parents=True)
         for name in GOES_ON if goes_on else ():
@@ -58,6 +60,15 @@ class Mirror:
             else:
                 said = "; ".join([*self.told(), f"what could not be uploaded is in {self.near}"])
                 print(f"millrace: {said}", file=sys.stderr)
+
+    def recover(self) -> None:
+        """What an earlier life on this machine could not upload, where it adds to what is there."""
+        for name in self.changed():
+            here, there = (self.near / name).read_bytes(), b""
+            with contextlib.suppress(FileNotFoundError):
+                there = store.read(store.join(self.run, name))
+            if len(here) > len(there) and here.startswith(there):
+                store.write(store.join(self.run, name), here)
 
     def told(self) -> list[str]:
         """What went wrong since this was last asked."""

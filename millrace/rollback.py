@@ -18,6 +18,7 @@ from millrace import recipe, store
 from millrace.data import tokenise
 from millrace.data.show import visible
 from millrace.data.stream import Dataset
+from millrace.errors import UserError
 
 TRIES = 2  # from one checkpoint, before the run stops
 SHOWN = 100  # characters of a document
@@ -40,7 +41,7 @@ class Record:
 
     def __init__(self, run: str) -> None:
         self.folder = store.join(run, "bad-steps")
-        told = [] if jax.process_index() else list(map(json.loads, self.read().splitlines()))
+        told = [] if jax.process_index() else list(self.told())
         # As numbers, which hosts can send each other: step, to, first row and rows, all -1 for a stop.
         self.rows = _from_first([[one.get(name, -1) for name in KEYS] for one in told])
 
@@ -68,6 +69,20 @@ class Record:
             return store.read(store.join(self.folder, FILE))
         except FileNotFoundError:
             return b""
+
+    def told(self) -> Iterator[dict[str, int]]:
+        """The lines of the file; without them the run would read the same rows again."""
+        for number, line in enumerate(self.read().splitlines(), 1):
+            try:
+                found = json.loads(line)
+                if not isinstance(found, dict) or not all(type(found.get(name, -1)) is int for name in KEYS):
+                    raise ValueError
+            except ValueError:
+                raise UserError(
+                    f"{store.join(self.folder, FILE)}:{number}: found something else than a line of ours; "
+                    "take that line out: the rows it passed over, if any, are then read"
+                ) from None
+            yield found
 
     def report(self, said: str, pages: Iterator[str]) -> str:
         """Writes the report of what was just added; its path. For the first host."""

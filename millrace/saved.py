@@ -18,6 +18,7 @@ from millrace.manifest import Damaged
 Say = Callable[[str], None]
 
 QUARANTINE = "quarantine"
+ASIDE = 2  # of the steps put aside that are kept
 UNFINISHED = (".orbax-checkpoint-tmp", ".removed")  # in the names of what is half written, or half gone
 UNSEALED = "it has no manifest: its save was cut off before the end"
 
@@ -50,7 +51,7 @@ def numbers(run: str) -> list[int]:
     found = sorted(int(name) for name in store.names(folder(run)) if name.isdecimal())
     if not store.is_url(run):
         return found
-    return [number for number, done in zip(found, _done(run, found), strict=True) if done]
+    return [number for number, counts in zip(found, _counting(run, found), strict=True) if counts]
 
 
 def choose(run: str) -> Chosen:
@@ -77,9 +78,12 @@ def choose(run: str) -> Chosen:
     raise UserError(
         f"{where}: no checkpoint in it can be trusted, and the run does not begin anew by itself. "
         + "; ".join(told)
-        + f". Put a copy of a whole one there if you have one; to begin anew, remove {where} or use another "
-        "`run`"
+        + f". Put a copy of a whole one there if you have one; {begin_anew(run)}"
     )
+
+
+def begin_anew(run: str) -> str:
+    return f"to begin anew, use another `run`, or remove {run} with all that is in it"
 
 
 def newest_before(run: str, step: int) -> int | None:
@@ -96,7 +100,8 @@ def newest_before(run: str, step: int) -> int | None:
 
 
 def set_aside(run: str, passed: dict[int, str]) -> list[str]:
-    """Moves damaged steps out of the way of those that come again; nothing is deleted. Says what was done."""
+    """Moves damaged steps out of the way of those that come again. The last few stay there: a run that is
+    killed in every other save would fill its disk. Says what was done."""
     told = []
     for number, said in passed.items():
         name = f"{number}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -105,7 +110,16 @@ def set_aside(run: str, passed: dict[int, str]) -> list[str]:
         aside = folder(run) / QUARANTINE / name
         store.move(folder(run) / str(number), aside, last=(manifest.NAME, store.COMMITTED))
         told.append(f"step {number}: this checkpoint is not used: {said}; it is now in {aside}")
+    older = put_aside(run)[: -max(ASIDE, len(passed))] if passed else []
+    for name in older:
+        store.remove(folder(run) / QUARANTINE / name)
+        told.append(f"{folder(run) / QUARANTINE / name} removed: only the last {ASIDE} put aside are kept")
     return told
+
+
+def put_aside(run: str) -> list[str]:
+    """What lies in quarantine, the latest last."""
+    return sorted(store.names(folder(run) / QUARANTINE), key=lambda name: name.partition("-")[2])
 
 
 def clear_unfinished(run: str) -> None:
@@ -135,14 +149,20 @@ def described(run: str, number: int) -> Step:
     return Step(number, tier, known.size, there[manifest.NAME].written, None)
 
 
-def spare(run: str, keep: int) -> list[Step]:
-    """What may go: of the temporary steps all but the newest `keep`, and of those without a manifest the ones
-    that are older than one with it. What is damaged stays, since it tells what happened."""
+def spare(run: str, keep: int, is_whole: Callable[[int], bool] = lambda number: True) -> list[Step]:
+    """What may go: of the temporary steps all but the newest `keep` that are whole, and of those without a
+    manifest the ones that are older than a whole one. What is damaged stays, since it tells what happened."""
     every = [described(run, number) for number in numbers(run)]
-    temporary = [step for step in every if step.tier == "temporary"]
-    newest = max((step.number for step in every if step.problem is None), default=-1)
-    cut_off = [step for step in every if step.problem == UNSEALED and step.number < newest]
-    return sorted(temporary[: max(len(temporary) - keep, 0)] + cut_off, key=lambda step: step.number)
+    kept, newest, gone = 0, -1, []
+    for step in reversed(every):
+        if step.problem is not None:
+            if step.problem == UNSEALED and step.number < newest:
+                gone.append(step)
+        elif step.tier == "temporary" and kept == keep:
+            gone.append(step)
+        elif is_whole(step.number):
+            newest, kept = max(newest, step.number), kept + (step.tier == "temporary")
+    return gone[::-1]
 
 
 def remove(run: str, number: int) -> None:
@@ -153,7 +173,7 @@ def remove(run: str, number: int) -> None:
         store.remove(folder(run) / f"{number}.removed")
         store.move(path, folder(run) / f"{number}.removed")
         path = folder(run) / f"{number}.removed"
-    store.remove(path)
+    store.remove(path, first=(manifest.NAME, store.COMMITTED))
 
 
 def check_run(run: str) -> None:
@@ -206,12 +226,23 @@ def verified(run: str, step: str | None, say: Say) -> bool:
 
 
 def pruned(run: str, keep: int, say: Say, *, dry_run: bool = False) -> None:
-    gone = spare(run, keep)
+    """Reads what is to stay before anything goes: what is damaged counts for nothing."""
+    states: dict[int, str] = {}
+    is_whole = lambda number: states.setdefault(number, _state(run, number)) == "whole"
+    gone = spare(run, keep, is_whole)
+    for number, state in states.items():
+        if state != "whole":
+            say(f"step {number}: {state}; it stays, and does not count")
     for step in gone:
         if not dry_run:
             remove(run, step.number)
         say(f"step {step.number}: {'would be removed' if dry_run else 'removed'}, {step.size / 1e9:,.3f} GB")
-    if not gone:
+    aside = put_aside(run) if "whole" in states.values() else []
+    for name in aside:
+        if not dry_run:
+            store.remove(folder(run) / QUARANTINE / name)
+        say(f"{QUARANTINE}/{name}: {'would be removed' if dry_run else 'removed'}")
+    if not gone and not aside:
         say(f"{run}: nothing to remove")
 
 
@@ -233,7 +264,9 @@ def _state(run: str, number: int) -> str:
     return f"unverified: {UNSEALED}" if known is None else "whole"
 
 
-def _done(run: str, found: list[int]) -> list[bool]:
-    """Of each step in a bucket, whether Orbax has written the last of it."""
+def _counting(run: str, found: list[int]) -> list[bool]:
+    """Of each step in a bucket, whether Orbax has written the last of it, or it was whole once: one that has
+    a manifest and lacks anything else is damaged, and not half written."""
+    marks = {store.COMMITTED, manifest.NAME}
     with ThreadPoolExecutor(8, "steps") as pool:
-        return list(pool.map(lambda n: store.exists(folder(run) / str(n) / store.COMMITTED), found))
+        return list(pool.map(lambda n: bool(marks & set(store.names(folder(run) / str(n)))), found))

@@ -16,7 +16,7 @@ NAMES = re.compile(
 QUERY = re.compile(r"(^|[-_])(sig|signature|token|key|keyid|secret|password|credential|auth)s?($|[-_])", re.I)
 URL = re.compile(r"\b[a-z][a-z0-9+.-]*://[^\s'\"<>`]+", re.I)
 FORMS = re.compile(
-    r"hf_[A-Za-z0-9]{16,}|ya29\.[\w.-]{16,}|\b(AKIA|ASIA)[A-Z0-9]{16}\b|\bgh[pousr]_[A-Za-z0-9]{20,}"
+    r"hf_[A-Za-z0-9]{16,}|\bAIza[\w-]{30,}|ya29\.[\w.-]{16,}|\b(AKIA|ASIA)[A-Z0-9]{16}\b|\bgh[pousr]_[A-Za-z0-9]{20,}"
     r"|\bsk-[A-Za-z0-9_-]{20,}|(?<=Bearer )[\w.~+/=-]{8,}"
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(-----END [A-Z ]*PRIVATE KEY-----|$)",
     re.S,

@@ -145,14 +145,15 @@ def move(folder: Location, target: Location, *, last: Sequence[str] = ()) -> Non
         ask(join(folder, name), partial(files.mv, [f"{root}/{name}"], [f"{goal}/{name}"]), verb="moved")
 
 
-def remove(folder: Location, *, first: str = COMMITTED) -> None:
-    """A folder with all in it, or none. In a bucket, `first` goes before the rest."""
+def remove(folder: Location, *, first: Sequence[str] = ()) -> None:
+    """A folder with all in it, or none. In a bucket, these names go before the rest, one after the other."""
     if not is_url(folder):
         shutil.rmtree(folder, ignore_errors=not Path(folder).exists())
         return
     files, root = filesystem(folder)
-    found = sorted(entries(folder), key=lambda name: (name != first, name))
-    for some in (found[:1], found[1:]):
+    there = entries(folder)
+    rest = sorted(name for name in there if name not in first)
+    for some in [*([name] for name in first if name in there), rest]:
         paths = [f"{root}/{name}" for name in some]
         with contextlib.suppress(FileNotFoundError):  # by an earlier try, whose answer was lost
             if paths:

@@ -6,8 +6,10 @@ import ctypes
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +19,7 @@ from millrace.errors import UserError
 
 UNREACHABLE, PREEMPTED, HUNG, MACHINE, PEER = 74, 75, 76, 77, 78
 SUPERVISOR = "MILLRACE_SUPERVISOR"
+STACKS = "MILLRACE_STACKS"  # a file for the stacks of a process that can do nothing but dump them
 RESTARTS = 8  # without a new checkpoint in between
 LONGEST = 60.0  # seconds before a restart
 LIVED = 600.0  # seconds of a life that count as progress where no checkpoint can be seen
@@ -100,10 +103,7 @@ class Supervisor:
         left, reached = RESTARTS, newest(self.run)
         while not self.asked:
             begun = time.monotonic()
-            self.worker = subprocess.Popen(self.command, env=os.environ | {SUPERVISOR: str(os.getpid())})
-            how = classify(self.worker.wait())
-            goodput.note_exit(self.run, self.worker.pid, how.code, how.words if how.again else "")
-            self.worker = None
+            how = self.life()
             if self.asked == 1 and how.code in (128 + signal.SIGTERM, 128 + signal.SIGINT):
                 return PREEMPTED  # it was asked before it could listen
             if self.asked or not how.again:
@@ -120,6 +120,31 @@ class Supervisor:
             self.say(f"the trainer {how.words}; starts again {where} in {delay:.1f} s ({left} tries left)")
             self.sleep(delay)
         return PREEMPTED
+
+    def life(self) -> Exit:
+        """Of one worker, and how it ended."""
+        with tempfile.NamedTemporaryFile(prefix="millrace-stacks-") as stacks:
+            mine = {SUPERVISOR: str(os.getpid()), STACKS: stacks.name}
+            worker = subprocess.Popen(self.command, env=os.environ | mine)
+            self.worker = worker
+            if self.asked:  # while it was being started
+                worker.send_signal(signal.SIGTERM)
+            code = worker.wait()
+            self.worker = None
+            left = stacks.read()
+        if code == 1 and left:
+            code = HUNG
+            self.keep(left)
+        how = classify(code)
+        goodput.note_exit(self.run, worker.pid, how.code, how.words if how.again else "")
+        return how
+
+    def keep(self, stacks: bytes) -> None:
+        """Of a worker that hung and held Python's lock, so that it could not keep them itself."""
+        sys.stderr.write(secret.clean(stacks.decode(errors="replace")))
+        path = store.join(self.run, "stacks", f"{socket.gethostname()}-{time.strftime('%Y%m%d-%H%M%S')}.txt")
+        with contextlib.suppress(OSError, UserError):
+            store.write(path, stacks)
 
     def sleep(self, seconds: float) -> None:
         end = time.monotonic() + seconds

@@ -101,7 +101,7 @@ class Session:
                 self.out.event(f"step {number}: update left out: {why} ({self.rows(number)})", "warning")
             if number in (1, self.steps) or number % self.cfg.log.every == 0:
                 row = self.meter.row(number, values)
-                self.ledger.step(number, row["skipped"])
+                self.ledger.step(number, row["skipped"], self.checkpoints.sealed)
                 for line in self.pace.compare(row["step_seconds"]):
                     self.out.event(f"step {number}: {line}", "warning")
                 self.out.write(number, row | self.ledger.told())
@@ -132,6 +132,9 @@ class Session:
             )
         if result is not None:
             self.out.write(number, {f"evaluate/{name}": value for name, value in result.items()})
+        else:
+            hint = f"`millrace eval {self.cfg.run}` makes it"
+            self.out.event(f"step {number}: evaluation left off, since the run was asked to stop; {hint}")
 
     def leaves_off(self) -> bool:
         """Asked after each batch of an evaluation."""
@@ -154,13 +157,14 @@ class Session:
 
     def settled(self, code: int) -> int:
         """The exit code, once the last save is whole: a run whose end is not kept is not done."""
+        self.watchdog.alive()
         with self.ledger.during("checkpoint_save"):
             whole = self.checkpoints.settle()
         tell(self.out, self.checkpoints, self.mirror)
         if not whole:
             self.out.event("the last checkpoint was not written; the same command makes it again", "error")
         code = code if whole else code or 1
-        self.ledger.end(code)
+        self.ledger.end(code, self.checkpoints.sealed)
         self.out.event(goodput.spoken(self.ledger.account))
         return code
 
@@ -184,7 +188,7 @@ def run(cfg: recipe.Run, program: Path | None = None) -> int:
         task = make_task(cfg, vocabulary(dataset))
         family, steps = file("models", task.model), recipe.durations(cfg)["steps"]
         checkpoints = Checkpoints(cfg.run, keep=cfg.checkpoint.keep, before=mirror.bring)
-        latest = checkpoints.resume()
+        latest = checkpoints.resume(ledger.account.saved)
         record = rollback.Record(cfg.run)
         dataset = dataset.passing(record.passed())
         begun = latest or 0
@@ -254,8 +258,8 @@ def run(cfg: recipe.Run, program: Path | None = None) -> int:
                 )
                 keep_recipe(cfg, mirror.near)
                 with session.watchdog:
-                    code = attempts(session, latest)
-                return session.settled(code)
+                    code = session.settled(attempts(session, latest))
+                return code
         finally:
             checkpoints.close()
             out.close()

@@ -1,6 +1,7 @@
 """Ends a run that hangs: where a step takes far too long, the stacks of all threads are written down and the
 process ends with a code of its own, on every host, since all of them wait for the one that is stuck."""
 
+import contextlib
 import faulthandler
 import os
 import socket
@@ -14,11 +15,12 @@ from typing import Any
 import jax
 
 from millrace import hosts, store
-from millrace.supervise import HUNG
+from millrace.supervise import HUNG, STACKS
 
 TIMES = 20  # the median step that a step may take
 LONG = 6.0  # times as long for all but plain steps: the first one, saving, a batch of evaluation
 UPLOAD = 5.0  # seconds that writing the stacks down may take longer than that
+GRACE = 10.0  # seconds more, and all is taken to be stuck
 STDERR = 2  # the descriptor: a notebook's sys.stderr has none
 
 
@@ -54,12 +56,16 @@ class Watchdog:
 
     def watch(self) -> None:
         """A call that never gives back Python's lock stops this thread too; then faulthandler's own, which
-        is wound up again with each round here, ends the process (with 1)."""
-        while not self.ended.wait(self.round):
-            faulthandler.dump_traceback_later(2 * self.limit() + 10, exit=True, file=STDERR)
-            if time.monotonic() - self.since > self.limit() or hosts.heard("hang"):
-                self.bite()
-        faulthandler.cancel_dump_traceback_later()
+        is wound up again with each round here, ends the process with 1, and by the stacks that it leaves the
+        supervisor knows why."""
+        with contextlib.ExitStack() as held:
+            where = os.environ.get(STACKS)
+            file = held.enter_context(open(where, "wb")) if where else STDERR
+            while not self.ended.wait(self.round):
+                faulthandler.dump_traceback_later(2 * self.limit() + GRACE, exit=True, file=file)
+                if time.monotonic() - self.since > self.limit() or hosts.heard("hang"):
+                    self.bite()
+            faulthandler.cancel_dump_traceback_later()
 
     def bite(self) -> None:
         """The end of one host ends the others, the first one's at once: so each calls the others, and waits

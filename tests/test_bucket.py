@@ -187,7 +187,7 @@ def test_a_step_that_was_cut_off_in_a_bucket_is_none(bucket: Store) -> None:
     saving("gs://bucket/run", 1, 2, 3).close()
     del bucket.buckets["bucket"]["run/checkpoints/3/commit_success.txt"]
     del bucket.buckets["bucket"]["run/checkpoints/3/manifest.txt"]
-    refusal = bucket.fail("DELETE .*/run/checkpoints/1", status=403, skip=1, times=99)
+    refusal = bucket.fail("DELETE .*/run/checkpoints/1", status=403, skip=2, times=99)
     with pytest.raises(UserError, match="may not be removed"):
         saved.remove("gs://bucket/run", 1)
     bucket.faults.remove(refusal)
@@ -195,6 +195,17 @@ def test_a_step_that_was_cut_off_in_a_bucket_is_none(bucket: Store) -> None:
     assert saved.choose("gs://bucket/run") == saved.Chosen(2, {})
     saved.clear_unfinished("gs://bucket/run")
     assert {name.split("/")[2] for name in bucket.names("bucket", "run/checkpoints/")} == {"2"}
+
+
+@pytest.mark.fault(10)
+def test_a_step_of_a_bucket_that_was_whole_once_is_damaged_and_not_half_written(bucket: Store) -> None:
+    saving("gs://bucket/run", 1, 2).close()
+    for number in (1, 2):
+        del bucket.buckets["bucket"][f"run/checkpoints/{number}/commit_success.txt"]
+    saved.clear_unfinished("gs://bucket/run")
+    assert saved.numbers("gs://bucket/run") == [1, 2]
+    with pytest.raises(UserError, match="step 2: commit_success.txt is missing; step 1: commit_success"):
+        Checkpoints("gs://bucket/run", keep=1).resume()
 
 
 def test_a_save_that_a_bucket_refuses_is_told_and_the_run_goes_on(bucket: Store) -> None:
@@ -256,6 +267,13 @@ def test_what_cannot_be_uploaded_in_the_end_stays_here(
     said = capsys.readouterr().err
     assert f"what could not be uploaded is in {found.near}" in said
     assert (found.near / "metrics.jsonl").read_bytes() == b"{}\n"
+    bucket.faults.clear()
+    bucket.put("bucket", "run/recipe.yaml", b"run: x\n")
+    (found.near / "log.txt").write_bytes(b"of another run\n")
+    bucket.put("bucket", "run/log.txt", b"there\n")
+    with mirror.Mirror("gs://bucket/run").open(goes_on=True) as found:  # the next life brings it
+        assert (found.near / "metrics.jsonl").read_bytes() == b"{}\n"
+        assert (found.near / "log.txt").read_bytes() == b"there\n"
 
 
 RUN = "gs://bucket/run"

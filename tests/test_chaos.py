@@ -197,7 +197,9 @@ def test_a_run_stopped_before_its_first_step_begins_again(tiny, tmp_path, moment
     time.sleep(moment)
     process.send_signal(signal.SIGTERM)
     code, said = finish(process)
-    assert code in (0, 75, -signal.SIGTERM), said
+    finished = code == 0 and Checkpoints(tiny().run).latest() == 12  # 4.5 s can be enough for all of it
+    unheard = code == -signal.SIGTERM and moment < 1  # before Python itself runs
+    assert code == 75 or finished or unheard, said
     assert "Traceback" not in said
     code, said = finish(start(path))
     assert code == 0, said
@@ -234,5 +236,15 @@ def test_ctrl_c_saves_and_a_second_one_ends_at_once(tiny, tmp_path):
     process.send_signal(signal.SIGINT)
     process.send_signal(signal.SIGINT)
     code, said = finish(process)
-    assert code in (75, 130, -signal.SIGINT), said
-    assert "Traceback" not in said
+    assert code == 75 and "Traceback" not in said, said  # two at once are one, sent to a group of processes
+
+
+@pytest.mark.fault(29)
+def test_a_second_ctrl_c_stops_at_once_if_it_is_not_the_first_heard_twice(monkeypatch):
+    with hosts.Stopper() as stopper:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        assert stopper.after(1)
+        monkeypatch.setattr(hosts, "SAME", 0.0)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)

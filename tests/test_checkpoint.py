@@ -112,6 +112,42 @@ def test_old_checkpoints_go_and_permanent_ones_stay(tmp_path):
     assert saved.numbers(str(tmp_path)) == [3, 6, 7, 8]
 
 
+def test_pruning_keeps_whole_steps_and_counts_no_others(tmp_path, capsys):
+    run = str(tmp_path)
+    save(tmp_path, 1, 2, 3, permanent=1000)
+    saved.set_aside(run, {1: "a trial"})
+    damage(tmp_path / "checkpoints" / "3" / "meta" / "metadata", np.random.default_rng(1))
+    assert cli.main(["checkpoint", "prune", run, "--keep", "1"]) == 0
+    said = capsys.readouterr().out
+    assert "step 3: damaged: meta/metadata" in said and "quarantine/1-" in said
+    assert saved.numbers(run) == [2, 3] and saved.choose(run).step == 2 and not saved.put_aside(run)
+    damage(tmp_path / "checkpoints" / "2" / "meta" / "metadata", np.random.default_rng(1))
+    assert cli.main(["checkpoint", "prune", run, "--keep", "1"]) == 0
+    assert saved.numbers(run) == [2, 3]
+
+
+def test_only_the_last_steps_put_aside_are_kept(tmp_path):
+    run = str(tmp_path)
+    save(tmp_path, 1, 2, 3, 4, permanent=1000)
+    for number in (1, 2, 3):
+        told = saved.set_aside(run, {number: "a trial"})
+    assert [name.split("-")[0] for name in saved.put_aside(run)] == ["2", "3"]
+    assert "1-" in told[-1] and "removed" in told[-1]
+
+
+@pytest.mark.fault(11)
+def test_a_run_whose_checkpoints_are_gone_does_not_begin_anew_by_itself(tiny, tmp_path):
+    cfg = tiny(f"run={tmp_path}/run", "schedule.steps=4", "checkpoint.every=2", "eval.batches=1")
+    assert train.run(cfg) == 0
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    (tmp_path / "run" / "checkpoints").rename(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match=r"found no checkpoint, and step 4 was saved .*put the folder back"):
+        train.run(cfg)
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+    (tmp_path / "elsewhere").rename(tmp_path / "run" / "checkpoints")
+    assert train.run(cfg) == 0
+
+
 def test_a_list_that_names_files_elsewhere_is_not_followed(tmp_path):
     save(tmp_path, 1)
     folder = saved.folder(str(tmp_path)) / "1"

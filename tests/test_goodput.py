@@ -41,6 +41,13 @@ def life(path: Path, clock: Clock, step: int) -> Ledger:
     return ledger
 
 
+def test_why_a_process_ended_is_kept_without_its_secrets(tmp_path):
+    path, clock = tmp_path / "goodput.jsonl", Clock()
+    with pytest.raises(ValueError), life(path, clock, 0):
+        raise ValueError(f"refused: key AIza{'x' * 35}, https://server/file?sig=hidden")
+    assert "refused: key ***, https://server/file?***" in read(path).lives[-1].why
+
+
 def test_every_second_counts_once_and_in_its_category(tmp_path):
     path, clock = tmp_path / "goodput.jsonl", Clock()
     ledger = life(path, clock, 0)

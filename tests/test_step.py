@@ -284,6 +284,21 @@ def test_the_average_follows_the_weights(tiny):
 
 
 @pytest.mark.fault(14)
+def test_a_gradient_that_overflows_beside_a_finite_loss_skips_the_update(tiny):
+    bench = Bench(tiny("model.tied=false"))
+    state, batch = bench.state(), bench.batch()
+    far = dataclasses.replace(state.params, head=state.params.head * 1e22)  # whose square float32 lacks
+    state = dataclasses.replace(state, params=far)
+    before = weights(state)
+    with jax.set_mesh(bench.devices):
+        state, metrics = bench.step(state, batch)
+    assert np.isfinite(metrics["loss"]) and np.isinf(metrics["grad_norm"])
+    assert int(metrics["skipped"]) == 1
+    for name, value in weights(state).items():
+        np.testing.assert_array_equal(value, before[name])
+
+
+@pytest.mark.fault(12)
 def test_a_loss_that_is_not_finite_skips_the_update_and_is_counted(tiny):
     bench = Bench(tiny("model.tied=false"))
     state, batch = bench.state(), bench.batch()

@@ -40,6 +40,14 @@ if what == "count":  # how often Ctrl-C is heard within a second
         time.sleep(0.01)
     time.sleep(1)
     sys.exit(75)
+if what == "hang":  # in a call that keeps Python's lock
+    import ctypes
+    from millrace import watchdog
+    watchdog.GRACE = 0.2
+    with watchdog.Watchdog(0.1, str(run)) as dog:
+        dog.stepped(1)
+        time.sleep(0.05)
+        ctypes.PyDLL(None).sleep(60)
 if what.startswith("-"):
     os.kill(os.getpid(), int(what[1:]))
     time.sleep(60)
@@ -83,6 +91,29 @@ def test_a_worker_is_started_again_only_where_that_can_help(tmp_path, lives, cod
     assert said.count("starts again") == count - 1 and said.count("millrace:") <= count
     if count > 1:
         assert (tmp_path / "log.txt").read_text().count("starts again") == count - 1
+
+
+@pytest.mark.fault(6)
+def test_a_worker_that_hangs_and_cannot_say_so_is_started_again_and_its_stacks_are_kept(tmp_path):
+    process = trial(tmp_path, "hang,0")
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 0 and len((tmp_path / "lives").read_text()) == 2, said
+    assert "took too long for a step; starts again" in said
+    (stacks,) = (tmp_path / "stacks").iterdir()
+    assert 'File "<string>", line' in stacks.read_text()
+
+
+def test_a_signal_that_comes_while_the_worker_is_started_reaches_it(tmp_path, monkeypatch):
+    one, real = supervise.Supervisor(str(tmp_path)), subprocess.Popen
+    one.command = [sys.executable, "-c", "import time; time.sleep(60)"]
+
+    def started(*args, **kwargs):
+        worker = real(*args, **kwargs)
+        one.forward(signal.SIGTERM, None)
+        return worker
+
+    monkeypatch.setattr(subprocess, "Popen", started)
+    assert one.life().code == 128 + signal.SIGTERM
 
 
 def test_a_signal_to_the_supervisor_reaches_the_worker_and_ends_both(tmp_path):

@@ -87,7 +87,7 @@ def _read(run: str, folder: Path, now: float) -> Facts:
     cfg: recipe.Run | None = None
     with contextlib.suppress(UserError):  # of another version, perhaps
         cfg = recipe.load_run(folder)
-    every = list(_json_lines(folder / "metrics.jsonl"))
+    every = [row for row in _json_lines(folder / "metrics.jsonl") if type(row.get("step")) is int]
     return Facts(
         run=run,
         now=now,
@@ -103,7 +103,7 @@ def _read(run: str, folder: Path, now: float) -> Facts:
         ],
         warnings=list(_warnings(_text(folder / "log.txt"))),
         checkpoints=saved.numbers(run),
-        samples=list(_json_lines(folder / "samples.jsonl")),
+        samples=[row for row in _json_lines(folder / "samples.jsonl") if "step" in row],
     )
 
 
