@@ -25,7 +25,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--slow"):
+        variants: Counter[str] = Counter()
         for item in items:
+            for mark in item.iter_markers("thin"):  # of a grid of settings, each so many-th is quick
+                name = item.nodeid.partition("[")[0]
+                if variants[name] % mark.args[0]:
+                    item.add_marker("slow")
+                variants[name] += 1
             if "slow" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="slow: run with --slow (make test-all)"))
 

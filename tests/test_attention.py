@@ -135,6 +135,7 @@ def call(cfg: Any, q: Any, k: Any, v: Any, segments: Any, case: Case) -> Any:
     return attend(cfg, q, k, v, mask=case.mask, segments=ids, soft_cap=case.soft_cap, scale=case.scale)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("length", [128, 100, 64, 300, 513])
 @pytest.mark.parametrize(
     "case",
@@ -166,6 +167,7 @@ def assert_same(found: list[np.ndarray], expected: list[np.ndarray], tolerance: 
         np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance, err_msg=name)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 @pytest.mark.parametrize("cfg", BACKENDS)
 def test_output_and_gradients_are_those_of_the_definition(cfg: Any, case: Case) -> None:
@@ -173,6 +175,7 @@ def test_output_and_gradients_are_those_of_the_definition(cfg: Any, case: Case) 
     assert_same(computed(cfg, inputs, case), definition(inputs, case), 2e-5)
 
 
+@pytest.mark.thin(5)
 @pytest.mark.parametrize("name", ["causal", "bidirectional", "bidirectional window", "packed"])
 @pytest.mark.parametrize(
     ("cfg", "length"),
@@ -318,6 +321,7 @@ MESHES = {
 }
 
 
+@pytest.mark.thin(5)
 @pytest.mark.parametrize("name", ["packed", "soft cap, packed window"])
 @pytest.mark.parametrize("sizes", MESHES.values(), ids=MESHES.keys())
 @pytest.mark.parametrize("cfg", BACKENDS[:2])
@@ -327,6 +331,7 @@ def test_a_mesh_changes_neither_output_nor_gradients(cfg: Any, sizes: dict[str, 
         assert_same(computed(cfg, inputs, case), definition(inputs, case), 2e-5)
 
 
+@pytest.mark.thin(5)
 @pytest.mark.parametrize(
     "name", ["packed", "bidirectional", "causal window", "window wider than the sequence"]
 )

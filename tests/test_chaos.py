@@ -189,6 +189,7 @@ def test_a_port_that_is_taken_is_told(tiny, tmp_path):
     assert address in done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.mark.thin(2)
 @pytest.mark.fault(27)
 @pytest.mark.parametrize("moment", [0.2, 1.5, 3.0, 4.5])
 def test_a_run_stopped_before_its_first_step_begins_again(tiny, tmp_path, moment):

@@ -64,6 +64,7 @@ def test_a_decoder_never_sees_the_future_and_an_encoder_does(case):
         assert np.abs(before[:, :15] - after[:, :15]).max() > 1e-5
 
 
+@pytest.mark.thin(2)
 def test_packed_documents_do_not_see_each_other(case):
     segments = jnp.where(jnp.arange(LENGTH) < 10, 1, 2) * jnp.ones((2, 1), jnp.int32)
     positions = jnp.where(jnp.arange(LENGTH) < 10, jnp.arange(LENGTH), jnp.arange(LENGTH) - 10)
@@ -88,6 +89,7 @@ def test_decoding_from_a_cache_gives_what_the_whole_text_does(case):
     np.testing.assert_allclose(np.concatenate(parts, 1), wanted, atol=1e-4 * np.abs(wanted).max())
 
 
+@pytest.mark.thin(5)
 @pytest.mark.parametrize(
     "how", [{"remat": name} for name in REMAT] + [{"unroll": 2}, {"unroll": 4, "remat": "attention"}], ids=str
 )

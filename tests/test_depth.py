@@ -89,6 +89,7 @@ def written_out(case: Case, params: Any, rounds: int, learnt: int = 100) -> Any:
     return plain.__call__(params, case.cfg, case.tokens, how=dataclasses.replace(HOW, loop=loop))
 
 
+@pytest.mark.thin(5)
 @pytest.mark.parametrize("rounds", [0, 3])
 def test_rounds_are_the_layers_written_out(case, rounds):
     wanted = jax.jit(lambda params: written_out(case, params, rounds))(case.params)
@@ -128,6 +129,7 @@ def decoded(case: Case, how: Execution, size: int = 8) -> np.ndarray:
     return np.concatenate(out, 1)
 
 
+@pytest.mark.thin(3)
 def test_decoding_from_a_cache_gives_what_the_whole_text_does(case):
     if not case.cfg.causal:
         pytest.skip("an encoder continues nothing")

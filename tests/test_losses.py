@@ -136,6 +136,7 @@ def assert_same(ours: Any, theirs: Any, *, tolerance: float = 1e-5) -> None:
         np.testing.assert_allclose(one, other, rtol=0, atol=tolerance * np.abs(other).max())
 
 
+@pytest.mark.thin(7)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("z_loss", [0.0, 1e-2])
 @pytest.mark.parametrize("soft_cap", [None, 20.0])
@@ -300,6 +301,7 @@ MESHES = {
 }
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("name", MESHES)
 def test_a_mesh_does_not_change_loss_or_gradients(name: str) -> None:
     sizes, (rows, vocab, embed) = MESHES[name]

@@ -225,6 +225,7 @@ def test_packed_documents_are_as_if_alone(name, pair):
     assert (packed[:, 10:] == changed[:, 10:]).all()
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize(
     "how", [{"remat": name} for name in REMAT] + [{"unroll": 2}, {"unroll": 2, "remat": "attention"}], ids=str
 )

@@ -100,6 +100,7 @@ MESHES = [{}, {"fsdp": 8}, {"expert": 8}, {"fsdp": 2, "expert": 4}, {"tensor": 2
 MESHES += [{"data": 2, "context": 2, "expert": 2}, {"fsdp": 2, "tensor": 2, "expert": 2}]
 
 
+@pytest.mark.thin(5)
 @pytest.mark.parametrize("crowd", [False, True], ids=["spread", "crowded"])
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
 def test_experts_over_a_mesh_give_what_each_token_by_hand_does(sizes, crowd):

@@ -256,6 +256,7 @@ def test_settings_that_the_compiler_refuses_are_tried_in_more_parts_and_the_best
     ]
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("wish", [[], ["--tokens", "20B"], ["--days", "30"], ["--budget", "50000"]])
 def test_any_part_of_a_wish_is_answered_with_the_settings_it_takes(
     capsys: pytest.CaptureFixture[str], wish: list[str]

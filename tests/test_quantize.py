@@ -322,6 +322,7 @@ def test_more_bits_are_never_worse_and_vectors_of_2_bits_beat_rounding_to_3(libr
 CONTRACT = dict(layers=2, embed=64, heads=2, kv_heads=2, mlp=64, vocab=64, window=8, global_every=2)
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("name", [name for name in config.names("models") if name != "torch"])
 def test_every_family_computes_the_same_from_stored_matrices_as_from_whole_ones(name):
     cls = config.part_class("models", name, recipe.Depth)

@@ -92,6 +92,7 @@ def more(plain, tmp_path, name, *overrides, rate=1e-3):
 LOW = ("model.bits=3", "model.bits_rank=8")
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("kind", [LOW, ("model.bits=4", "model.bits_group=32")])
 def test_what_is_merged_computes_what_training_saw_bit_for_bit(plain, tmp_path, kind):
     run = more(plain, tmp_path, "trained", *kind, "schedule.steps=3", "schedule.warmup=0")
@@ -178,6 +179,7 @@ def test_frozen_weights_take_less_memory_by_as_much_as_the_paper_says(plain):
     assert whole / low > 62 / 20.5
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize(
     "name", [name for name in config.names("models") if name not in ("torch", "moe", "bitnet")]
 )

@@ -125,6 +125,7 @@ def check_mesh(tiny, alone, name: str, sizes: dict[str, int]) -> None:
     np.testing.assert_allclose(losses, alone[name], atol=1e-3 if rounds else 3e-5, rtol=0)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("sizes", QUICK, ids=str)
 def test_the_mesh_does_not_change_the_loss_of_a_decoder(tiny, alone, sizes):
     check_mesh(tiny, alone, "llama", dict(zip(mesh.AXES, sizes, strict=False)))
@@ -201,6 +202,7 @@ def test_weights_and_moments_are_split_over_the_mesh(tiny):
         assert leaf.addressable_shards[0].data.size == leaf.size // 8
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("use", config.names("optim"))
 def test_no_optimizer_keeps_its_state_whole_on_every_device(tiny, use):
     state = Bench(tiny(f"optimizer.use={use}"), {"fsdp": 4, "tensor": 2}).state()
@@ -217,6 +219,7 @@ def test_every_optimizer_trains(tiny, use):
     assert rows[-1]["loss"] < rows[0]["loss"] - 0.5
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("use", config.names("models"))
 def test_every_model_trains(tiny, use):
     _, rows = Bench(tiny(*of_family(use), "schedule.steps=20")).run(20)

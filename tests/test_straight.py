@@ -196,7 +196,8 @@ def test_ready_data_outlives_bad_sources_and_lost_ones(straight: Any, tmp_path: 
     verify(tmp_path / "data", silent)
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.slow  # as the one of test_prepare.py, through other stages
+@pytest.mark.parametrize("kills", [2, 20])
 def test_killed_at_random_moments_and_restarted_the_bytes_are_the_same(
     straight: Any, tmp_path: Path, kills: int
 ) -> None:

@@ -80,7 +80,9 @@ def trial(run: Path, lives: str) -> subprocess.Popen:
         ("-9,76,0", 0, 3),  # killed, then hung, then done
         ("-6,78,77,2", 2, 4),
         ("77", 77, supervise.RESTARTS + 1),
-        (",".join(["-9"] * 6 + ["-9+"] + ["-9"] * 6 + ["0"]), 0, 14),  # the budget begins anew
+        pytest.param(  # the budget begins anew
+            ",".join(["-9"] * 6 + ["-9+"] + ["-9"] * 6 + ["0"]), 0, 14, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_worker_is_started_again_only_where_that_can_help(tmp_path, lives, code, count):
