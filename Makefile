@@ -66,7 +66,7 @@ test-all: .venv/libtpu lint
 	$(BIN)/python -m pytest -n auto --dist worksteal --quiet --slow
 
 chaos: .venv/test
-	$(BIN)/python -m pytest --quiet --slow -m fault
+	$(BIN)/python -m pytest -n auto --dist worksteal --quiet --slow -m fault
 
 .venv/gpu: .venv/test
 	@$(PIP) install --quiet --quiet --constraint constraints.txt --editable '.[gpu]'
