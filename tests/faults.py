@@ -30,7 +30,7 @@ FAULTS = {
     26: ("too little memory", "sizes and advice, exit code 3"),
     27: (
         "SIGTERM before the first step",
-        "exit code 75, or by the signal before Python runs; the same command begins",
+        "exit code 75 (before Python runs: the signal); run again, it begins",
     ),
     28: ("a damaged compilation cache", "compiled again"),
     29: ("Ctrl-C twice", "the first saves, the second ends at once"),
