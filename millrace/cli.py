@@ -52,7 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except UserError as error:
-        print(f"millrace: {secret.clean(str(error))}", file=sys.stderr)
+        said = f"millrace: {secret.clean(str(error))}"  # with whatever was found, be it no letter at all
+        print(said.encode("utf-8", "backslashreplace").decode(), file=sys.stderr)
         return error.code
     except KeyboardInterrupt:
         print("millrace: interrupted", file=sys.stderr)
