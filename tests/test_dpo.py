@@ -103,9 +103,8 @@ def test_loss_and_gradients_are_those_of_the_formula_over_transformers_logits(lo
     margins = []
     for row in rows:
         gains = [answered(policy, *one) - answered(reference, *one).detach() for one in row]
-        margins += [
-            0.5 * (chosen - rejected) for chosen, rejected in zip(gains[::2], gains[1::2], strict=True)
-        ]
+        pairs = zip(gains[::2], gains[1::2], strict=True)
+        margins += [0.5 * (chosen - rejected) for chosen, rejected in pairs]
     margins = torch.stack(margins)
     sigmoid = torch.nn.functional.logsigmoid
     loss = -((1 - smoothing) * sigmoid(margins) + smoothing * sigmoid(-margins)).sum()
