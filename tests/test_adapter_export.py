@@ -99,7 +99,7 @@ def test_merged_in_transformers_and_alone_in_peft_compute_what_we_do(tmp_path, n
     huggingface.export(run, f"{tmp_path}/merged", "float32")
     huggingface.export(base_of(run), f"{tmp_path}/base", "float32")
     adapter.export(run, f"{tmp_path}/adapter")
-    assert np.abs(wanted - logits(base_of(run))).max() > 1e-2
+    assert np.abs(wanted - logits(base_of(run))).max() > 4e-4
     np.testing.assert_allclose(theirs(loaded(tmp_path / "merged", causal)), wanted, atol=2e-5)
     over = loaded(tmp_path / "base", causal)
     both = peft.PeftModel.from_pretrained(over, f"{tmp_path}/adapter").eval()
@@ -112,5 +112,5 @@ def test_merged_in_transformers_and_alone_in_peft_compute_what_we_do(tmp_path, n
 def test_what_has_no_place_in_peft_is_told(tmp_path):
     with pytest.raises(UserError, match="--adapter: .* has no adapters"):
         adapter.export(base_of(drawn("llama", tmp_path)), f"{tmp_path}/adapter")
-    with pytest.raises(UserError, match="is no linear layer at Hugging Face"):
-        adapter.export(drawn("xlstm", tmp_path), f"{tmp_path}/adapter")
+    with pytest.raises(UserError, match="sLSTM|slstm"):
+        adapter.export(drawn("xlstm", tmp_path, slstm_every=2), f"{tmp_path}/adapter")

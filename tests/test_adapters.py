@@ -40,10 +40,10 @@ def plain(packed, tmp_path_factory):
     return lambda *overrides: recipe.load(path, overrides)
 
 
-def more(plain, tmp_path, name, *overrides):
+def more(plain, tmp_path, name, *overrides, rate=1e-2, steps=3, start=None):
     """A run that went on from the plain one."""
-    again = f"run={tmp_path}/{name}", f"start={plain().run}", "optimizer.learning_rate=1e-2"
-    cfg = plain(*again, "schedule.steps=3", "schedule.warmup=0", *overrides)
+    again = f"run={tmp_path}/{name}", f"start={start or plain().run}", f"optimizer.learning_rate={rate}"
+    cfg = plain(*again, f"schedule.steps={steps}", "schedule.warmup=0", *overrides)
     assert train.run(cfg) == 0
     return open_run(recipe.load_run(cfg.run))
 
@@ -138,7 +138,7 @@ def test_quantiles_are_nearer_to_normal_weights_than_even_steps():
 @pytest.mark.parametrize("kind, exact", [(LORA, True), (DORA, False)])
 def test_training_begins_at_the_model_it_starts_from(plain, tmp_path, kind, exact):
     first = open_run(recipe.load_run(plain().run))
-    run = more(plain, tmp_path, "still", *kind, "optimizer.learning_rate=1e-30")
+    run = more(plain, tmp_path, "still", *kind, rate=1e-30)
     before, after = evaluate_run(first)["loss"], evaluate_run(run)["loss"]
     assert before == after if exact else abs(before - after) < 1e-6
     np.testing.assert_array_equal(run.params.blocks.w_q.base, first.params.blocks.w_q)
@@ -170,7 +170,7 @@ def test_lora_on_chooses_matrices_and_freeze_may_choose_among_their_adapters(pla
     moved = lambda name: (
         not np.array_equal(getattr(run.params.blocks, name).down, getattr(again.params.blocks, name).down)
     )
-    again = more(plain, tmp_path, "still", *LORA, *on, "optimizer.learning_rate=1e-30")
+    again = more(plain, tmp_path, "still", *LORA, *on, rate=1e-30)
     assert moved("w_q") and not moved("w_v")
     with pytest.raises(UserError, match="model.lora_on: found blocks.w_x, which is no weight"):
         more(plain, tmp_path, "none", *LORA, "model.lora_on=blocks.w_x")
@@ -217,9 +217,9 @@ def losses(cfg, devices):
 
 @pytest.mark.parametrize("kind", [LORA, (*FOUR, "model.lora_dora=true")])
 def test_a_run_with_adapters_goes_on_where_it_stopped(plain, tmp_path, kind):
-    kind = (*kind, "schedule.steps=4", "checkpoint.every=2")
-    once = more(plain, tmp_path, "once", *kind)
-    cfg = recipe.load_run(more(plain, tmp_path, "twice", *kind).cfg.run)
+    kind = (*kind, "checkpoint.every=2")
+    once = more(plain, tmp_path, "once", *kind, steps=4)
+    cfg = recipe.load_run(more(plain, tmp_path, "twice", *kind, steps=4).cfg.run)
     shutil.rmtree(tmp_path / "twice" / "checkpoints" / "4")
     assert train.run(cfg) == 0
     again = open_run(recipe.load_run(cfg.run))
@@ -252,8 +252,7 @@ def test_what_is_merged_computes_what_the_adapters_do(plain, tmp_path):
         said, wanted = ("".join(generate(one, "Text 3: the", 8, greedy)) for one in (run, whole))
         assert said == wanted
     # And another run may start from it, whose adapters are new.
-    next_one = f"start={run.cfg.run}", "optimizer.learning_rate=1e-30"
-    second = more(plain, tmp_path, "second", *LORA, *next_one)
+    second = more(plain, tmp_path, "second", *LORA, rate=1e-30, start=run.cfg.run)
     assert abs(evaluate_run(second)["loss"] - evaluate_run(run)["loss"]) < 1e-5
 
 

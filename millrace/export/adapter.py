@@ -15,7 +15,6 @@ from millrace import adapters, matrices, module
 from millrace.adapters import Adapted
 from millrace.compress.stored import Linear, linears
 from millrace.errors import UserError
-from millrace.export import huggingface
 from millrace.export.huggingface import whole_or_nothing
 from millrace.export.tensors import in_place
 from millrace.folder import Opened
@@ -31,7 +30,7 @@ def export(run: Opened, folder: str) -> list[Path]:
         )
     bare = matrices.plain(cfg)
     family = file("models", bare)
-    if not family.HF_TYPES or len(huggingface.exports(family, huggingface.plain_run(run))) > 1:
+    if not family.HF_TYPES or getattr(cfg, "generator", 0):
         raise UserError(
             f"--adapter: {cfg.use} is not one model at Hugging Face; without it adapters are merged"
         )
@@ -77,7 +76,7 @@ def of_layer(params: Any, one: Linear, number: int) -> dict[str, np.ndarray]:
             column += rank
         first = last
     down = np.concatenate([w.down.reshape(-1, rank).T for w in thin])
-    made = {"lora_A.weight": down, "lora_B.weight": up}
+    made = {"lora_A.weight": np.ascontiguousarray(down), "lora_B.weight": up}
     if thin[0].magnitude is not None:
         made["lora_magnitude_vector"] = np.concatenate([length(w, one.inputs) for w in ours])
     return made
