@@ -292,7 +292,7 @@ def test_flops_leave_out_the_gradients_of_what_is_frozen(plain):
 @pytest.mark.parametrize(
     "overrides, said",
     [
-        (["model.lora_alpha=4"], "model.lora_alpha: found 4.0, expected lora_rank to be set as well"),
+        (["model.lora_alpha=4"], "model.lora_alpha: found 4, expected lora_rank to be set as well"),
         (["model.lora_rank=4"], "model.lora_rank: found 4, expected start to be set"),
         ([*LORA, "start=x", "model.lora_bits=5"], "model.lora_bits: found 5, expected 4, 8 or 16, or 0"),
         ([*LORA, "start=x", "model.bits=4"], "model.lora_rank: found 4, expected 0 with bits"),

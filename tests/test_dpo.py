@@ -78,7 +78,9 @@ def llama(cfg, params):
     settings = family.to_hf(cfg, LENGTH)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings, attn_implementation="eager"))
     tensors = {name: torch.tensor(w) for name, w in to_tensors(table_of(family, cfg), params, "float32")}
-    model.load_state_dict(tensors)
+    missing = model.load_state_dict(tensors, strict=False)
+    assert missing.missing_keys == ["lm_head.weight"] and not missing.unexpected_keys  # it is tied
+    model.tie_weights()
     return model.double()
 
 
@@ -140,7 +142,8 @@ def trained(cfg, steps, devices):
 @pytest.mark.parametrize("kind", [COPY, LORA])
 def test_it_begins_at_the_logarithm_of_2_and_learns_to_prefer(load, kind):
     told, state = trained(load(*kind), 12, jax.devices()[:1])
-    assert abs(told[0]["loss"] - math.log(2)) < 1e-7 and told[0]["margin"] == 0
+    assert told[0]["margin"] == 0  # of each pair, so that its loss is the logarithm of 2 exactly
+    assert abs(told[0]["loss"] - math.log(2)) < 2e-7  # a sum of 15, divided by 15
     assert told[-1]["loss"] < 0.2 and told[-1]["accuracy"] == 1 and told[-1]["margin"] > 1
     still = state.params.reference if kind == COPY else None
     if still is not None:
@@ -159,12 +162,12 @@ def test_eight_devices_learn_what_one_does(load):
 @pytest.mark.parametrize(
     "overrides, said",
     [
-        ([], "objective.use: found dpo, expected another, or a model to measure against; model.lora_rank"),
+        ([], 'objective.use: found "dpo", expected another, or a model to measure against; model.lora_rank'),
         ([*LORA, *COPY], "model.reference: found true, expected false with lora_rank"),
         ([*COPY, "objective={use: causal}"], "model.reference: found true, expected false, since only dpo"),
-        ([*LORA, "loss.z_loss=1e-4"], "loss.z_loss: found 0.0001, expected plain cross entropy"),
+        ([*LORA, "loss.z_loss=1e-4"], "loss.z_loss: found 1e-4, expected plain cross entropy"),
         ([*LORA, "data.isolate=false"], "data.isolate: found false, expected true"),
-        ([*LORA, "objective.beta=0"], "objective.beta: found 0.0, expected a number above 0"),
+        ([*LORA, "objective.beta=0"], "objective.beta: found 0, expected a number above 0"),
     ],
 )
 def test_what_cannot_be_is_told(load, overrides, said):
