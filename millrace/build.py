@@ -2,10 +2,8 @@
 runs and `plan` compiles for slices that are not there."""
 
 import dataclasses
-import difflib
-import fnmatch
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -73,25 +71,10 @@ def frozen(cfg: recipe.Run, axes: Any) -> frozenset[str]:
     still = frozenset(name for name, its in every.items() if its.still)
     if cfg.freeze is None:
         return still
-    found = matching("freeze", cfg.freeze, every) | still
+    found = module.matching("freeze", cfg.freeze, every) | still
     if not any(jax.tree.leaves(module.trained(axes, found))):
         raise UserError(f"freeze: found {cfg.freeze}, expected some weight to be left to train")
     return found
-
-
-def matching(key: str, patterns: str, names: Iterable[str]) -> frozenset[str]:
-    """Those of the names that the patterns at a recipe's key, with commas between them, choose."""
-    valid, found = sorted(names), set()
-    for pattern in (part.strip() for part in patterns.split(",")):
-        chosen = fnmatch.filter(valid, pattern)
-        if not chosen:
-            alike = difflib.get_close_matches(pattern, valid, n=3, cutoff=0.4) or valid[:3]
-            raise UserError(
-                f"{key}: found {pattern}, which is no weight of this model; expected {', '.join(alike)} or "
-                f"another of its {len(valid)}"
-            )
-        found |= set(chosen)
-    return frozenset(found)
 
 
 def make_optimizer(

@@ -296,9 +296,15 @@ def check_rounds(args: argparse.Namespace) -> None:
 
 def export(args: argparse.Namespace) -> None:
     run = open_run(args)
-    from millrace.export import huggingface
+    from millrace.export import adapter, huggingface
 
-    for path in huggingface.export(run, args.folder, args.dtype, packed=args.packed):
+    if args.adapter:
+        if args.packed or args.dtype != "float32":
+            raise UserError("--adapter: expected no other option, since adapters are written in float32")
+        files = adapter.export(run, args.folder)
+    else:
+        files = huggingface.export(run, args.folder, args.dtype, packed=args.packed)
+    for path in files:
         print(f"{path}  {path.stat().st_size:,} bytes")
 
 
@@ -506,6 +512,8 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("folder", metavar="DIR", help="a new folder")
     one.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
     one.add_argument("--packed", action="store_true", help="ternary matrices in 2 bits a weight")
+    text = "the adapters alone (model.lora_rank), for peft; without it they are merged into the model"
+    one.add_argument("--adapter", action="store_true", help=text)
 
     one = with_run(
         add(commands, "quantize", quantize, "write a model whose matrices take a few bits a weight")

@@ -48,16 +48,15 @@ def evaluate(
         totals = {name: totals.get(name, 0.0) + value for name, value in sums.items()}
         if stop():
             return None
-    loss = totals["nll"] / max(totals["count"], 1.0)
-    result = {
-        "loss": loss,
-        "unigram_entropy": dataset.index.unigram_entropy,
-        "perplexity": math.exp(min(loss, 700.0)),
-    }
-    for name, total in totals.items():  # of a second turn
+    loss = totals.get("nll", totals["loss"]) / max(totals["count"], 1.0)
+    result = {"loss": loss}
+    if "nll" in totals:  # or it is not tokens that are told
+        entropy = dataset.index.unigram_entropy
+        result |= {"unigram_entropy": entropy, "perplexity": math.exp(min(loss, 700.0))}
+    for name, total in totals.items():  # of a second turn, or beside the loss
         turn, _, told = name.rpartition("_")
-        if turn and told != "count":
-            result[name] = total / max(totals[f"{turn}_count"], 1.0)
+        if told not in ("count", "nll") and name != "loss":
+            result[name] = total / max(totals[f"{turn}_count" if turn else "count"], 1.0)
     if given is not None and not dataset.has_loss:  # of a chat, too, only a part is told
         result["bits_per_byte"] = loss / math.log(2) * answers_per_byte(dataset, given)
     return result
@@ -95,10 +94,10 @@ SAID = ("loss", "unigram_entropy", "perplexity", "bits_per_byte")
 
 def spoken(result: dict[str, float], objective: Any) -> str:
     name = getattr(file("objectives", objective), "LOSS", "evaluation loss")
-    said = (
-        f"{name} {result['loss']:.4f} nats, unigram entropy {result['unigram_entropy']:.4f}, "
-        f"perplexity {result['perplexity']:,.2f}"
-    )
+    said = f"{name} {result['loss']:.4f} nats"
+    if "perplexity" in result:
+        said += f", unigram entropy {result['unigram_entropy']:.4f}"
+        said += f", perplexity {result['perplexity']:,.2f}"
     said += f", {result['bits_per_byte']:.3f} bits a byte" if "bits_per_byte" in result else ""
     more = [name for name in result if name not in SAID]
     return said + "".join(f", {name.replace('_', ' ')} {result[name]:.4f}" for name in more)

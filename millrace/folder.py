@@ -8,7 +8,7 @@ from typing import Any, Literal
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from millrace import mesh, module, recipe, store
+from millrace import mesh, recipe, store
 from millrace.checkpoint import Checkpoints
 from millrace.compress import stored
 from millrace.data import tokenise
@@ -43,13 +43,7 @@ def open_run(cfg: recipe.Run, *, item: Literal["params", "ema"] | None = None) -
             raise UserError(f"{cfg.run}: no average of the weights in it; train with optimizer.ema above 0")
         model = file("models", cfg.model).Model
         devices = mesh.make(dict.fromkeys(mesh.AXES, 1) | {"fsdp": jax.device_count()})
-        shapes, axes = module.shapes(model, cfg.model), module.axes(model, cfg.model)
-        target = jax.tree.map(
-            lambda leaf, home: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=home),
-            shapes,
-            mesh.shardings(axes, shapes, devices),
-        )
-        params = checkpoints.restore_params(step, target, item)
+        params = checkpoints.restore_params(step, mesh.placed(model, cfg.model, devices), item)
     finally:
         checkpoints.close()
     return with_tokenizer(cfg, params, step, devices)

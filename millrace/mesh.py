@@ -11,6 +11,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from millrace import module
 from millrace.module import Axes
 
 AXES = ("data", "fsdp", "tensor", "context", "expert")
@@ -93,6 +94,16 @@ def shardings(axes: Any, shapes: Any, mesh: Mesh) -> Any:
         axes,
         shapes,
         is_leaf=lambda node: isinstance(node, Axes),
+    )
+
+
+def placed(model: Any, cfg: Any, mesh: Mesh) -> Any:
+    """The weights of a model as shapes with shardings."""
+    shapes = module.shapes(model, cfg)
+    return jax.tree.map(
+        lambda leaf, home: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=home),
+        shapes,
+        shardings(module.axes(model, cfg), shapes, mesh),
     )
 
 

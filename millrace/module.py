@@ -2,14 +2,18 @@
 gives each axis its size, mesh.py its sharding, and the initialiser stands beside it."""
 
 import dataclasses
+import difflib
+import fnmatch
 import functools
 import math
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar, dataclass_transform
 
 import jax
 import jax.numpy as jnp
+
+from millrace.errors import UserError
 
 Array = jax.Array
 Initialiser = Callable[[Array, "Axes", tuple[int, ...], Any], Array]
@@ -190,3 +194,23 @@ def named(tree: Any) -> Iterator[tuple[str, Any]]:
 
 def dotted(path: Any) -> str:
     return ".".join(str(getattr(key, "name", getattr(key, "key", getattr(key, "idx", key)))) for key in path)
+
+
+def at(params: Any, path: str) -> Any:
+    """What stands at a dotted path, be it an array or several."""
+    return functools.reduce(getattr, path.split("."), params)
+
+
+def matching(key: str, patterns: str, names: Iterable[str]) -> frozenset[str]:
+    """Those of the names that the patterns at a recipe's key, with commas between them, choose."""
+    valid, found = sorted(names), set()
+    for pattern in (part.strip() for part in patterns.split(",")):
+        chosen = fnmatch.filter(valid, pattern)
+        if not chosen:
+            alike = difflib.get_close_matches(pattern, valid, n=3, cutoff=0.4) or valid[:3]
+            raise UserError(
+                f"{key}: found {pattern}, which is no weight of this model; expected {', '.join(alike)} or "
+                f"another of its {len(valid)}"
+            )
+        found |= set(chosen)
+    return frozenset(found)

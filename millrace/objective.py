@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from millrace import depth, mesh, rounding
+from millrace import depth, matrices, mesh
 from millrace.execution import Execution, default_unroll, products_of
 from millrace.kernels.cut_cross_entropy import bind, cut
 from millrace.kernels.head import Totals
@@ -110,13 +110,14 @@ def make_task(run: Any, vocabulary: Vocabulary, device: Any = None) -> Task:
 
 
 def file(folder: str, cfg: Any) -> Any:
-    """The module that a section's `use` names; a model's with recurrent depth or with rounded matrices, where
-    it has them."""
+    """The module that a section's `use` names; a model's with recurrent depth or with matrices that are held
+    otherwise, where it has them."""
     found = importlib.import_module(f"millrace.{folder}.{cfg.use}")
     if folder != "models":
         return found
     found = depth.family(found) if depth.is_recurrent(cfg) else found
-    return rounding.family(found) if rounding.has_bits(cfg) else found
+    held = matrices.kind(cfg)
+    return found if held is None else matrices.family(found, held)
 
 
 def token_loss(task: Task, model: Any, examples: Examples, *, without: int | None = None) -> Totals:

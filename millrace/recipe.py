@@ -66,7 +66,7 @@ class Depth:
 
 
 @dataclass(frozen=True)
-class Every(Depth):
+class Bits(Depth):
     """And matrices of few bits, which training sees as they will be stored (rounding.py)."""
 
     bits: int = 0  # of a weight of the layers' matrices: 8, 4, 3 or 2; 0: they are not rounded
@@ -87,6 +87,35 @@ class Every(Depth):
             raise ValueError("bits: expected 0 with recurrence")
         if self.bits_rank and self.bits == 8:
             raise ValueError("bits_rank: expected 0 with 8 bits, in which weights would be frozen")
+
+
+@dataclass(frozen=True)
+class Every(Bits):
+    """And frozen matrices with adapters that learn beside them (adapters.py), or a frozen copy."""
+
+    lora_rank: int = 0  # of the adapters (LoRA, 16); 0: there are none, and all weights learn
+    lora_alpha: float | None = None  # what they add is multiplied by alpha / rank; null: twice the rank
+    lora_on: str | None = None  # the matrices that have one, as in "blocks.w_q,blocks.w_v"; null: all
+    lora_dora: bool = False  # the length of each output's weights learns as well (DoRA)
+    lora_bits: int = 0  # of a frozen weight: 4 (QLoRA), 8 or 16; 0: as they are, 32
+    reference: bool = False  # all weights learn, and a frozen copy is what objective dpo measures against
+
+    def __post_init__(self) -> None:
+        Bits.__post_init__(self)
+        at_least(0, self, "lora_rank")
+        if self.lora_bits not in (0, 4, 8, 16):
+            raise ValueError("lora_bits: expected 4, 8 or 16, or 0")
+        if self.lora_alpha is not None and not self.lora_alpha > 0:
+            raise ValueError("lora_alpha: expected a number above 0")
+        for name in ("lora_alpha", "lora_on", "lora_dora", "lora_bits"):
+            if getattr(self, name) and not self.lora_rank:
+                raise ValueError(f"{name}: expected lora_rank to be set as well, or it has no effect")
+        if self.lora_rank and (self.bits or self.recurrence):
+            name = "bits" if self.bits else "recurrence"
+            raise ValueError(f"lora_rank: expected 0 with {name}")
+        if self.reference and (self.bits or self.lora_rank or self.recurrence):
+            name = "lora_rank, whose model is frozen" if self.lora_rank else "bits or recurrence"
+            raise ValueError(f"reference: expected false with {name}")
 
 
 @dataclass(frozen=True)
@@ -160,6 +189,7 @@ class Batch:
 
 
 SPLIT_ROWS = ("data", "fsdp", "expert")  # axes of the mesh over which the rows of a batch are split
+FORWARD = ("causal", "dpo")  # objectives of models that see only what came before
 
 
 @dataclass(frozen=True)
@@ -420,12 +450,12 @@ def check_run(run: Run, reader: Reader) -> None:
     _check_seed(run, reader)
     _check_schedule(run, reader)
     _check_mesh(run, reader)
-    if run.objective.use == "causal" and not run.model.causal:
+    if run.objective.use in FORWARD and not run.model.causal:
         reader.fail(
             "objective.use",
             f"expected masked, since {run.model.use} reads both sides and sees the next token",
         )
-    if run.objective.use != "causal" and run.model.causal:
+    if run.objective.use not in FORWARD and run.model.causal:
         reader.fail("objective.use", f"expected causal, since {run.model.use} sees only what came before")
     pair = bool(getattr(run.model, "generator", 0))
     if pair and run.objective.use != "rtd":
@@ -434,8 +464,8 @@ def check_run(run: Run, reader: Reader) -> None:
         reader.fail("objective.use", "expected another, or a model with model.generator, which rtd trains")
     if run.model.recurrence and getattr(run.model, "dense", 0):
         reader.fail("model.dense", "expected 0 with model.recurrence, whose rounds are of layers of one kind")
-    if run.objective.use == "causal" and run.eval.draws != 1:
-        reader.fail("eval.draws", "expected 1, since causal language modelling hides nothing")
+    if run.objective.use in FORWARD and run.eval.draws != 1:
+        reader.fail("eval.draws", f"expected 1, since {run.objective.use} hides nothing")
     if getattr(run.objective, "exclude_mask", False) and getattr(run.loss, "label_smoothing", 0):
         reader.fail(
             "loss.label_smoothing", "expected 0, since with objective.exclude_mask a token is ruled out"
@@ -446,6 +476,8 @@ def check_run(run: Run, reader: Reader) -> None:
     if getattr(run.model, "experts", 1) > 1 and run.memory.products != "compute":
         reader.fail("memory.products", "expected compute, since experts are not multiplied in 8 bits")
     _check_bits(run, reader)
+    _check_lora(run, reader)
+    _check_preference(run, reader)
     _check_packed(run, reader)
 
 
@@ -582,14 +614,48 @@ def _check_bits(run: Run, reader: Reader) -> None:
     stacked = "layers" in {field.name for field in dataclasses.fields(run.model)}
     if getattr(run.model, "experts", 1) > 1 or not stacked:
         reader.fail("model.bits", f"expected 0, since the matrices of {run.model.use} are not rounded")
-    if not run.model.bits_rank:
+    if run.model.bits_rank:
+        _check_frozen("model.bits_rank", run, reader)
+
+
+def _check_lora(run: Run, reader: Reader) -> None:
+    """Adapters beside frozen matrices."""
+    if not run.model.lora_rank:
         return
+    if run.memory.products != "compute" or getattr(run.model, "products", "compute") != "compute":
+        reader.fail("model.lora_rank", "expected 0, since these matrices are multiplied in few bits")
+    if "layers" not in {field.name for field in dataclasses.fields(run.model)}:
+        reader.fail("model.lora_rank", f"expected 0, since the matrices of {run.model.use} are not ours")
+    _check_frozen("model.lora_rank", run, reader)
+
+
+def _check_preference(run: Run, reader: Reader) -> None:
+    """What DPO learns against, and what it tells apart."""
+    if run.model.reference:
+        if run.objective.use != "dpo":
+            reader.fail("model.reference", "expected false, since only dpo measures against it")
+        _check_frozen("model.reference", run, reader)
+    if run.objective.use != "dpo":
+        return
+    if not (run.model.lora_rank or run.model.reference):
+        hint = "model.lora_rank, whose frozen model it is, or model.reference=true, a frozen copy"
+        reader.fail("objective.use", "expected another, or a model to measure against", hint=hint)
+    if not run.data.isolate:
+        reader.fail("data.isolate", "expected true, since dpo tells documents apart")
+    if run.loss.use != "cross_entropy" or run.loss.z_loss or run.loss.label_smoothing:
+        key = "loss.use" if run.loss.use != "cross_entropy" else "loss.z_loss"
+        key = "loss.label_smoothing" if getattr(run.loss, "label_smoothing", 0) else key
+        reader.fail(key, "expected plain cross entropy, since dpo has a loss of its own")
+
+
+def _check_frozen(key: str, run: Run, reader: Reader) -> None:
+    """What learns stands beside the weights of another model."""
     if run.start is None:
-        reader.fail("model.bits_rank", "expected start to be set, since the weights of the layers are frozen")
+        reader.fail(key, "expected start to be set, since the weights of the layers are frozen")
     if run.take is not None:
-        reader.fail("take", "expected nothing with model.bits_rank, which freezes all weights")
+        reader.fail("take", f"expected nothing with {key}, which freezes all weights")
     if run.optimizer.ema:
-        reader.fail("optimizer.ema", "expected 0 with model.bits_rank, whose frozen weights have no average")
+        reader.fail("optimizer.ema", f"expected 0 with {key}, whose frozen weights have no average")
 
 
 def _check_packed(run: Run, reader: Reader) -> None:

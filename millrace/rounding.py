@@ -1,26 +1,22 @@
 """Training that sees the model it will be stored as: the matrices of the layers in whole numbers of a few
 bits. Either all weights learn, through the rounding (quantisation-aware training), or they are frozen in 8
 bits each and two thin matrices learn what is added to them inside the rounding, and the scales with them
-(LR-QAT, arXiv 2406.06385). What is learnt so is merged without a trace. For any family; its own file knows
-nothing of it."""
+(LR-QAT, arXiv 2406.06385). What is learnt so is merged without a trace."""
 
-import dataclasses
-import functools
 import math
-import zlib
 from dataclasses import dataclass, replace
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from millrace import module
 from millrace.compress import grid
 from millrace.module import Array, Axes
+from millrace.parts import Declared, can_be_held, thin
 from millrace.project import project
 
+PLAIN = dict(bits=0, bits_group=0, bits_rank=0)
 RATE = 0.01  # of the learning rate: how fast scales learn, 1e-5 beside 1e-3 as published
 PRECISE = jax.lax.Precision.HIGHEST  # what is rounded must be the same wherever it is computed
 
@@ -99,10 +95,6 @@ def stored_scale(scale: Array) -> Array:
 stored_scale.defvjp(lambda scale: (stored_scale(scale), None), lambda _, d: (d,))
 
 
-def is_rounded(axes: Axes) -> bool:
-    return axes.is_hidden_matrix and axes.stacked == 1 and not axes.exact
-
-
 def has_bits(cfg: Any) -> bool:
     return getattr(cfg, "bits", 0) > 0
 
@@ -111,92 +103,60 @@ def is_low_rank(cfg: Any) -> bool:
     return has_bits(cfg) and cfg.bits_rank > 0
 
 
-def plain(cfg: Any) -> Any:
-    """The same model with matrices as they are."""
-    return replace(cfg, bits=0, bits_group=0, bits_rank=0) if has_bits(cfg) else cfg
+def takes(cfg: Any, axes: dict[str, Axes]) -> frozenset[str]:
+    return frozenset(path for path, its in axes.items() if can_be_held(its))
 
 
-@functools.cache
-def family(found: Any) -> Any:
-    """A model file whose matrices are rounded. What is built is the family's own model."""
-
-    class Model:
-        build = staticmethod(partial(build, found.Model))
-        init = staticmethod(partial(init, found.Model))
-
-    return SimpleNamespace(**vars(found) | dict(Model=Model))
+def beside(cfg: Any, axes: Axes) -> Axes:
+    """A weight that is not rounded."""
+    return replace(axes, still=axes.still or is_low_rank(cfg))
 
 
-def build(model: Any, cfg: Any, leaf: Any) -> Any:
-    """As module.build, with what the rounding of each matrix takes."""
-
-    def one(path: str, axes: Axes, shape: tuple[int, ...], initialise: Any) -> Any:
-        if not is_rounded(axes):
-            return leaf(path, replace(axes, still=axes.still or is_low_rank(cfg)), shape, initialise)
-        its = grid_of(cfg, axes)
-        if not its.rank:
-            return leaf(path, replace(axes, grid=its), shape, initialise)
-        lead, ins, outs = (
-            (axes.names[part], shape[part])
-            for part in (slice(1), slice(1, 1 + its.inputs), slice(1 + its.inputs, None))
-        )
-        count = grid.groups(math.prod(ins[1]), its.group)
-        part = lambda name, own, sizes, **more: leaf(
-            f"{path}.{name}",
-            replace(axes, names=lead[0] + own, **more),
-            lead[1] + sizes,
-            partial(_missing, lead[1] + sizes),
-        )
-        return LowRank(
-            fixed=part("fixed", ins[0] + outs[0], ins[1] + outs[1], still=True, exact=True, dtype=jnp.int8),
-            scale=part("scale", ("groups",) + outs[0], (count, *outs[1]), inputs=0, rate=RATE),
-            down=part("down", ins[0] + ("rank",), (*ins[1], its.rank), exact=True),
-            up=part("up", ("rank",) + outs[0], (its.rank, *outs[1]), inputs=1, exact=True),
-            grid=its,
-        )
-
-    return module.build(model, cfg, one)
-
-
-def _missing(shape: tuple[int, ...], key: Array) -> Array:
-    raise AssertionError("parts of a rounded weight are made of the weight, by of_plain")
+def declared(cfg: Any, matrix: Declared, initialise: Any) -> Any:
+    its = grid_of(cfg, matrix.axes)
+    if not its.rank:
+        return matrix.leaf(matrix.path, replace(matrix.axes, grid=its), matrix.shape, initialise)
+    ins, outs = matrix.ins, matrix.outs
+    groups, rank = (("groups",), (grid.groups(math.prod(ins[1]), its.group),)), (("rank",), (its.rank,))
+    return LowRank(
+        fixed=matrix.part("fixed", ins, outs, still=True, exact=True, dtype=jnp.int8),
+        scale=matrix.part("scale", groups, outs, inputs=0, rate=RATE),
+        down=matrix.part("down", ins, rank, exact=True),
+        up=matrix.part("up", rank, outs, inputs=1, exact=True),
+        grid=its,
+    )
 
 
 def grid_of(cfg: Any, axes: Axes) -> Grid:
     return Grid(cfg.bits, cfg.bits_group, cfg.bits_rank, axes.inputs)
 
 
-def init(model: Any, cfg: Any, key: Array) -> Any:
-    return of_plain(cfg, module.axes(model, cfg), module.init(model, cfg, key), key)
+def made(cfg: Any, axes: Axes, w: Array, key: Array) -> Any:
+    """With low rank, rounding to nearest is what weights are at first."""
+    return low_rank(w, grid_of(cfg, axes), key) if is_low_rank(cfg) else w
 
 
-def of_plain(cfg: Any, axes: Any, params: Any, key: Array) -> Any:
-    """The weights with which training begins. With low rank, rounding to nearest is what they are at
-    first."""
-    if not is_low_rank(cfg):
-        return params
+def whole(cfg: Any, axes: Axes, w: Any) -> Array:
+    if isinstance(w, LowRank):
+        return jax.lax.map(lambda one: one.whole(), w)
+    return rounded(w, grid_of(cfg, axes))
 
-    def one(path: Any, its: Axes, w: Array) -> Any:
-        if not is_rounded(its):
-            return w
-        own = jax.random.fold_in(key, zlib.crc32(module.dotted(path).encode()))
-        return low_rank(w, grid_of(cfg, its), own)
 
-    return jax.tree_util.tree_map_with_path(one, axes, params, is_leaf=lambda node: isinstance(node, Axes))
+def flops(family: Any, cfg: Any, sequence: int) -> float:
+    """Those of the plain model: the gradient of a whole matrix is what its parts learn by."""
+    return family.flops(cfg, sequence)
 
 
 def low_rank(w: Array, its: Grid, key: Array) -> LowRank:
     """Of a weight [layers ...]."""
-    ins, outs = w.shape[1 : 1 + its.inputs], w.shape[1 + its.inputs :]
+    outs = w.shape[1 + its.inputs :]
     flat = jax.vmap(its.flat)(w.astype(jnp.float32))
     scales = jax.lax.map(lambda one: grid.searched(one, its.bits, its.group), flat)
     each = jax.vmap(lambda scale: grid.spread(scale, flat.shape[1], its.group))(scales)
-    bound = 1 / math.sqrt(flat.shape[1])  # Kaiming's, with sqrt(5) for its slope
-    shape = (w.shape[0], *ins, its.rank)
     return LowRank(
         fixed=fixed_point(flat / each, its.bits).reshape(w.shape),
         scale=scales.reshape(*scales.shape[:2], *outs),
-        down=jax.random.uniform(key, shape, jnp.float32, -bound, bound),
+        down=thin(key, w, its.inputs, its.rank),
         up=jnp.zeros((w.shape[0], its.rank, *outs)),
         grid=its,
     )
@@ -228,20 +188,3 @@ def numbers_of(w: Any, its: Grid) -> tuple[Array, Array]:
     flat = its.flat(w)
     scales = jax.lax.stop_gradient(grid.largest(flat, its.bits, its.group))
     return straight(its.bits, flat / grid.spread(scales, flat.shape[0], its.group)), scales
-
-
-def merged(run: Any, model: Any) -> Any:
-    """An opened run whose model is a plain one, of this class: its matrices are what training saw."""
-    cfg = run.cfg.model
-    if not has_bits(cfg):
-        return run
-    axes = module.axes(model, plain(cfg))
-
-    def one(its: Axes, w: Any) -> Any:
-        if isinstance(w, LowRank):
-            return jax.lax.map(lambda one: one.whole(), w)
-        return rounded(w, grid_of(cfg, its)) if is_rounded(its) else w
-
-    whole = jax.jit(lambda w: jax.tree.map(one, axes, w, is_leaf=lambda node: isinstance(node, Axes)))
-    bare = dataclasses.replace(run.cfg, model=plain(cfg))
-    return dataclasses.replace(run, cfg=bare, params=whole(run.params))

@@ -2,6 +2,7 @@
 or those that `take` names; along the vocabulary by token, the others grown to size (enlarge.py)."""
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from millrace import config, enlarge, mesh, module, recipe, rounding, store
-from millrace.build import matching
+from millrace import config, enlarge, matrices, mesh, module, recipe, store
 from millrace.checkpoint import Checkpoints
 from millrace.data.mapped import open_folder
 from millrace.errors import UserError
@@ -27,18 +27,14 @@ class Source:
     path: str
     model: Any
     taken: frozenset[str]
+    held: Any  # its model as it lies there, where matrices are held otherwise
 
 
 def check(path: str, model: Any, take: str | None = None) -> Source:
     """What `model` can start from; UserError where it cannot."""
-    model = rounding.plain(model)
-    old, family = model_of(path, model), file("models", model)
-    if rounding.is_low_rank(old):
-        raise UserError(
-            f"start: {path} holds frozen weights and what was learnt beside them (model.bits_rank), expected "
-            f"a plain model; `millrace export {path} DIR` makes one of it"
-        )
-    old = rounding.plain(old)
+    model = matrices.plain(model)
+    held = model_of(path, model)
+    old, family = matrices.plain(held), file("models", model)
     theirs, ours = (dict(named(module.axes(file("models", cfg).Model, cfg))) for cfg in (old, model))
     if take is None:
         if old.use != model.use:
@@ -48,7 +44,7 @@ def check(path: str, model: Any, take: str | None = None) -> Source:
         other = sorted(theirs.keys() ^ ours.keys())
         if other:
             raise UserError(f"start: {other[0]} is in one alone of {path} and this recipe's model")
-    taken = matching("take", take, ours) if take is not None else frozenset(ours)
+    taken = module.matching("take", take, ours) if take is not None else frozenset(ours)
     shapes = dict(named(module.shapes(family.Model, model)))
     before = dict(named(module.shapes(file("models", old).Model, old)))
     for name in (name for name in ours if name in taken):
@@ -57,7 +53,7 @@ def check(path: str, model: Any, take: str | None = None) -> Source:
         for axis, small, large in zip(ours[name].names, before[name].shape, shapes[name].shape, strict=True):
             if large < small and axis != "vocab":
                 raise UserError(f"start: {name} is {small} along {axis} in {path}, expected at most {large}")
-    return Source(path, old, taken)
+    return Source(path, old, taken, held)
 
 
 def model_of(path: str, wanted: Any = None) -> Any:
@@ -84,8 +80,8 @@ def is_run(path: str) -> bool:
 def weights(source: Source, model: Any, fresh: Any, devices: Mesh, data: str) -> tuple[Any, str]:
     """The fresh weights of `model` with those of the source in their place, laid out as they are, and what is
     to be said of it. `data` is the folder whose tokenizer the model is to know."""
-    if rounding.is_low_rank(model):
-        return low_rank(source, model, fresh, devices, data)
+    if matrices.is_frozen(model):
+        return frozen(source, model, fresh, devices, data)
     old = source.model
     rows, said = rows_of(source.path, data, old.vocab, model.vocab)
     axes = module.axes(file("models", old).Model, old)
@@ -111,39 +107,40 @@ def weights(source: Source, model: Any, fresh: Any, devices: Mesh, data: str) ->
     return whole, begun + drawn + (f"; {said}" if said and has_rows else "")
 
 
-def low_rank(source: Source, model: Any, fresh: Any, devices: Mesh, data: str) -> tuple[Any, str]:
+def frozen(source: Source, model: Any, fresh: Any, devices: Mesh, data: str) -> tuple[Any, str]:
     """As `weights`, frozen and with nothing learnt yet."""
-    bare = rounding.plain(model)
+    bare = matrices.plain(model)
     family = file("models", bare).Model
-    shapes, axes = module.shapes(family, bare), module.axes(family, bare)
-    place = lambda leaf, home: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=home)
-    wanted = jax.tree.map(place, shapes, mesh.shardings(axes, shapes, devices))
-    whole, said = weights(source, bare, wanted, devices, data)
+    whole, said = weights(source, bare, mesh.placed(family, bare, devices), devices, data)
     homes = jax.tree.map(lambda leaf: leaf.sharding, fresh)
-    begun = lambda whole: rounding.of_plain(model, axes, whole, jax.random.key(0))
-    frozen = jax.jit(begun, out_shardings=homes)(whole)
+    begun = lambda whole: matrices.of_plain(family, model, whole, jax.random.key(0))
+    held = jax.jit(begun, out_shardings=homes)(whole)
     # What learns is drawn already, by the run's seed.
     drawn = lambda path, made, leaf: leaf if module.dotted(path).endswith(".down") else made
-    return jax.tree_util.tree_map_with_path(drawn, frozen, fresh), said
+    return jax.tree_util.tree_map_with_path(drawn, held, fresh), said
 
 
 def _read(source: Source, devices: Mesh) -> Any:
     """All weights of the source, spread over the devices."""
     path, old, family = source.path, source.model, file("models", source.model)
-    shapes, axes = module.shapes(family.Model, old), module.axes(family.Model, old)
-    homes = mesh.shardings(axes, shapes, devices)
+    target = mesh.placed(family.Model, old, devices)
     if not is_run(path):
         stored = ternary.stored(huggingface.read_config(Path(path)))
-        read = huggingface.from_tensors(table_of(family, old), shapes, Path(path), stored)
-        put = lambda w, home: jax.make_array_from_callback(w.shape, home, lambda index: w[index])
-        return jax.tree.map(put, read, homes)
+        read = huggingface.from_tensors(table_of(family, old), target, Path(path), stored)
+        put = lambda w, to: jax.make_array_from_callback(w.shape, to.sharding, lambda index: w[index])
+        return jax.tree.map(put, read, target)
     checkpoints = Checkpoints(path)
     try:
         step = checkpoints.latest()
         if step is None:
             raise UserError(f"start: {path}: no checkpoint in it yet")
-        place = lambda leaf, home: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=home)
-        return checkpoints.restore_params(step, jax.tree.map(place, shapes, homes))
+        if not matrices.is_frozen(source.held):
+            return checkpoints.restore_params(step, target)
+        # What was learnt beside its weights is merged into them.
+        there = mesh.placed(file("models", source.held).Model, source.held, devices)
+        homes = jax.tree.map(lambda leaf: leaf.sharding, target)
+        merge = jax.jit(partial(matrices.to_plain, family.Model, source.held), out_shardings=homes)
+        return merge(checkpoints.restore_params(step, there))
     finally:
         checkpoints.close()
 

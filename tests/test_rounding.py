@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from millrace import build, config, module, recipe, rounding, step, train
+from millrace import build, config, matrices, module, recipe, rounding, step, train
 from millrace.compress import command, grid, stored
 from millrace.data.stream import Dataset
 from millrace.errors import UserError
@@ -194,7 +194,7 @@ def test_every_family_computes_from_frozen_weights_what_it_does_from_whole_ones(
     assert jax.tree.map(lambda w: (w.shape, w.dtype), params) == jax.tree.map(
         lambda w: (w.shape, w.dtype), shapes
     )
-    bare = rounding.plain(cfg)
+    bare = matrices.plain(cfg)
     whole = jax.tree.map(
         lambda w: jax.lax.map(lambda one: one.whole(), w) if isinstance(w, rounding.LowRank) else w,
         params,

@@ -3,7 +3,6 @@ layer is calibrated on what the rounded layers before it give. What is done lies
 target, a file for each layer, so that the command goes on where it was stopped."""
 
 import dataclasses
-import functools
 import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator
@@ -20,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from millrace import config, mesh, module, rounding
+from millrace import config, matrices, mesh, module, rounding
 from millrace.compress import calibrate, integers, stored, tune
 from millrace.compress.calibrate import Layer, Text
 from millrace.compress.stored import Linear, linears, load, tensors_of, with_layer
@@ -50,9 +49,11 @@ class Request:
 
 def quantize(run: Opened, request: Request, say: Say) -> list[Path]:
     """Writes the quantised model and returns its files."""
+    if not rounding.has_bits(run.cfg.model):
+        run = huggingface.plain_run(run)
     cfg, method = run.cfg.model, file("quantize", request.method)
     check(run, request)
-    found = linears(file("models", rounding.plain(cfg)), rounding.plain(cfg))
+    found = linears(file("models", matrices.plain(cfg)), matrices.plain(cfg))
     if not found:
         raise UserError(f"quantize: found no matrix of {cfg.use} that is a linear layer at Hugging Face")
     work = Work(run, request, found)
@@ -157,17 +158,12 @@ def by_method(method: Any, w: Any, hessian: Any, key: Any) -> Any:
 def learnt(run: Opened, one: Linear, number: int) -> Any:
     """A matrix of a layer that training saw in whole numbers: these, and its scales."""
     cfg = run.cfg.model
-    axes = dict(module.named(module.axes(file("models", rounding.plain(cfg)).Model, rounding.plain(cfg))))
-    leaves = {path: dict_at(run.params, path) for path in one.paths}
+    axes = dict(module.named(module.axes(file("models", matrices.plain(cfg)).Model, matrices.plain(cfg))))
+    leaves = {path: module.at(run.params, path) for path in one.paths}
     layer = lambda path: jax.tree.map(lambda w: w[number], leaves[path])
     made = [rounding.numbers_of(layer(path), rounding.grid_of(cfg, axes[path])) for path in one.paths]
     numbers, scales = (jnp.concatenate(parts, axis=1) for parts in zip(*made, strict=True))
     return integers.store(numbers, scales, cfg.bits, cfg.bits_group)
-
-
-def dict_at(params: Any, path: str) -> Any:
-    """What stands at a dotted path, be it an array or several."""
-    return functools.reduce(getattr, path.split("."), params)
 
 
 def open_data(run: Opened, request: Request) -> Dataset:

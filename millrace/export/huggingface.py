@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save_file
 
-from millrace import config, module, recipe, rounding, store
+from millrace import config, matrices, module, recipe, store
 from millrace.checkpoint import Checkpoints
 from millrace.compress import stored
 from millrace.data import tokenise
@@ -51,8 +51,8 @@ def export(run: Opened, folder: str, dtype: str, *, packed: bool = False) -> lis
 
 
 def plain_run(run: Opened) -> Opened:
-    """The run with its matrices as they are used, where they are rounded (rounding.py)."""
-    return rounding.merged(run, file("models", rounding.plain(run.cfg.model)).Model)
+    """The run with its matrices as they are used, where they are held otherwise (matrices.py)."""
+    return matrices.merged(run, file("models", matrices.plain(run.cfg.model)).Model)
 
 
 def exports(family: Any, run: Opened) -> dict[str, tuple[Any, Any]]:

@@ -46,6 +46,30 @@ def cut(
     return _cut(Head(per_token, soft_cap, chunk, filter, without), split, hidden, unembed, targets, weights)
 
 
+def each(
+    hidden: Array, unembed: Array, targets: Array, *, soft_cap: float | None = None, chunk: int | str = "auto"
+) -> Array:
+    """The negative log likelihood of every target [b s], for reading only: what is learnt by it goes through
+    `cut`, with weights that depend on it."""
+    head = Head(likelihood, soft_cap, chunk)
+    hidden, unembed = jax.lax.stop_gradient((hidden, unembed))
+    current = mesh.current()
+    if current is None:
+        return _part("tokens").each(head, Split(), hidden, unembed, targets)
+    rows, matrix, split = _layout(hidden, unembed, current)
+    return jax.shard_map(
+        partial(_part("tokens").each, head, split),
+        in_specs=(rows, matrix, P(*rows[:2])),
+        out_specs=P(*rows[:2]),
+        check_vma=False,
+    )(hidden, unembed, targets)
+
+
+def likelihood(stats: Stats) -> Array:
+    """A token's negative log likelihood."""
+    return stats.lse - stats.target
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _cut(head: Head, way: str, hidden: Array, unembed: Array, targets: Array, weights: Array) -> Totals:
     return _on_mesh(False, head, way, hidden, unembed, targets, weights)
@@ -76,11 +100,7 @@ def _on_mesh(
     if current is None:
         work = _work(trains, head, way, Split(), hidden, unembed)
         return work(head, Split(), hidden, unembed, targets, weights)
-    rows = mesh.spec(("batch", "sequence", None), hidden.shape, current)
-    stored = mesh.spec(("vocab", "embed"), unembed.shape, current)
-    tokens, vocab, width = _axes(rows[0]) + _axes(rows[1]), _axes(stored[0]), _axes(stored[1])
-    split = Split(tokens, vocab, width if set(width) <= set(tokens) else ())
-    matrix = P(vocab or None, split.width or None)
+    rows, matrix, split = _layout(hidden, unembed, current)
     parts = [
         jax.ShapeDtypeStruct(NamedSharding(current, part).shard_shape(x.shape), x.dtype)
         for x, part in ((hidden, rows), (unembed, matrix))
@@ -92,6 +112,15 @@ def _on_mesh(
         # Nothing in here is differentiated, so JAX need not know which values differ between devices.
         check_vma=False,
     )(hidden, unembed, targets, weights)
+
+
+def _layout(hidden: Array, unembed: Array, current: Any) -> tuple[P, P, Split]:
+    """How hidden states and the vocabulary's matrix are split over this mesh."""
+    rows = mesh.spec(("batch", "sequence", None), hidden.shape, current)
+    stored = mesh.spec(("vocab", "embed"), unembed.shape, current)
+    tokens, vocab, width = _axes(rows[0]) + _axes(rows[1]), _axes(stored[0]), _axes(stored[1])
+    split = Split(tokens, vocab, width if set(width) <= set(tokens) else ())
+    return rows, P(vocab or None, split.width or None), split
 
 
 def _work(trains: bool, head: Head, way: str, split: Split, hidden: Any, unembed: Any) -> Callable[..., Any]:

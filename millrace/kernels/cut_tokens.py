@@ -35,6 +35,19 @@ def totals(head: Head, split: Split, hidden: Array, unembed: Array, targets: Arr
     return psum(sums, split.tokens)
 
 
+def each(head: Head, split: Split, hidden: Array, unembed: Array, targets: Array) -> Array:
+    """The negative log likelihood of every token [b s]."""
+    unembed = _whole(unembed, split).astype(hidden.dtype)
+
+    def step(carry: tuple[()], piece: tuple[Array, Array]) -> tuple[tuple[()], Array]:
+        x, y = piece
+        scores = _logits(head, x, unembed, split)
+        stats = _stats(scores, _is_target(scores, y, split), split)
+        return carry, stats.lse - stats.target
+
+    return _over_chunks(step, (), (hidden, targets), _chunk(head, unembed))[1]
+
+
 def totals_and_gradients(
     head: Head, split: Split, hidden: Array, unembed: Array, targets: Array, weights: Array
 ) -> tuple[Totals, Array, Array]:

@@ -1,0 +1,175 @@
+"""Preference tuning: its loss and gradients against the formula over transformers' logits, where it begins,
+and that no mesh changes it."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from millrace import build, matrices, mesh, module, recipe, step
+from millrace.errors import UserError
+from millrace.evaluate import Vocabulary
+from millrace.export.tensors import table_of, to_tensors
+from millrace.objective import Batch, file, make_task
+from millrace.reference import Referred
+
+LENGTH, VOCAB = 48, 64
+COPY, LORA = ("model.reference=true",), ("model.lora_rank=4", "model.lora_alpha=16")
+
+
+@pytest.fixture
+def load(tmp_path):
+    (tmp_path / "recipe.yaml").write_text(f"""
+run: {tmp_path}/run
+start: {tmp_path}/base
+model: {{use: llama, layers: 2, embed: 32, heads: 4, kv_heads: 2, mlp: 64, vocab: {VOCAB}, rope_theta: 1e4}}
+data: {{path: nowhere, sequence_length: {LENGTH}}}
+objective: {{use: dpo, beta: 0.5}}
+loss: {{use: cross_entropy, chunk: 24}}
+optimizer: {{use: adamw, learning_rate: 1e-2, weight_decay: 0.0}}
+schedule: {{use: constant, steps: 100}}
+batch: {{sequences: 8}}
+mesh: {{fsdp: 1, data: auto}}
+memory: {{compute: float32}}
+""")
+    return lambda *overrides: recipe.load(tmp_path / "recipe.yaml", overrides)
+
+
+def documents():
+    """Eight rows of pairs: lists of tokens, and after how many of them the answer begins. The last row has
+    one pair alone, and padding."""
+    draw = np.random.default_rng(0)
+    rows = []
+    for number in range(8):
+        row = []
+        for _ in range(1 if number == 7 else 2):
+            prompt = draw.integers(4, VOCAB, draw.integers(2, 5)).tolist()
+            # The chosen ends in one token, the rejected in another: something to be learnt.
+            for last, size in ((5, draw.integers(1, 6)), (6, draw.integers(1, 6))):
+                row.append((prompt + draw.integers(8, VOCAB, size).tolist() + [last], len(prompt)))
+        rows.append(row)
+    return rows
+
+
+def packed(rows):
+    tokens, segments, positions, loss = np.zeros((4, len(rows), LENGTH), np.int32)
+    for place, row in enumerate(rows):
+        first = 0
+        for number, (text, answer) in enumerate(row, 1):
+            here = slice(first, first + len(text))
+            tokens[place, here], segments[place, here] = text, number
+            positions[place, here] = np.arange(len(text))
+            loss[place, first + answer : first + len(text)] = 1
+            first += len(text)
+    return Batch(*map(jnp.asarray, (tokens, segments, positions, loss.astype(bool))))
+
+
+def task_of(cfg):
+    return make_task(cfg, Vocabulary(VOCAB, 0, 1, 2, None))
+
+
+def llama(cfg, params):
+    """The same model of transformers, in float64."""
+    family = file("models", cfg)
+    settings = family.to_hf(cfg, LENGTH)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings, attn_implementation="eager"))
+    tensors = {name: torch.tensor(w) for name, w in to_tensors(table_of(family, cfg), params, "float32")}
+    missing = model.load_state_dict(tensors, strict=False)
+    assert missing.missing_keys == ["lm_head.weight"] and not missing.unexpected_keys  # it is tied
+    model.tie_weights()
+    return model.double()
+
+
+def answered(model, text, answer):
+    logits = model(torch.tensor([text])).logits[0, answer - 1 : -1]
+    return torch.log_softmax(logits, -1).gather(1, torch.tensor(text[answer:])[:, None]).sum()
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_loss_and_gradients_are_those_of_the_formula_over_transformers_logits(load, smoothing):
+    cfg = load(*COPY, f"objective.label_smoothing={smoothing}")
+    task, rows = task_of(cfg), documents()
+    bare = matrices.plain(cfg.model)
+    draw = lambda seed: jax.tree.map(
+        lambda w: 3.0 * w, module.init(file("models", bare).Model, bare, jax.random.key(seed))
+    )
+    params = Referred(draw(0), draw(1))
+    axes = module.axes(file("models", cfg.model).Model, cfg.model)
+    examples = file("objectives", cfg.objective).prepare(task, packed(rows), jax.random.key(0))
+    found, sums = step.gradients(task, axes, params, step.split(examples, 1))
+    policy, reference = llama(bare, params.policy), llama(bare, params.reference)
+    margins = []
+    for row in rows:
+        gains = [answered(policy, *one) - answered(reference, *one).detach() for one in row]
+        pairs = zip(gains[::2], gains[1::2], strict=True)
+        margins += [0.5 * (chosen - rejected) for chosen, rejected in pairs]
+    margins = torch.stack(margins)
+    sigmoid = torch.nn.functional.logsigmoid
+    loss = -((1 - smoothing) * sigmoid(margins) + smoothing * sigmoid(-margins)).sum()
+    loss.backward()
+    assert margins.std() > 0.1 and sums["count"] == len(margins) == 15
+    np.testing.assert_allclose(sums["loss"], loss.item(), rtol=1e-5)
+    np.testing.assert_allclose(sums["margin"], margins.sum().item(), rtol=1e-4, atol=1e-4)
+    assert sums["accuracy"] == (margins > 0).sum()
+    theirs = dict(policy.named_parameters())
+    for name, ours in to_tensors(table_of(file("models", bare), bare), found.policy, "float32"):
+        wanted = theirs[name].grad.numpy()
+        np.testing.assert_allclose(ours, wanted, atol=1e-4 * np.abs(wanted).max(), err_msg=name)
+    assert all(not np.any(w) for w in jax.tree.leaves(found.reference))
+
+
+def trained(cfg, steps, devices):
+    """Metrics of some steps from fresh weights, each over the same pairs."""
+    task = task_of(cfg)
+    update = build.make_update(cfg, task)
+    axes = module.axes(file("models", task.model).Model, task.model)
+    laid = build.make_mesh(cfg, devices)
+    with jax.set_mesh(laid):
+        _, fresh = build.make_state(cfg, task, update, laid)
+        state, take, told = fresh(), jax.jit(step.train_step(task, update, axes)), []
+        home = mesh.row_sharding(laid, (8, LENGTH))
+        batch = jax.tree.map(lambda x: jax.device_put(x, home), packed(documents()))
+        for _ in range(steps):
+            state, metrics = take(state, batch)
+            told.append({name: float(metrics[name]) for name in ("loss", "accuracy", "margin")})
+    return told, state
+
+
+@pytest.mark.parametrize("kind", [COPY, LORA])
+def test_it_begins_at_the_logarithm_of_2_and_learns_to_prefer(load, kind):
+    told, state = trained(load(*kind), 12, jax.devices()[:1])
+    assert told[0]["margin"] == 0  # of each pair, so that its loss is the logarithm of 2 exactly
+    assert abs(told[0]["loss"] - math.log(2)) < 2e-7  # a sum of 15, divided by 15
+    assert told[-1]["loss"] < 0.2 and told[-1]["accuracy"] == 1 and told[-1]["margin"] > 1
+    still = state.params.reference if kind == COPY else None
+    if still is not None:
+        fresh = module.init(file("models", load(*kind).model).Model, load(*kind).model, jax.random.key(0))
+        for (name, w), (_, first) in zip(module.named(still), module.named(fresh.reference), strict=True):
+            np.testing.assert_allclose(w, first, atol=1e-7, err_msg=name)
+
+
+def test_eight_devices_learn_what_one_does(load):
+    one, _ = trained(load(*LORA, "mesh.data=1"), 4, jax.devices()[:1])
+    many, _ = trained(load(*LORA, "mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2"), 4, jax.devices())
+    for alone, shared in zip(one, many, strict=True):
+        np.testing.assert_allclose(list(alone.values()), list(shared.values()), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "overrides, said",
+    [
+        ([], 'objective.use: found "dpo", expected another, or a model to measure against; model.lora_rank'),
+        ([*LORA, *COPY], "model.reference: found true, expected false with lora_rank"),
+        ([*COPY, "objective={use: causal}"], "model.reference: found true, expected false, since only dpo"),
+        ([*LORA, "loss.z_loss=1e-4"], "loss.z_loss: found 1e-4, expected plain cross entropy"),
+        ([*LORA, "data.isolate=false"], "data.isolate: found false, expected true"),
+        ([*LORA, "objective.beta=0"], "objective.beta: found 0, expected a number above 0"),
+    ],
+)
+def test_what_cannot_be_is_told(load, overrides, said):
+    with pytest.raises(UserError, match=said):
+        load(*overrides)
