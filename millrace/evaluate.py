@@ -154,7 +154,8 @@ def place(
         return jax.make_array_from_callback(shape, sharding, part)
 
     loss = None if packed.loss is None else put(packed.loss)
-    return Batch(put(packed.tokens), put(packed.segments), put(packed.positions), loss)
+    labels = None if packed.labels is None else put(packed.labels)
+    return Batch(put(packed.tokens), put(packed.segments), put(packed.positions), loss, labels)
 
 
 def spread(rows: np.ndarray, now: int, last: int) -> np.ndarray:

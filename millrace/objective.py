@@ -24,12 +24,14 @@ from millrace.products.support import multiplies
 @module
 class Batch:
     """Packed rows as the stream gives them, [b s] each: segments count documents from 1, 0 is padding; `loss`
-    marks the tokens to be learnt, None means all."""
+    marks the tokens to be learnt, None means all; `labels` has a label's number plus one at the tokens that
+    have one, None where the data has none."""
 
     tokens: Array
     segments: Array
     positions: Array
     loss: Array | None = None
+    labels: Array | None = None
 
 
 @module

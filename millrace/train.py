@@ -234,7 +234,8 @@ def run(cfg: recipe.Run, program: Path | None = None) -> int:
                 axes = module.axes(family.Model, task.model)
                 one = step.train_step(task, update, axes)
                 with ledger.during("compilation"):
-                    traced = build.lowered(cfg, one, abstract, devices, has_loss=dataset.has_loss)
+                    marks = dict(has_loss=dataset.has_loss, has_labels=dataset.has_labels)
+                    traced = build.lowered(cfg, one, abstract, devices, **marks)
                     compiled = programs.compiled(traced, devices, program, out.event)
                 session = Session(
                     cfg=cfg,

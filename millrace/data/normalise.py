@@ -183,7 +183,8 @@ def in_one(column: pa.ChunkedArray) -> pa.Array:
 
 def spoken(messages: str) -> str:
     """Contents as they are where they are strings; parts and calls of tools as JSON."""
-    said = [message.get(key) for message in orjson.loads(messages) for key in ("content", "tool_calls")]
+    found = [one for part in orjson.loads(messages) for one in part.get("messages", [part])]
+    said = [message.get(key) for message in found for key in ("content", "tool_calls")]
     return "\n".join(
         value if isinstance(value, str) else orjson.dumps(value).decode() for value in said if value
     )
