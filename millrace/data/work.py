@@ -187,6 +187,10 @@ class Work(Stages):
             f"pack: {rows:,} rows of {recipe.pack.sequence_length}, {tokens:,} tokens, "
             f"{size / max(tokens, 1):.2f} bytes a token, {fill:.2%} full in {seconds:.1f} s"
         )
+        if not rows:
+            raise UserError(
+                f"pack.sequence_length: {recipe.pack.sequence_length} is too short for all there is"
+            )
         share, held = recipe.pack.evaluation, sum(split["rows"] for split in splits["evaluation"])
         if not rows - held:
             raise UserError(f"pack.evaluation: {share} holds out all {documents} documents; lower it")
