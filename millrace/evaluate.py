@@ -10,15 +10,17 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from millrace import module, recipe
+from millrace import classifier, module, recipe
 from millrace.data.stream import Dataset
 from millrace.errors import UserError
 from millrace.folder import Opened
 from millrace.mesh import row_sharding
 from millrace.metrics import fetch
-from millrace.objective import Batch, Vocabulary, file, make_task
+from millrace.objective import Batch, Vocabulary, check_data, file, make_task
 from millrace.schedule import Ramp
 from millrace.step import eval_step
+
+Judged = Callable[[dict[str, Any]], dict[str, float]]
 
 
 def evaluate(
@@ -28,26 +30,30 @@ def evaluate(
     *,
     sequences: int,
     given: Sequence[str] | None,
+    judged: Judged | None = None,
     batches: int = 0,
     stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, float] | None:
     """`score` is an eval_step with its weights. `batches` 0 takes the whole split. What an objective draws at
     random (which tokens to mask) depends only on the row's number, so that evaluations can be compared.
     `given` are the special tokens of a document that the objective does not tell, or None if it tells no text
-    as a whole, of which there are no bits a byte. None if `stop` said so half-way."""
+    as a whole, of which there are no bits a byte; `judged` makes the result of the sums where no token is
+    told. None if `stop` said so half-way."""
     rows = dataset.rows("evaluation")
     if not rows:
         raise UserError(
             "data.path: no document is held out for evaluation; pack again with pack.evaluation above 0"
         )
     every = math.ceil(rows / sequences)
-    totals: dict[str, float] = {}
+    totals: dict[str, Any] = {}
     for number in range(min(batches or every, every)):
         batch = place(dataset, mesh, number, split="evaluation", sequences=sequences, seed=0)
         sums = fetch(score(batch, number * sequences))
         totals = {name: totals.get(name, 0.0) + value for name, value in sums.items()}
         if stop():
             return None
+    if judged is not None:
+        return judged(totals)
     loss = totals["nll"] / max(totals["count"], 1.0)
     result = {
         "loss": loss,
@@ -74,18 +80,24 @@ def given_to(objective: Any) -> Sequence[str] | None:
     return getattr(file("objectives", objective), "GIVEN", None)
 
 
+def judged_by(objective: Any) -> Judged | None:
+    return getattr(file("objectives", objective), "judged", None)
+
+
 def evaluate_run(run: Opened) -> dict[str, float]:
     """All held-out data of a run's recipe, through its newest weights."""
     cfg = run.cfg
     dataset = Dataset.open(
         cfg.data.path, sequence_length=cfg.data.sequence_length, tokenizer_sha256=run.tokenizer_sha256
     )
+    check_data(cfg.objective, cfg.data.path, dataset.index)
     task = make_task(cfg, vocabulary(dataset))
     axes = module.axes(file("models", cfg.model).Model, cfg.model)
     with jax.set_mesh(run.devices):
         score = functools.partial(jax.jit(eval_step(task, axes, cfg.eval.draws)), run.params)
         rows = cfg.batch.sequences // cfg.batch.accumulate
-        result = evaluate(score, dataset, run.devices, sequences=rows, given=given_to(cfg.objective))
+        given, judged = given_to(cfg.objective), judged_by(cfg.objective)
+        result = evaluate(score, dataset, run.devices, sequences=rows, given=given, judged=judged)
     assert result is not None
     return result
 
@@ -95,6 +107,8 @@ SAID = ("loss", "unigram_entropy", "perplexity", "bits_per_byte")
 
 def spoken(result: dict[str, float], objective: Any) -> str:
     name = getattr(file("objectives", objective), "LOSS", "evaluation loss")
+    if "perplexity" not in result:
+        return ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in result.items())
     said = (
         f"{name} {result['loss']:.4f} nats, unigram entropy {result['unigram_entropy']:.4f}, "
         f"perplexity {result['perplexity']:,.2f}"
@@ -105,10 +119,14 @@ def spoken(result: dict[str, float], objective: Any) -> str:
 
 
 def with_vocabulary(cfg: recipe.Run, dataset: Dataset) -> recipe.Run:
-    """The vocabulary comes from the data unless the recipe names one."""
-    if cfg.model.vocab:
-        return cfg
-    return dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, vocab=dataset.vocab))
+    """The vocabulary comes from the data unless the recipe names one, and so do labels."""
+    check_data(cfg.objective, cfg.data.path, dataset.index)
+    model = cfg.model
+    if getattr(file("objectives", cfg.objective), "READS", "text") == "labels":
+        model = classifier.resolved(model, len(dataset.index.labels), dataset.index.labelled)
+    if not model.vocab:
+        model = dataclasses.replace(model, vocab=dataset.vocab)
+    return cfg if model is cfg.model else dataclasses.replace(cfg, model=model)
 
 
 def vocabulary(dataset: Dataset) -> Vocabulary:
