@@ -1,5 +1,6 @@
-"""A labelled set that every machine can make: stretches of lines of Python's standard library, to be told which
-package they are from. Lines that name a package are left out, so that it is told from how the code reads."""
+"""A labelled set that every machine can make: stretches of lines of Python's standard library, to be told
+which package they are from. Lines that name a package are left out, so that it is told from how the code
+reads."""
 
 import json
 import random

@@ -50,7 +50,7 @@ class Layout:
     setting: str | None = None
 
     def head(self, cfg: Any) -> Head:
-        return self.words if cfg.pooling == WORDS else self.texts
+        return self.words if pooling_of(cfg) == WORDS else self.texts
 
 
 def dense(name: str, theirs: str, bias: bool = True) -> dict[str, tuple[str, str]]:
@@ -72,6 +72,12 @@ def has_labels(cfg: Any) -> bool:
     return getattr(cfg, "labels", 0) > 0
 
 
+def pooling_of(cfg: Any) -> str:
+    """An encoder sees the whole text from its first token, a decoder from its last."""
+    usual = "last" if cfg.causal else "first"
+    return usual if cfg.pooling == "auto" else cfg.pooling
+
+
 def layout_of(found: Any) -> Layout:
     """A family's, or one of our own for a family that transformers has no such class of."""
     return getattr(found, "CLASSES", None) or generic()
@@ -90,15 +96,16 @@ def family(found: Any) -> Any:
         head = layout.head(cfg)
         if not getattr(found, "CLASSES", None):
             raise UserError(f"transformers has no class that tells labels with a {cfg.use}")
-        if cfg.pooling not in head.pooled:
+        said = head.pooled.get(pooling_of(cfg))
+        if said is None:
             known = ", ".join(head.pooled)
-            raise UserError(f"model.pooling: transformers has no {cfg.pooling} for {cfg.use}, but {known}")
-        named = (
-            {layout.setting: head.pooled[cfg.pooling]} if layout.setting and head.pooled[cfg.pooling] else {}
-        )
+            raise UserError(
+                f"model.pooling: transformers has no {pooling_of(cfg)} for {cfg.use}, but {known}"
+            )
+        word = {layout.setting: said} if layout.setting and said else {}
         settings = found.to_hf(cfg, sequence)
         kind = settings["architectures"][0].removesuffix("ForCausalLM")
-        return settings | {"architectures": [head.architecture.replace("*", kind)]} | named
+        return settings | {"architectures": [head.architecture.replace("*", kind)]} | word
 
     changed = dict(Model=labelled(found.Model, layout), HF=table, to_hf=to_hf)
     return SimpleNamespace(**vars(found) | changed)
@@ -127,7 +134,7 @@ def labelled(plain: Any, layout: Layout) -> Any:
             seen = [mesh.balance(rows) for rows in (tokens, segments, positions)]
             states: Any = getattr(self, "states", self)
             x = mesh.restore(states(cfg, seen[0], how=how, segments=seen[1], positions=seen[2]))
-            h = pooled(cfg.pooling, x, segments, positions)
+            h = pooled(pooling_of(cfg), x, segments, positions)
             if layout.keeps_head:
                 h = self.head(cfg, h)[..., : cfg.embed]
             if self.w_pool is not None:
@@ -161,8 +168,7 @@ def resolved(cfg: Any, labels: int, kind: str) -> Any:
     """A model section with what the data says: how many labels there are, and whether words have them."""
     if cfg.labels not in (0, labels):
         raise UserError(f"model.labels: found {cfg.labels}, and the data has {labels}; leave it out")
-    usual = WORDS if kind == "tokens" else "last" if cfg.causal else "first"
-    pooling = usual if cfg.pooling == "auto" else cfg.pooling
+    pooling = WORDS if cfg.pooling == "auto" and kind == "tokens" else pooling_of(cfg)
     if (pooling == WORDS) != (kind == "tokens"):
         what = "each word" if kind == "tokens" else "a whole text"
         raise UserError(

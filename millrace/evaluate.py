@@ -20,7 +20,7 @@ from millrace.objective import Batch, Vocabulary, check_data, file, make_task
 from millrace.schedule import Ramp
 from millrace.step import eval_step
 
-Judged = Callable[[dict[str, Any]], dict[str, float]]
+Judged = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 def evaluate(
@@ -33,7 +33,7 @@ def evaluate(
     judged: Judged | None = None,
     batches: int = 0,
     stop: Callable[[], bool] = lambda: False,
-) -> dict[str, float] | None:
+) -> dict[str, Any] | None:
     """`score` is an eval_step with its weights. `batches` 0 takes the whole split. What an objective draws at
     random (which tokens to mask) depends only on the row's number, so that evaluations can be compared.
     `given` are the special tokens of a document that the objective does not tell, or None if it tells no text
@@ -84,7 +84,13 @@ def judged_by(objective: Any) -> Judged | None:
     return getattr(file("objectives", objective), "judged", None)
 
 
-def evaluate_run(run: Opened) -> dict[str, float]:
+def in_detail(objective: Any, labels: Sequence[str], totals: dict[str, Any]) -> dict[str, Any]:
+    """As judged, with a line for each label."""
+    own = file("objectives", objective)
+    return own.judged(totals) | {"labels": own.by_label(totals, labels)}
+
+
+def evaluate_run(run: Opened) -> dict[str, Any]:
     """All held-out data of a run's recipe, through its newest weights."""
     cfg = run.cfg
     dataset = Dataset.open(
@@ -97,6 +103,8 @@ def evaluate_run(run: Opened) -> dict[str, float]:
         score = functools.partial(jax.jit(eval_step(task, axes, cfg.eval.draws)), run.params)
         rows = cfg.batch.sequences // cfg.batch.accumulate
         given, judged = given_to(cfg.objective), judged_by(cfg.objective)
+        if judged is not None:
+            judged = functools.partial(in_detail, cfg.objective, dataset.index.labels)
         result = evaluate(score, dataset, run.devices, sequences=rows, given=given, judged=judged)
     assert result is not None
     return result
@@ -105,10 +113,12 @@ def evaluate_run(run: Opened) -> dict[str, float]:
 SAID = ("loss", "unigram_entropy", "perplexity", "bits_per_byte")
 
 
-def spoken(result: dict[str, float], objective: Any) -> str:
+def spoken(result: dict[str, Any], objective: Any) -> str:
     name = getattr(file("objectives", objective), "LOSS", "evaluation loss")
     if "perplexity" not in result:
-        return ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in result.items())
+        numbers = {name.replace("_", " "): value for name, value in result.items() if name != "labels"}
+        line = ", ".join(f"{name} {value:.4f}" for name, value in numbers.items())
+        return "\n".join([line, *result.get("labels", [])])
     said = (
         f"{name} {result['loss']:.4f} nats, unigram entropy {result['unigram_entropy']:.4f}, "
         f"perplexity {result['perplexity']:,.2f}"

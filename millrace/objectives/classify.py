@@ -1,7 +1,7 @@
 """Classification: the label of a text, told from what the model makes of it, or of each word. The head is
 classifier.py's; how many labels there are, and of what, the data says."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,35 +42,37 @@ def tell(task: Task, model: Any, examples: Examples) -> Told:
     weights, said = examples.weights, logits.argmax(axis=-1)
     loss, nll = ((weights * each).sum() for each in (per_text, lse - target))
     right = (weights * (said == examples.targets)).sum()
-    pairs = examples.targets * logits.shape[-1] + said  # which was wanted, and which was told
-    confusion = jnp.bincount(pairs.ravel(), weights.ravel(), length=logits.shape[-1] ** 2)
     sums = {"loss": loss, "nll": jax.lax.stop_gradient(nll), "accuracy": right, "count": weights.sum()}
-    return Told(loss, sums, tallies={"confusion": confusion})
+    each = lambda labels, of: jnp.bincount(labels.ravel(), of.ravel(), length=logits.shape[-1])
+    hits = each(said, weights * (said == examples.targets))
+    tallies = {"wanted": each(examples.targets, weights), "told": each(said, weights), "hits": hits}
+    return Told(loss, sums, tallies=tallies)
 
 
 TURNS = (Turn(tell),)
 
 
-def judged(totals: Mapping[str, Any]) -> dict[str, Any]:
-    """What evaluation tells, from its sums."""
-    classes = round(len(totals["confusion"]) ** 0.5)
-    table = np.asarray(totals["confusion"], np.float64).reshape(classes, classes)  # [wanted told]
-    count, right = table.sum(), table.trace()
-    wanted, told, hits = table.sum(axis=1), table.sum(axis=0), np.diag(table)
+def judged(totals: Mapping[str, Any]) -> dict[str, float]:
+    """What evaluation tells, from its sums: of each label, how often it was wanted, told, and both."""
+    wanted, told, hits = (np.asarray(totals[name], np.float64) for name in ("wanted", "told", "hits"))
+    count, right = wanted.sum(), hits.sum()
     met = wanted + told > 0  # labels that nobody wanted or told say nothing
     f1 = 2 * hits[met] / (wanted + told)[met]
     spread = np.sqrt((count**2 - told @ told) * (count**2 - wanted @ wanted))
-    return {
+    found = {
         "loss": totals["nll"] / max(count, 1.0),
         "accuracy": right / max(count, 1.0),
-        "majority": wanted.max() / max(count, 1.0),
+        "majority": wanted.max() / max(count, 1.0),  # what telling the commonest label would give
         "macro_f1": f1.mean() if met.any() else 0.0,
         "matthews": (right * count - wanted @ told) / spread if spread else 0.0,
     }
+    return {name: float(value) for name, value in found.items()}
 
 
-def tabled(totals: Mapping[str, Any], names: tuple[str, ...]) -> list[str]:
-    """A line for each label: how many there are, and how many of them were told right."""
-    classes = len(names)
-    table = np.asarray(totals["confusion"], np.float64).reshape(classes, classes)
-    return [f"{name}: {table[n, n]:.0f} of {table[n].sum():.0f}" for n, name in enumerate(names)]
+def by_label(totals: Mapping[str, Any], names: Sequence[str]) -> list[str]:
+    """A line for each label."""
+    counts = zip(names, totals["hits"], totals["wanted"], totals["told"], strict=True)
+    return [
+        f"{name}: {hits:.0f} of {wanted:.0f} right, told {told:.0f} times"
+        for name, hits, wanted, told in counts
+    ]

@@ -117,7 +117,10 @@ def compiled(cfg: recipe.Run, where: Slice, folder: Path) -> Compiled:
             raise
         raise UserError('planning for TPUs takes their compiler: `pip install ".[tpu]"`') from None
     devices = build.make_mesh(cfg, topology.devices)
-    special, marks = Vocabulary(cfg.model.vocab, pad=0, bos=1, eos=2, mask=3), dict[str, bool]()
+    special, marks = (
+        Vocabulary(cfg.model.vocab, pad=0, bos=1, eos=2, mask=3),
+        dict(has_labels=cfg.model.labels > 0),
+    )
     if (Path(cfg.data.path) / "index.json").is_file():  # then it is the program that `train` will want
         dataset = Dataset.open(cfg.data.path, sequence_length=cfg.data.sequence_length)
         special = vocabulary(dataset)
