@@ -124,10 +124,16 @@ def make_state(
 
 
 def lowered(
-    cfg: recipe.Run, train_step: Callable[..., Any], abstract: State, devices: Mesh, *, has_loss: bool = False
+    cfg: recipe.Run,
+    train_step: Callable[..., Any],
+    abstract: State,
+    devices: Mesh,
+    *,
+    has_loss: bool = False,
+    has_labels: bool = False,
 ) -> jax.stages.Lowered:
     """One program to be compiled, the state donated: new weights take the place of the old. `has_loss` says
-    that batches mark the tokens to be learnt."""
+    that batches mark the tokens to be learnt, `has_labels` that some have labels."""
     if cfg.memory.remat == "offload":
         check_offload(devices)
     shape = (cfg.batch.sequences, cfg.data.sequence_length)
@@ -135,4 +141,4 @@ def lowered(
     loss: Any = jax.ShapeDtypeStruct(shape, "bool", sharding=rows.sharding) if has_loss else None
     homes = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     jitted = jax.jit(train_step, donate_argnums=0, out_shardings=(homes, None))
-    return jitted.lower(abstract, Batch(rows, rows, rows, loss))
+    return jitted.lower(abstract, Batch(rows, rows, rows, loss, rows if has_labels else None))

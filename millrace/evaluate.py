@@ -10,15 +10,17 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from millrace import module, recipe
+from millrace import classifier, module, recipe
 from millrace.data.stream import Dataset
 from millrace.errors import UserError
 from millrace.folder import Opened
 from millrace.mesh import row_sharding
 from millrace.metrics import fetch
-from millrace.objective import Batch, Vocabulary, file, make_task
+from millrace.objective import Batch, Vocabulary, check_data, file, make_task
 from millrace.schedule import Ramp
 from millrace.step import eval_step
+
+Judged = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 def evaluate(
@@ -28,26 +30,30 @@ def evaluate(
     *,
     sequences: int,
     given: Sequence[str] | None,
+    judged: Judged | None = None,
     batches: int = 0,
     stop: Callable[[], bool] = lambda: False,
-) -> dict[str, float] | None:
+) -> dict[str, Any] | None:
     """`score` is an eval_step with its weights. `batches` 0 takes the whole split. What an objective draws at
     random (which tokens to mask) depends only on the row's number, so that evaluations can be compared.
     `given` are the special tokens of a document that the objective does not tell, or None if it tells no text
-    as a whole, of which there are no bits a byte. None if `stop` said so half-way."""
+    as a whole, of which there are no bits a byte; `judged` makes the result of the sums where no token is
+    told. None if `stop` said so half-way."""
     rows = dataset.rows("evaluation")
     if not rows:
         raise UserError(
             "data.path: no document is held out for evaluation; pack again with pack.evaluation above 0"
         )
     every = math.ceil(rows / sequences)
-    totals: dict[str, float] = {}
+    totals: dict[str, Any] = {}
     for number in range(min(batches or every, every)):
         batch = place(dataset, mesh, number, split="evaluation", sequences=sequences, seed=0)
         sums = fetch(score(batch, number * sequences))
         totals = {name: totals.get(name, 0.0) + value for name, value in sums.items()}
         if stop():
             return None
+    if judged is not None:
+        return judged(totals)
     loss = totals.get("nll", totals["loss"]) / max(totals["count"], 1.0)
     result = {"loss": loss}
     if "nll" in totals:  # or it is not tokens that are told
@@ -73,18 +79,32 @@ def given_to(objective: Any) -> Sequence[str] | None:
     return getattr(file("objectives", objective), "GIVEN", None)
 
 
-def evaluate_run(run: Opened) -> dict[str, float]:
+def judged_by(objective: Any) -> Judged | None:
+    return getattr(file("objectives", objective), "judged", None)
+
+
+def in_detail(objective: Any, labels: Sequence[str], totals: dict[str, Any]) -> dict[str, Any]:
+    """As judged, with a line for each label."""
+    own = file("objectives", objective)
+    return own.judged(totals) | {"labels": own.by_label(totals, labels)}
+
+
+def evaluate_run(run: Opened) -> dict[str, Any]:
     """All held-out data of a run's recipe, through its newest weights."""
     cfg = run.cfg
     dataset = Dataset.open(
         cfg.data.path, sequence_length=cfg.data.sequence_length, tokenizer_sha256=run.tokenizer_sha256
     )
+    check_data(cfg.objective, cfg.data.path, dataset.index)
     task = make_task(cfg, vocabulary(dataset))
     axes = module.axes(file("models", cfg.model).Model, cfg.model)
     with jax.set_mesh(run.devices):
         score = functools.partial(jax.jit(eval_step(task, axes, cfg.eval.draws)), run.params)
         rows = cfg.batch.sequences // cfg.batch.accumulate
-        result = evaluate(score, dataset, run.devices, sequences=rows, given=given_to(cfg.objective))
+        given, judged = given_to(cfg.objective), judged_by(cfg.objective)
+        if judged is not None:
+            judged = functools.partial(in_detail, cfg.objective, dataset.index.labels)
+        result = evaluate(score, dataset, run.devices, sequences=rows, given=given, judged=judged)
     assert result is not None
     return result
 
@@ -92,22 +112,30 @@ def evaluate_run(run: Opened) -> dict[str, float]:
 SAID = ("loss", "unigram_entropy", "perplexity", "bits_per_byte")
 
 
-def spoken(result: dict[str, float], objective: Any) -> str:
+def spoken(result: dict[str, Any], objective: Any) -> str:
     name = getattr(file("objectives", objective), "LOSS", "evaluation loss")
-    said = f"{name} {result['loss']:.4f} nats"
-    if "perplexity" in result:
-        said += f", unigram entropy {result['unigram_entropy']:.4f}"
-        said += f", perplexity {result['perplexity']:,.2f}"
+    if "perplexity" not in result:
+        numbers = {name.replace("_", " "): value for name, value in result.items() if name != "labels"}
+        line = ", ".join(f"{name} {value:.4f}" for name, value in numbers.items())
+        return "\n".join([line, *result.get("labels", [])])
+    said = (
+        f"{name} {result['loss']:.4f} nats, unigram entropy {result['unigram_entropy']:.4f}, "
+        f"perplexity {result['perplexity']:,.2f}"
+    )
     said += f", {result['bits_per_byte']:.3f} bits a byte" if "bits_per_byte" in result else ""
     more = [name for name in result if name not in SAID]
     return said + "".join(f", {name.replace('_', ' ')} {result[name]:.4f}" for name in more)
 
 
 def with_vocabulary(cfg: recipe.Run, dataset: Dataset) -> recipe.Run:
-    """The vocabulary comes from the data unless the recipe names one."""
-    if cfg.model.vocab:
-        return cfg
-    return dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, vocab=dataset.vocab))
+    """The vocabulary comes from the data unless the recipe names one, and so do labels."""
+    check_data(cfg.objective, cfg.data.path, dataset.index)
+    model = cfg.model
+    if getattr(file("objectives", cfg.objective), "READS", "text") == "labels":
+        model = classifier.resolved(model, len(dataset.index.labels), dataset.index.labelled)
+    if not model.vocab:
+        model = dataclasses.replace(model, vocab=dataset.vocab)
+    return cfg if model is cfg.model else dataclasses.replace(cfg, model=model)
 
 
 def vocabulary(dataset: Dataset) -> Vocabulary:
@@ -153,7 +181,8 @@ def place(
         return jax.make_array_from_callback(shape, sharding, part)
 
     loss = None if packed.loss is None else put(packed.loss)
-    return Batch(put(packed.tokens), put(packed.segments), put(packed.positions), loss)
+    labels = None if packed.labels is None else put(packed.labels)
+    return Batch(put(packed.tokens), put(packed.segments), put(packed.positions), loss, labels)
 
 
 def spread(rows: np.ndarray, now: int, last: int) -> np.ndarray:

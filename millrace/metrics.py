@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 
 from millrace.plan import chips
 
@@ -39,9 +40,9 @@ def memory_limit(devices: Sequence[Any]) -> int | None:
     return min((limit for limit in limits if limit), default=None)
 
 
-def fetch(pending: dict[str, Any]) -> dict[str, float]:
-    """Waits for one dict of device scalars."""
-    return {name: float(value) for name, value in jax.device_get(pending).items()}
+def fetch(pending: dict[str, Any]) -> dict[str, Any]:
+    """Waits for one dict of device scalars, and of arrays where evaluation counts more than one thing."""
+    return {name: float(x) if np.ndim(x) == 0 else x for name, x in jax.device_get(pending).items()}
 
 
 class Late:

@@ -2,8 +2,10 @@
 An objective is a file with `prepare`, which makes the examples, `loss`, and `most`: how many answers of a row
 can have a weight. One whose weights are updated in turns has `TURNS` instead of a loss. One that tells a text
 as a whole names the special tokens which it is `GIVEN`; one whose evaluation draws otherwise than its
-training has `prepare_evaluation`."""
+training has `prepare_evaluation`. One that `READS` labels or pairs takes data that has them; one that tells
+no tokens judges its evaluation itself (`judged`)."""
 
+import dataclasses
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +14,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from millrace import depth, matrices, mesh
+from millrace import classifier, depth, matrices, mesh
+from millrace.errors import UserError
 from millrace.execution import Execution, default_unroll, products_of
 from millrace.kernels.cut_cross_entropy import bind, cut
 from millrace.kernels.head import Totals
@@ -24,12 +27,14 @@ from millrace.products.support import multiplies
 @module
 class Batch:
     """Packed rows as the stream gives them, [b s] each: segments count documents from 1, 0 is padding; `loss`
-    marks the tokens to be learnt, None means all."""
+    marks the tokens to be learnt, None means all; `labels` has a label's number plus one at the tokens that
+    have one, None where the data has none."""
 
     tokens: Array
     segments: Array
     positions: Array
     loss: Array | None = None
+    labels: Array | None = None
 
 
 @module
@@ -70,12 +75,13 @@ class Task:
 
 @module
 class Told:
-    """A loss to be differentiated, sums to be told as means (divided by that of `count`), and what the next
-    turn reads in the place of the examples."""
+    """A loss to be differentiated, sums to be told as means (divided by that of `count`), what the next turn
+    reads in the place of the examples, and sums for evaluation alone, arrays of any size."""
 
     loss: Array
     sums: dict[str, Array]
     following: Any = None
+    tallies: dict[str, Array] = dataclasses.field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -110,14 +116,35 @@ def make_task(run: Any, vocabulary: Vocabulary, device: Any = None) -> Task:
 
 
 def file(folder: str, cfg: Any) -> Any:
-    """The module that a section's `use` names; a model's with recurrent depth or with matrices that are held
-    otherwise, where it has them."""
+    """The module that a section's `use` names; a model's with recurrent depth, with a head for labels or with
+    matrices that are held otherwise, where it has them."""
     found = importlib.import_module(f"millrace.{folder}.{cfg.use}")
     if folder != "models":
         return found
     found = depth.family(found) if depth.is_recurrent(cfg) else found
+    found = classifier.family(found) if classifier.has_labels(cfg) else found
     held = matrices.kind(cfg)
     return found if held is None else matrices.family(found, held)
+
+
+def check_data(objective: Any, path: str, index: Any) -> None:
+    """Whether packed data is for this objective; UserError where it is not."""
+    reads = getattr(file("objectives", objective), "READS", "text")
+    if index.pairs and reads != "pairs":
+        raise UserError(
+            f"data.path: {path} holds pairs of answers, which objective {objective.use} does not read; train "
+            "with objective.use: dpo, or prepare the preferred answers alone, with `column: chosen`"
+        )
+    if reads == "pairs" and not index.pairs:
+        raise UserError(
+            f"data.path: {path} holds no pairs of answers, which objective {objective.use} needs; prepare "
+            "records that have `chosen` and `rejected`"
+        )
+    if reads == "labels" and not index.labels:
+        raise UserError(
+            f"data.path: {path} has no labels, which objective {objective.use} needs; prepare records that "
+            "have a `label` beside their text, or `tags` beside their words"
+        )
 
 
 def token_loss(task: Task, model: Any, examples: Examples, *, without: int | None = None) -> Totals:

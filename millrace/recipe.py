@@ -66,7 +66,19 @@ class Depth:
 
 
 @dataclass(frozen=True)
-class Bits(Depth):
+class Labels(Depth):
+    """And a head that tells labels, with objective classify (classifier.py)."""
+
+    labels: int = 0  # 0: as many as the data has
+    pooling: Literal["auto", "first", "last", "mean", "each"] = "auto"  # which states tell that of a text
+
+    def __post_init__(self) -> None:
+        Depth.__post_init__(self)
+        at_least(0, self, "labels")
+
+
+@dataclass(frozen=True)
+class Bits(Labels):
     """And matrices of few bits, which training sees as they will be stored (rounding.py)."""
 
     bits: int = 0  # of a weight of the layers' matrices: 8, 4, 3 or 2; 0: they are not rounded
@@ -76,7 +88,7 @@ class Bits(Depth):
     )
 
     def __post_init__(self) -> None:
-        Depth.__post_init__(self)
+        Labels.__post_init__(self)
         at_least(0, self, "bits_group", "bits_rank")
         if self.bits not in (0, 2, 3, 4, 8):
             raise ValueError("bits: expected 2, 3, 4 or 8, or 0")
@@ -455,7 +467,7 @@ def check_run(run: Run, reader: Reader) -> None:
             "objective.use",
             f"expected masked, since {run.model.use} reads both sides and sees the next token",
         )
-    if run.objective.use not in FORWARD and run.model.causal:
+    if run.objective.use not in (*FORWARD, "classify") and run.model.causal:
         reader.fail("objective.use", f"expected causal, since {run.model.use} sees only what came before")
     pair = bool(getattr(run.model, "generator", 0))
     if pair and run.objective.use != "rtd":
@@ -478,6 +490,7 @@ def check_run(run: Run, reader: Reader) -> None:
     _check_bits(run, reader)
     _check_lora(run, reader)
     _check_preference(run, reader)
+    _check_labels(run, reader)
     _check_packed(run, reader)
 
 
@@ -656,6 +669,26 @@ def _check_frozen(key: str, run: Run, reader: Reader) -> None:
         reader.fail("take", f"expected nothing with {key}, which freezes all weights")
     if run.optimizer.ema:
         reader.fail("optimizer.ema", f"expected 0 with {key}, whose frozen weights have no average")
+
+
+def _check_labels(run: Run, reader: Reader) -> None:
+    """A head that tells labels, and what has no meaning beside it."""
+    if run.objective.use != "classify":
+        for key in ("labels", "pooling"):
+            if getattr(run.model, key) != getattr(Labels, key):
+                reader.fail(f"model.{key}", "expected objective.use to be classify, or it has no effect")
+        return
+    if "layers" not in {field.name for field in dataclasses.fields(run.model)}:
+        reader.fail("objective.use", f"expected another, since {run.model.use} takes no head for labels")
+    if not run.data.isolate:
+        reader.fail("data.isolate", "expected true, since a label is of one text alone")
+    if run.loss.soft_cap is not None:
+        reader.fail("loss.soft_cap", "expected nothing, since labels are told without it")
+    for key in ("bits_rank", "lora_rank"):
+        if getattr(run.model, key):
+            reader.fail(f"model.{key}", "expected 0 with objective classify, whose head is to learn")
+    if run.eval.draws != 1:
+        reader.fail("eval.draws", "expected 1, since classification hides nothing")
 
 
 def _check_packed(run: Run, reader: Reader) -> None:

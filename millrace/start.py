@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from millrace import config, enlarge, matrices, mesh, module, recipe, store
+from millrace import classifier, config, enlarge, matrices, mesh, module, recipe, store
 from millrace.checkpoint import Checkpoints
 from millrace.data.mapped import open_folder
 from millrace.errors import UserError
@@ -42,9 +42,13 @@ def check(path: str, model: Any, take: str | None = None) -> Source:
                 f"start: {path} holds a {old.use}, expected a {model.use}, or `take` to name some weights"
             )
         other = sorted(theirs.keys() ^ ours.keys())
+        if classifier.has_labels(model):  # it needs no other head, and draws its own where there is none
+            other = sorted(ours.keys() - theirs.keys() - set(classifier.OWN))
         if other:
             raise UserError(f"start: {other[0]} is in one alone of {path} and this recipe's model")
-    taken = module.matching("take", take, ours) if take is not None else frozenset(ours)
+    taken = module.matching("take", take, ours) if take is not None else frozenset(ours) & frozenset(theirs)
+    if take is None and head_of(old) != head_of(model):
+        taken -= set(classifier.OWN)
     shapes = dict(named(module.shapes(family.Model, model)))
     before = dict(named(module.shapes(file("models", old).Model, old)))
     for name in (name for name in ours if name in taken):
@@ -54,6 +58,11 @@ def check(path: str, model: Any, take: str | None = None) -> Source:
             if large < small and axis != "vocab":
                 raise UserError(f"start: {name} is {small} along {axis} in {path}, expected at most {large}")
     return Source(path, old, taken, held)
+
+
+def head_of(model: Any) -> tuple[int, str]:
+    """By which heads for labels are alike."""
+    return getattr(model, "labels", 0), getattr(model, "pooling", "")
 
 
 def model_of(path: str, wanted: Any = None) -> Any:
@@ -67,9 +76,11 @@ def model_of(path: str, wanted: Any = None) -> Any:
     if not is_run(path) and (Path(path) / "config.json").is_file():
         settings = huggingface.read_config(Path(path))
         own = None if wanted is None else file("models", wanted)
-        family = own if own is not None and not own.HF_TYPES else huggingface.family_of(settings)
-        section = family.from_hf(settings)
-        return config.part_class("models", section.pop("use"))(**section)
+        if own is not None and not own.HF_TYPES:
+            section = own.from_hf(settings)
+        else:
+            section = huggingface.section_of(settings)
+        return config.part_class("models", section.pop("use"), recipe.Every)(**section)
     return recipe.load_run(path).model
 
 
@@ -86,6 +97,8 @@ def weights(source: Source, model: Any, fresh: Any, devices: Mesh, data: str) ->
     rows, said = rows_of(source.path, data, old.vocab, model.vocab)
     axes = module.axes(file("models", old).Model, old)
     params = _read(source, devices)
+    if classifier.has_labels(model):  # of what was trained as a pair, the one that is not the generator
+        params = huggingface.exports_of(file("models", old), old, params)[""][1]
     theirs, its = dict(named(params)), dict(named(axes))
     depths = old.layers, model.layers
 

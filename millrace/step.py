@@ -85,7 +85,7 @@ def eval_step(task: Task, axes: Any, draws: int = 1) -> Callable[[Any, Batch, An
             for turn in turns(task):
                 told = turn.loss(task, model, examples)
                 examples = told.following
-                sums |= {turn.name + name: total for name, total in told.sums.items()}
+                sums |= {turn.name + name: total for name, total in (told.sums | told.tallies).items()}
             return sums
 
         if draws == 1:

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 
 from millrace import (
     build,
+    classifier,
     config,
     fit,
     goodput,
@@ -32,7 +33,7 @@ from millrace import (
 from millrace.checkpoint import Checkpoints
 from millrace.data.stream import Dataset, read_ahead
 from millrace.errors import UserError
-from millrace.evaluate import evaluate, given_to, place, vocabulary, with_vocabulary
+from millrace.evaluate import evaluate, given_to, judged_by, place, vocabulary, with_vocabulary
 from millrace.folder import keep_tokenizer
 from millrace.goodput import Idle, Ledger
 from millrace.lock import lock
@@ -127,6 +128,7 @@ class Session:
                 self.devices,
                 sequences=self.cfg.batch.sequences // self.cfg.batch.accumulate,
                 given=given_to(self.cfg.objective),
+                judged=judged_by(self.cfg.objective),
                 batches=self.cfg.eval.batches,
                 stop=self.leaves_off,
             )
@@ -234,7 +236,8 @@ def run(cfg: recipe.Run, program: Path | None = None) -> int:
                 axes = module.axes(family.Model, task.model)
                 one = step.train_step(task, update, axes)
                 with ledger.during("compilation"):
-                    traced = build.lowered(cfg, one, abstract, devices, has_loss=dataset.has_loss)
+                    marks = dict(has_loss=dataset.has_loss, has_labels=dataset.has_labels)
+                    traced = build.lowered(cfg, one, abstract, devices, **marks)
                     compiled = programs.compiled(traced, devices, program, out.event)
                 session = Session(
                     cfg=cfg,
@@ -256,7 +259,7 @@ def run(cfg: recipe.Run, program: Path | None = None) -> int:
                     watched=update.watched,
                     fresh=first_state,
                 )
-                keep_recipe(cfg, mirror.near)
+                keep_recipe(cfg, mirror.near, dataset.index.labels)
                 with session.watchdog:
                     code = session.settled(attempts(session, latest))
                 return code
@@ -458,11 +461,13 @@ def open_ledger(near: Path, started: float) -> Ledger:
     return ledger
 
 
-def keep_recipe(cfg: recipe.Run, near: Path) -> None:
-    """Recipe and tokenizer beside the weights, once nothing stands against going on with them."""
+def keep_recipe(cfg: recipe.Run, near: Path, labels: Sequence[str]) -> None:
+    """Recipe, tokenizer and what labels are called, once nothing stands against going on with them."""
     if jax.process_index() == 0:
         (near / "recipe.yaml").write_text(config.to_yaml(cfg))
         keep_tokenizer(cfg.data.path, near)
+        if classifier.has_labels(cfg.model):
+            classifier.keep_names(near, labels)
 
 
 def describe(cfg: recipe.Run, task: Task, abstract: State, devices: Mesh, start: int, steps: int) -> str:

@@ -647,7 +647,7 @@ ASKED = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}
         ("alpaca", {"instruction": "Q", "output": "A", "history": [["Q", "A"]]}, ASKED + ASKED),
         ("prompt_completion", {"prompt": "Q", "completion": "A"}, ASKED),
         ("prompt_completion", {"prompt": ASKED[:1], "completion": ASKED[1:]}, ASKED),
-        ("prompt_completion", {"prompt": "Q", "chosen": ASKED, "rejected": ASKED}, ASKED),
+        ("prompt_completion", {"prompt": "Q", "chosen": ASKED}, ASKED),
         ("question_answer", {"question": "Q", "answer": "A", "system_prompt": ""}, ASKED),
     ],
 )

@@ -48,7 +48,7 @@ seed: 1
 # What is replaced, by what, how the message goes on after the file's name, and what else it says.
 MISTAKES = [
     ("layers: 2", "layer: 2", ":3: model.layer: found an unknown key, expected one of use, layers, embed,"),
-    ("layers: 2", "layer: 2", ":3: model.layer: ", "and 11 more; did you mean model.layers?"),
+    ("layers: 2", "layer: 2", ":3: model.layer: ", "and 13 more; did you mean model.layers?"),
     ("batch:", "batsh:", ":9: batsh: found an unknown key", "did you mean batch?"),
     (
         "learning_rate",

@@ -25,7 +25,7 @@ import pyarrow.compute as pc
 import tokenizers
 
 from millrace.data.cut import Cut, Cutter
-from millrace.data.documents import Problems, Ragged
+from millrace.data.documents import Problems, Ragged, offsets_of
 from millrace.data.template import Refused, Rendered, Template
 from millrace.data.tokenise import Tokenizer
 from millrace.data.trace import Tracer
@@ -117,13 +117,13 @@ class Encoder:
         )
         parts, done = [], 0
         for place, number in enumerate(again):
-            parts.append(take(encoded, done, number))
+            parts.append(encoded.take(done, number))
             if right[place]:
-                parts.append(take(second, place, place + 1))
+                parts.append(second.take(place, place + 1))
             else:
                 parts.append(self.encode_slowly(conversations[number], cuts[number]))
             done = number + 1
-        return join([*parts, take(encoded, done, len(cuts))])
+        return join([*parts, encoded.take(done, len(cuts))])
 
     def encode_fast(self, cuts: list[Cut]) -> tuple[Ragged, np.ndarray]:
         """The tokens, and of which conversations they are right: nobody says a special token, and every piece
@@ -271,15 +271,6 @@ def mark(first: np.ndarray, last: np.ndarray, size: int) -> np.ndarray:
     return np.repeat(np.arange(len(edges) - 1) % 2 == 1, np.diff(edges))
 
 
-def take(ragged: Ragged, start: int, stop: int) -> Ragged:
-    """The documents from start to stop."""
-    assert ragged.loss is not None
-    first, last = ragged.offsets[start], ragged.offsets[stop]
-    return Ragged(
-        ragged.values[first:last], ragged.offsets[start : stop + 1] - first, ragged.loss[first:last]
-    )
-
-
 def join(parts: list[Ragged]) -> Ragged:
     if not parts:
         return Ragged(np.zeros(0, np.uint32), np.zeros(1, np.int64), np.zeros(0, bool))
@@ -290,12 +281,6 @@ def join(parts: list[Ragged]) -> Ragged:
         np.concatenate(arrays) for arrays in zip(*((part.values, part.loss) for part in parts), strict=True)
     )
     return Ragged(values, offsets_of(lengths), loss)
-
-
-def offsets_of(lengths: np.ndarray) -> np.ndarray:
-    offsets = np.zeros(len(lengths) + 1, np.int64)
-    np.cumsum(lengths, out=offsets[1:])
-    return offsets
 
 
 def count_bytes(token: str, fallback: bool) -> int:

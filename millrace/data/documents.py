@@ -59,11 +59,15 @@ class Problems:
 @dataclass(frozen=True)
 class Ragged:
     """Token ids of many documents, end to end: document i is values[offsets[i] : offsets[i + 1]]. `loss` says
-    for each token whether a model is to learn to say it; None if all are."""
+    for each token whether a model is to learn to say it; None if all are. `labels` has a label's number plus
+    one at the tokens that have one, uint16. `seconds` tells of a document of two texts where in it the second
+    begins; 0 for one text."""
 
     values: np.ndarray
     offsets: np.ndarray
     loss: np.ndarray | None = None
+    labels: np.ndarray | None = None
+    seconds: np.ndarray | None = None
 
     @property
     def lengths(self) -> np.ndarray:
@@ -73,10 +77,18 @@ class Ragged:
         """Documents from one up to another."""
         begin, end = self.offsets[[first, last]]
         loss = None if self.loss is None else self.loss[begin:end]
-        return Ragged(self.values[begin:end], self.offsets[first : last + 1] - begin, loss)
+        labels = None if self.labels is None else self.labels[begin:end]
+        seconds = None if self.seconds is None else self.seconds[first:last]
+        return Ragged(self.values[begin:end], self.offsets[first : last + 1] - begin, loss, labels, seconds)
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
+
+
+def offsets_of(lengths: np.ndarray) -> np.ndarray:
+    offsets = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    return offsets
 
 
 def is_held_out(id: str, share: float) -> bool:

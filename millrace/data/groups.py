@@ -13,11 +13,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from millrace.data import chat, normalise, pauses, shards, tokenise
+from millrace.data import annotations, chat, normalise, pauses, shards, tokenise
+from millrace.data.annotations import LABEL, PAIR, TAGS, Notes
 from millrace.data.documents import Problems, Ragged, is_held_out
 from millrace.data.formats import PART
+from millrace.data.labelled import encode_labelled, encode_tagged
 from millrace.data.pack import Plan, fill, plan
+from millrace.data.preference import encode_pairs
 from millrace.data.shards import LIMITS, Rows, Shard, write_blocks
+from millrace.errors import UserError
 
 SPLITS = ("train", "evaluation")
 FILLS = 20  # steps in which the fill of rows is counted
@@ -52,6 +56,7 @@ class Documents:
     ragged: Ragged
     bytes: np.ndarray
     held_out: np.ndarray
+    whole: bool = False  # whether none is to be divided
 
 
 def pack_group(job: Job) -> dict[str, Any]:
@@ -61,42 +66,53 @@ def pack_group(job: Job) -> dict[str, Any]:
     tokenizer = load(job.tokenizer, job.encoder, tokenise.sha256(job.tokenizer))
     folder = Path(job.folder) / "packed"
     folder.mkdir(parents=True, exist_ok=True)
-    problems, parts = Problems(job.errors), list[dict[str, Any]]()
+    problems, parts, notes = Problems(job.errors), list[dict[str, Any]](), Notes()
     counts = np.zeros(tokenizer.vocab, np.int64)
     groups = [
-        write_group(job, number, documents=documents, tokenizer=tokenizer, counts=counts)
-        for number, documents in enumerate(encode(job, tokenizer, problems=problems, parts=parts))
+        write_group(job, number, documents=documents, tokenizer=tokenizer, counts=counts, notes=notes)
+        for number, documents in enumerate(
+            encode(job, tokenizer, problems=problems, parts=parts, notes=notes)
+        )
     ]
     with shards.atomic(folder / f"{job.number:05d}.counts.npy") as file:
         np.save(file, counts)
     totals = {
         key: sum(group[split][key] for group in groups for split in SPLITS) for key in ("bytes", "tokens")
     }
-    return totals | {"parts": parts, "problems": problems.summary(), "groups": groups}
+    told = {"problems": problems.summary(), "notes": notes.summary()}
+    return totals | told | {"parts": parts, "groups": groups}
 
 
 def write_group(
-    job: Job, number: int, *, documents: Documents, tokenizer: tokenise.Tokenizer, counts: np.ndarray
+    job: Job,
+    number: int,
+    *,
+    documents: Documents,
+    tokenizer: tokenise.Tokenizer,
+    counts: np.ndarray,
+    notes: Notes,
 ) -> dict[str, Any]:
     """Adds to `counts` how often each id stands in the training rows."""
     length, filler = job.pack.sequence_length, tokenizer.special.filler
-    lengths, summary = documents.ragged.lengths, dict[str, Any](source=job.source)
-    for name, part in plan_splits(job, number, lengths=lengths, held_out=documents.held_out).items():
-        shard = None
+    lengths, summary = documents.ragged.lengths, dict[str, Any](source=job.source, labels=list(notes.names))
+    for name, part in plan_splits(job, number, documents).items():
+        shard, labels = None, np.zeros(1 + len(notes.names), np.int64)
         if part.rows:
             blocks = fill(part, documents.ragged, length=length, filler=filler, source=job.source)
             if name == "train":
                 blocks = counted(blocks, counts)
+            blocks = labels_counted(blocks, labels)
             where = f"{job.number:05d}-{number}-{name}"
             shard = write_blocks(Path(job.folder) / "packed", where, blocks, part.rows)
             if name == "train":
                 counts[filler] -= part.rows * length - int(part.size.sum())
         summary[name] = summarise(part, lengths, documents.bytes, length=length, shard=shard)
+        summary[name]["labels"] = labels[1:].tolist()
     return summary
 
 
 def encode(
-    job: Job, tokenizer: tokenise.Tokenizer, *, problems: Problems, parts: list[dict[str, Any]]
+    job: Job, tokenizer: tokenise.Tokenizer, *, problems: Problems, parts: list[dict[str, Any]], notes: Notes
 ) -> Iterator[Documents]:
     """Documents of LARGEST bytes at a time, in the order of the source. Adds to `parts` what there is to tell
     of those that were read from it."""
@@ -106,7 +122,9 @@ def encode(
     pause = pauses.token_of(tokenizer, "pack.pause") if job.pack.pause else 0
     sizes, held_out = [np.zeros(0, np.int64)], [np.zeros(0, bool)]
     for table, last in portions(tables(job, problems, parts)):
-        for ragged, bos, eos in encoded(table, tokenizer, problems):
+        for ragged, bos, eos in encoded(table, tokenizer, problems, notes, job.pack.sequence_length):
+            if job.pack.pause and notes.whole:
+                raise UserError("pack.pause: labelled texts and pairs of answers take no pauses; set it to 0")
             if job.pack.pause:
                 ragged = pauses.with_pauses(ragged, pause, job.pack.pause, random)
             growing.add(ragged, bos, eos)
@@ -114,34 +132,56 @@ def encode(
         ids = table["id"].to_pylist() if share > 0 else [""] * len(table)
         held_out.append(np.array([share > 0 and is_held_out(id, share) for id in ids], bool))
         if last:
-            yield Documents(growing.ragged(), np.concatenate(sizes), np.concatenate(held_out))
+            yield Documents(growing.ragged(), np.concatenate(sizes), np.concatenate(held_out), notes.whole)
             growing.clear()
             sizes, held_out = sizes[:1], held_out[:1]
     if len(sizes) > 1:
-        yield Documents(growing.ragged(), np.concatenate(sizes), np.concatenate(held_out))
+        yield Documents(growing.ragged(), np.concatenate(sizes), np.concatenate(held_out), notes.whole)
 
 
 def encoded(
-    table: pa.Table, tokenizer: tokenise.Tokenizer, problems: Problems
+    table: pa.Table, tokenizer: tokenise.Tokenizer, problems: Problems, notes: Notes, length: int
 ) -> Iterator[tuple[Ragged, int | None, int | None]]:
     """The documents of a table, some at a time, with what each begins and ends with."""
     ends = tokenizer.special.bos, tokenizer.special.eos
-    is_text = pc.is_valid(table["text"]).to_numpy()
-    if is_text.all():
+    if not table["text"].null_count:
+        notes.kinds.add("text")
+        annotations.check(notes.kinds)
         for some in batches(normalise.in_one(table["text"])):
             yield tokenizer.encode_batch(some), *ends
         return
-    chats = table.filter(pa.array(~is_text))
-    said, ids = chats["messages"].to_pylist(), chats["id"].to_pylist()
-    spoken = chat.encode_chats(tokenizer, said, problems=problems, ids=ids)
-    texts = tokenizer.encode_batch(normalise.in_one(table["text"].filter(pa.array(is_text))))
-    starts = np.flatnonzero(np.diff(is_text, prepend=~is_text[0]))  # where text follows talk, or talk text
-    before = np.concatenate([[0], np.cumsum(is_text)])  # texts before each document
+    kinds = annotations.kinds_of(table)
+    notes.kinds |= set(kinds)
+    annotations.check(notes.kinds)
+    done = {
+        kind: encode_kind(kind, table.filter(pa.array(kinds == kind)), tokenizer, problems, notes, length)
+        for kind in sorted(set(kinds))
+    }
+    taken = dict.fromkeys(done, 0)
+    starts = np.flatnonzero(
+        np.concatenate([[True], kinds[1:] != kinds[:-1]])
+    )  # where one kind follows another
     for start, stop in zip(starts, [*starts[1:], len(table)], strict=True):
-        if is_text[start]:
-            yield texts.take(before[start], before[stop]), *ends
-        else:
-            yield spoken.take(start - before[start], stop - before[stop]), None, None
+        kind = kinds[start]
+        first, last = taken[kind], taken[kind] + stop - start
+        taken[kind] = last
+        yield done[kind].take(first, last), *(ends if kind == "text" else (None, None))
+
+
+def encode_kind(
+    kind: str, table: pa.Table, tokenizer: tokenise.Tokenizer, problems: Problems, notes: Notes, length: int
+) -> Ragged:
+    """Documents of one kind; all but texts have what they begin and end with."""
+    if kind == "text":
+        return tokenizer.encode_batch(normalise.in_one(table["text"]))
+    said, ids = table["messages"].to_pylist(), table["id"].to_pylist()
+    if kind == LABEL:
+        return encode_labelled(tokenizer, said, length, notes)
+    if kind == TAGS:
+        return encode_tagged(tokenizer, said, length, notes)
+    if kind == PAIR:
+        return encode_pairs(tokenizer, said, length, notes=notes, problems=problems, ids=ids)
+    return chat.encode_chats(tokenizer, said, problems=problems, ids=ids)
 
 
 def portions(tables: Iterator[pa.Table]) -> Iterator[tuple[pa.Table, bool]]:
@@ -191,6 +231,8 @@ class Growing:
         self.used = 0
         self.losses: list[np.ndarray] = []
         self.masked = False  # whether anything is not to be learnt
+        self.labels: list[np.ndarray] = []
+        self.seconds: list[np.ndarray] = []
         self.lengths = [np.zeros(1, np.int64)]
 
     def add(self, ragged: Ragged, bos: int | None = None, eos: int | None = None) -> None:
@@ -217,11 +259,24 @@ class Growing:
         self.losses.append(whole if ragged.loss is None else learnt(ragged.loss, is_text))
         self.masked = self.masked or ragged.loss is not None
         self.lengths.append(np.diff(offsets))
+        self.note(ragged, is_text)
         self.used = end
+
+    def note(self, ragged: Ragged, is_text: np.ndarray) -> None:
+        """Labels and second texts of documents, and zeros for those before them that have none."""
+        if ragged.labels is not None or self.labels:
+            labels = np.zeros(len(is_text), np.uint16)
+            labels[is_text] = 0 if ragged.labels is None else ragged.labels
+            self.labels += [labels] if self.labels else [np.zeros(self.used, np.uint16), labels]
+        if ragged.seconds is not None:  # a set of pairs has no other documents
+            self.seconds.append(ragged.seconds)
 
     def ragged(self) -> Ragged:
         loss = np.concatenate(self.losses) if self.masked else None
-        return Ragged(self.values[: self.used], np.cumsum(np.concatenate(self.lengths)), loss)
+        labels = np.concatenate(self.labels) if self.labels else None
+        seconds = np.concatenate(self.seconds) if self.seconds else None
+        offsets = np.cumsum(np.concatenate(self.lengths))
+        return Ragged(self.values[: self.used], offsets, loss, labels, seconds)
 
 
 def learnt(loss: np.ndarray, is_text: np.ndarray) -> np.ndarray:
@@ -231,13 +286,14 @@ def learnt(loss: np.ndarray, is_text: np.ndarray) -> np.ndarray:
     return out
 
 
-def plan_splits(job: Job, number: int, *, lengths: np.ndarray, held_out: np.ndarray) -> dict[str, Plan]:
+def plan_splits(job: Job, number: int, documents: Documents) -> dict[str, Plan]:
     """A plan for each split: of the documents that are in it or, with held_out="rows", of rows drawn from
     all, for data of few and long documents."""
-    length, mode = job.pack.sequence_length, job.pack.mode
+    length, mode, lengths = job.pack.sequence_length, job.pack.mode, documents.ragged.lengths
+    held_out, how = documents.held_out, dict(whole=documents.whole)
     seeds = np.random.SeedSequence([job.seed, job.number, number]).generate_state(3, np.uint64).tolist()
     if job.held_out == "rows":
-        whole = plan(lengths, length, mode, seeds[0])
+        whole = plan(lengths, length, mode, seeds[0], **how)
         random = np.random.Generator(np.random.PCG64(seeds[2]))
         # Rounded up or down at random: groups of few rows must not all come to none.
         size = int(job.pack.evaluation * whole.rows + random.random())
@@ -246,9 +302,9 @@ def plan_splits(job: Job, number: int, *, lengths: np.ndarray, held_out: np.ndar
         return {"train": whole.take(~chosen), "evaluation": whole.take(chosen)}
     plans = {}
     for name, seed, members in zip(SPLITS, seeds, (~held_out, held_out), strict=False):
-        documents = np.flatnonzero(members)
-        part = plan(lengths[documents], length, mode, seed)
-        plans[name] = dataclasses.replace(part, document=documents[part.document])
+        chosen = np.flatnonzero(members)
+        part = plan(lengths[chosen], length, mode, seed, **how)
+        plans[name] = dataclasses.replace(part, document=chosen[part.document])
     return plans
 
 
@@ -280,6 +336,14 @@ def counted(blocks: Iterator[Rows], counts: np.ndarray) -> Iterator[Rows]:
         flat = block.tokens.reshape(-1)
         for i in range(0, len(flat), step):
             counts += np.bincount(flat[i : i + step], minlength=len(counts))
+        yield block
+
+
+def labels_counted(blocks: Iterator[Rows], counts: np.ndarray) -> Iterator[Rows]:
+    """The same blocks; adds to `counts` how often each number stands in their labels."""
+    for block in blocks:
+        if block.labels is not None:
+            counts += np.bincount(block.labels.reshape(-1), minlength=len(counts))
         yield block
 
 

@@ -65,7 +65,7 @@ def check(index: Index, folder: "Folder") -> None:
 
 
 class Column:
-    """One array of a shard: its tokens (suffix ""), starts, loss or sources."""
+    """One array of a shard: its tokens (suffix ""), starts, loss, sources or labels."""
 
     def __init__(self, folder: "Folder", index: Index, shard: Shard, suffix: str) -> None:
         self.where = folder.where(f"{shard.name}{suffix}.npy")
@@ -113,6 +113,7 @@ def layout(index: Index, shard: Shard, suffix: str) -> tuple[tuple[int, ...], np
         ".starts": (bits, "uint8"),
         ".loss": (bits, "uint8"),
         ".sources": ((shard.rows,), "uint16"),
+        ".labels": ((shard.rows, index.sequence_length), "uint16"),
     }
     shape, dtype = shapes[suffix]
     return shape, np.dtype(dtype)

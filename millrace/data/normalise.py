@@ -182,11 +182,18 @@ def in_one(column: pa.ChunkedArray) -> pa.Array:
 
 
 def spoken(messages: str) -> str:
-    """Contents as they are where they are strings; parts and calls of tools as JSON."""
-    said = [message.get(key) for message in orjson.loads(messages) for key in ("content", "tool_calls")]
+    """Contents as they are where they are strings, words with spaces between; parts and calls of tools as
+    JSON."""
+    found = [one for part in orjson.loads(messages) for one in part.get("messages", [part])]
+    said = [message.get(key) for message in found for key in ("content", "tool_calls")]
+    said = [" ".join(value) if is_words(value) else value for value in said]
     return "\n".join(
         value if isinstance(value, str) else orjson.dumps(value).decode() for value in said if value
     )
+
+
+def is_words(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(word, str) for word in value)
 
 
 def has_ids(source: Any) -> bool:

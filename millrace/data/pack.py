@@ -33,10 +33,12 @@ class Plan:
         return Plan(*pieces, numbers[self.row[kept]], self.column[kept], int(np.count_nonzero(rows)))
 
 
-def plan(lengths: np.ndarray, length: int, mode: str, seed: int) -> Plan:
-    """Lays documents of `lengths` tokens out in rows of `length`. Empty documents get no place."""
+def plan(lengths: np.ndarray, length: int, mode: str, seed: int, *, whole: bool = False) -> Plan:
+    """Lays documents of `lengths` tokens out in rows of `length`. Empty documents get no place. With `whole`,
+    none that a row has room for is cut, whatever the mode."""
     random = np.random.Generator(np.random.PCG64(seed))
-    planner = {"concat": plan_concat, "document": plan_document, "best_fit": plan_best_fit}[mode]
+    concat = plan_in_turn if whole else plan_concat
+    planner = {"concat": concat, "document": plan_document, "best_fit": plan_best_fit}[mode]
     return planner(np.asarray(lengths, np.int64), length, random)
 
 
@@ -45,6 +47,8 @@ def fill(plan: Plan, ragged: Ragged, *, length: int, filler: int, source: int) -
     used = np.bincount(plan.row, plan.size, plan.rows).astype(np.int32)
     values = Pieces(plan, ragged.offsets, ragged.values)
     losses = None if ragged.loss is None else Pieces(plan, ragged.offsets, ragged.loss.view(np.uint8))
+    labels = None if ragged.labels is None else Pieces(plan, ragged.offsets, ragged.labels)
+    second = None if ragged.seconds is None else np.flatnonzero(ragged.seconds[plan.document])
     step = max(1, BLOCK // length)
     for first in range(0, plan.rows, step):
         here = used[first : first + step]
@@ -53,9 +57,14 @@ def fill(plan: Plan, ragged: Ragged, *, length: int, filler: int, source: int) -
         loss = None if losses is None else pack_bits(spread(losses.take(begin, end), here, length, 0))
         marks = np.zeros(tokens.shape, bool)
         marks[plan.row[begin:end] - first, plan.column[begin:end]] = True
+        if second is not None:
+            these = second[np.searchsorted(second, begin) : np.searchsorted(second, end)]
+            places = plan.column[these] + ragged.seconds[plan.document[these]]  # type: ignore[index]
+            marks[plan.row[these] - first, places] = True
         padded = np.flatnonzero(here < length)
         marks[padded, here[padded]] = True  # padding is marked like a document
-        yield Rows(tokens, pack_bits(marks), loss, np.full(len(here), source, np.uint16))
+        label = None if labels is None else spread(labels.take(begin, end), here, length, 0)
+        yield Rows(tokens, pack_bits(marks), loss, np.full(len(here), source, np.uint16), label)
 
 
 def plan_concat(lengths: np.ndarray, length: int, random: np.random.Generator) -> Plan:
@@ -69,6 +78,32 @@ def plan_concat(lengths: np.ndarray, length: int, random: np.random.Generator) -
     size = np.minimum(ends[index], (row + 1) * length) - begin
     rows = -(-int(ends[-1]) // length) if len(ends) else 0
     return Plan(order[index], begin - begins[index], size, row, begin - row * length, rows)
+
+
+def plan_in_turn(lengths: np.ndarray, length: int, random: np.random.Generator) -> Plan:
+    """Full rows of the documents that are too long, then all that is left in random order, each row as far as
+    whole documents fill it."""
+    document, part = expand(lengths // length)
+    full = len(document)
+    order = random.permutation(len(lengths))
+    order = order[lengths[order] % length > 0]
+    sizes = lengths[order] % length
+    ends = np.cumsum(sizes)
+    firsts = [0] if len(order) else []  # of each row
+    while firsts and (
+        following := int(np.searchsorted(ends, ends[firsts[-1]] - sizes[firsts[-1]] + length, "right"))
+    ) < len(order):
+        firsts.append(following)
+    row = np.repeat(np.arange(len(firsts)), np.diff([*firsts, len(order)]))
+    begun = (ends - sizes)[firsts][row] if firsts else ends
+    return Plan(
+        document=np.concatenate([document, order]),
+        begin=np.concatenate([part * length, lengths[order] // length * length]),
+        size=np.concatenate([np.full(full, length), sizes]),
+        row=np.concatenate([np.arange(full), full + row]),
+        column=np.concatenate([np.zeros(full, np.int64), ends - sizes - begun]),
+        rows=full + len(firsts),
+    )
 
 
 def plan_document(lengths: np.ndarray, length: int, random: np.random.Generator) -> Plan:

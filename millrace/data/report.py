@@ -9,6 +9,7 @@ What `stats` may hold; a part of the page whose key is missing is left out:
     lengths     {"edges": [n + 1], "counts": [n]}, documents by tokens: edges[i] <= length < edges[i + 1]
     fill        {"edges": [n + 1], "counts": [n]}, rows by the share of them that is not padding, from 0 to 1
     vocabulary  how often each id occurs: a list, an array, or the path of an .npy file
+    labels      {split: {label: texts or words that have it}}
     shuffle     {"rank_correlation", "displacement", "mixing": float or None}"""
 
 import math
@@ -53,6 +54,7 @@ def write(index: Index, stats: dict[str, Any], path: str | Path) -> None:
         _histogram("Fill of rows", stats.get("fill"), axis="share that is not padding", show=_hundredths),
         _vocabulary(index, stats.get("vocabulary"), path.parent),
         _left_out(stats.get("dropped"), stats.get("problems")),
+        _labels(stats.get("labels")),
         _shuffle(stats.get("shuffle")),
         _stages(stats.get("stages")),
         section("Recipe", f"<pre>{escape(_yaml(index.recipe))}</pre>"),
@@ -237,6 +239,14 @@ def _left_out(dropped: dict[str, int] | None, problems: dict[str, Any] | None) -
     samples = "".join(f"<li>{escape(visible(sample))}</li>" for sample in (problems or {}).get("samples", []))
     body = table(["reason", "documents or lines", ""], rows)
     return section("Left out", body + (f"<ul>{samples}</ul>" if samples else ""))
+
+
+def _labels(labels: dict[str, dict[str, int]] | None) -> str:
+    names = next(iter(labels.values()), {}) if labels else {}
+    if not labels or not names:
+        return ""
+    rows = [[escape(visible(name)), *(f"{labels[split][name]:,}" for split in labels)] for name in names]
+    return section("Labels", table(["label", *labels], rows))
 
 
 def _shuffle(shuffle: dict[str, float | None] | None) -> str:

@@ -4,9 +4,10 @@ here.
 The one shape is a list of messages as most chat templates take them: {"role": "system" | "user" | "assistant"
 | "tool", "content": text or None} with whatever else a message has (tool_calls, name, tool_call_id...). Tools
 that the assistant may call come first, as {"role": "tools", "tools": [...]}, and reach the template as
-`tools`."""
+`tools`. Of a pair of answers, the prompt and both answers are such lists (`pair`)."""
 
 import json
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -30,6 +31,8 @@ ROLES = {
 def detect(columns: Iterable[str]) -> str | None:
     """The shape of records that have these columns; None if it is no chat or instruction."""
     names = set(columns)
+    if {"chosen", "rejected"} <= names:
+        return "preference"
     if names & set(CHATS):
         return "messages"
     if "conversations" in names:
@@ -50,6 +53,48 @@ def messages(shape: str, record: dict[str, Any]) -> list[dict[str, Any]]:
         raise ValueError("it has no messages")
     if not any(message["role"] == "assistant" for message in found):
         raise ValueError("the assistant says nothing in it")
+    return _introduced(found, record)
+
+
+def pair(record: dict[str, Any]) -> list[dict[str, Any]]:
+    """The prompt, the preferred answer and the other, a list of messages each; ValueError says what is wrong.
+    Where an answer repeats the prompt, as whole conversations do, the prompt is what both begin with."""
+    prompt, chosen, rejected = record.get("prompt"), record.get("chosen"), record.get("rejected")
+    both = [_answer(chosen, "chosen"), _answer(rejected, "rejected")]
+    asked: list[dict[str, Any]] = []
+    if prompt is not None:
+        is_talk = isinstance(prompt, list)
+        asked = (
+            _turns(prompt, "prompt") if is_talk else [{"role": "user", "content": _text(prompt, "`prompt`")}]
+        )
+        both = [answer[len(asked) :] if answer[: len(asked)] == asked else answer for answer in both]
+    shared = 0
+    while shared < min(map(len, both)) and both[0][shared] == both[1][shared]:
+        shared += 1
+    asked, both = asked + both[0][:shared], [answer[shared:] for answer in both]
+    if not asked:
+        raise ValueError("`chosen` and `rejected` begin with no common message, and there is no `prompt`")
+    for name, answer in zip(("chosen", "rejected"), both, strict=True):
+        if not any(message["role"] == "assistant" for message in answer):
+            raise ValueError(f"the assistant says nothing in `{name}` that the other has not")
+    parts = {"prompt": _introduced(asked, record), "chosen": both[0], "rejected": both[1]}
+    return [{"role": role, "messages": messages} for role, messages in parts.items()]
+
+
+def _answer(value: Any, column: str) -> list[dict[str, Any]]:
+    """A list of messages, a text, or a dialogue in one text, as hh-rlhf has it."""
+    if isinstance(value, list):
+        return _turns(value, column)
+    text = _text(value, f"`{column}`")
+    turns = re.split(r"(?:\A|\n\n)(Human|Assistant):", text)
+    if len(turns) > 2 and not turns[0].strip():
+        said = zip(turns[1::2], turns[2::2], strict=True)
+        return [{"role": ROLES.get(who.lower(), "assistant"), "content": what.strip()} for who, what in said]
+    return [{"role": "assistant", "content": text}]
+
+
+def _introduced(found: list[dict[str, Any]], record: dict[str, Any]) -> list[dict[str, Any]]:
+    """Messages with the system prompt and the tools that the record has beside them."""
     system = _first(record, SYSTEMS)
     if system and found[0]["role"] != "system":
         found.insert(0, {"role": "system", "content": _text(system, "the system prompt")})

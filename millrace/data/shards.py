@@ -12,14 +12,14 @@ import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from millrace.errors import UserError
 
 VERSION = 2
-SUFFIXES = {"", ".starts", ".loss", ".sources"}
+SUFFIXES = {"", ".starts", ".loss", ".sources", ".labels"}
 HIGHEST = np.array([max(byte.bit_length() - 1, 0) for byte in range(256)])
 LIMITS = {"uint16": 1 << 16, "uint32": 1 << 32}
 
@@ -45,12 +45,14 @@ class Rows:
 
     `starts` marks the first token of each document or piece of one in a row. Padding comes last in a row, is
     marked like a document and is known by being nothing but filler. `loss` marks the tokens to be learnt;
-    None means all. `sources` says which source a row is from."""
+    None means all. `sources` says which source a row is from. `labels` has, at a token with a label, its
+    number in the index plus one; None where no row has any."""
 
     tokens: np.ndarray  # [n s] uint16 or uint32
     starts: np.ndarray  # [n ceil(s/8)] uint8
     loss: np.ndarray | None  # [n ceil(s/8)] uint8
     sources: np.ndarray  # [n] uint16
+    labels: np.ndarray | None = None  # [n s] uint16
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -58,11 +60,13 @@ class Rows:
     def arrays(self) -> dict[str, np.ndarray]:
         """By the suffix of the file that holds each: SHARD.npy, SHARD.starts.npy..."""
         named = {"": self.tokens, ".starts": self.starts, ".loss": self.loss, ".sources": self.sources}
+        named |= {".labels": self.labels}
         return {suffix: array for suffix, array in named.items() if array is not None}
 
     def take(self, rows: np.ndarray | slice) -> "Rows":
         loss = None if self.loss is None else self.loss[rows]
-        return Rows(self.tokens[rows], self.starts[rows], loss, self.sources[rows])
+        labels = None if self.labels is None else self.labels[rows]
+        return Rows(self.tokens[rows], self.starts[rows], loss, self.sources[rows], labels)
 
 
 @dataclass(frozen=True)
@@ -97,6 +101,9 @@ class Index:
     splits: dict[str, Split]  # train, and evaluation, which may have no rows
     recipe: dict[str, Any]
     inputs: dict[str, str] = dataclasses.field(default_factory=dict)  # checksums: sources, tokenizer
+    labels: tuple[str, ...] = ()  # names, by their number
+    labelled: Literal["", "text", "tokens"] = ""  # what has them: a text, at its first token, or each token
+    pairs: bool = False  # whether documents come in twos, the answer that was preferred and then the other
     version: int = VERSION
 
     def write(self, folder: Path) -> None:
@@ -134,6 +141,7 @@ class Index:
                 | {
                     "special": Special(**values["special"]),
                     "sources": tuple(values["sources"]),
+                    "labels": tuple(values.get("labels", ())),
                     "splits": splits,
                 }
             )
@@ -158,7 +166,7 @@ def _check_values(index: Index) -> None:
     special = [token for token in dataclasses.astuple(index.special) if token is not None]
     sizes = [index.sequence_length, index.vocab, *special, *(shard.rows for shard in shards)]
     sizes += [size for split in splits for size in (split.rows, split.documents, split.tokens, split.bytes)]
-    texts = [*index.sources, index.tokenizer_sha256, *index.inputs.values()]
+    texts = [*index.sources, *index.labels, index.tokenizer_sha256, *index.inputs.values()]
     texts += [crc for shard in shards for crc in shard.checksums.values()]
     weights = [(source or {}).get("weight", 1) for source in index.recipe.get("sources", {}).values()]
     numbers = [index.unigram_entropy, *weights]
@@ -166,6 +174,8 @@ def _check_values(index: Index) -> None:
         not all(type(size) is int and 0 <= size < 2**48 for size in sizes)
         or not all(isinstance(text, str) for text in texts)
         or not all(type(number) in (int, float) and abs(number) < 1e9 for number in numbers)
+        or index.labelled not in ("", "text", "tokens")
+        or type(index.pairs) is not bool
         or not (special and index.sequence_length and index.dtype in LIMITS and "train" in index.splits)
     ):
         raise ValueError
@@ -247,8 +257,10 @@ def read_rows(folder: Path, name: str, *, mmap: bool = True) -> Rows:
         except tokenize.TokenError as error:  # numpy lets it through where a header is damaged
             raise UserError(f"{file} is damaged: {error.args[0]}") from None
 
-    loss = load(".loss") if (folder / f"{name}.loss.npy").exists() else None
-    return Rows(load(""), load(".starts"), loss, load(".sources"))
+    loss, labels = (
+        load(suffix) if (folder / f"{name}{suffix}.npy").exists() else None for suffix in (".loss", ".labels")
+    )
+    return Rows(load(""), load(".starts"), loss, load(".sources"), labels)
 
 
 @contextlib.contextmanager

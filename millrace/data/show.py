@@ -141,7 +141,8 @@ def _inspect_packed(folder: Path, split: str, count: int, seed: int, console: Co
         words = [
             f"row {number:,} of {split} (of {total:,})",
             f"source {index.source(int(row.sources[0]))}",
-            f"{len(documents):,} document{'s' * (len(documents) != 1)}",
+            f"{len(documents) // (1 + index.pairs):,} {'pair' if index.pairs else 'document'}"
+            f"{'s' * (len(documents) != 1 + index.pairs)}",
             f"{100 * fill:.1f} % full",
         ]
         if row.loss is not None:
@@ -150,6 +151,8 @@ def _inspect_packed(folder: Path, split: str, count: int, seed: int, console: Co
         for turn, place in enumerate(documents):
             found = stretches(row.tokens[0][place], learnt[place], tokenizer)
             _print_document(found, COLOURS[turn % len(COLOURS)], marks, console)
+            if row.labels is not None:
+                _print_labels(row.tokens[0][place], row.labels[0][place], index, tokenizer, console)
         if padding:
             console.print(Text(f"{' ' * len(BEGINS)}{marks.ellipsis} {padding:,} padding", "dim"))
         console.print()
@@ -233,6 +236,19 @@ def _print_document(found: Iterable[Stretch], colour: str, marks: Marks, console
         for part in line.wrap(console, max(console.width - len(BEGINS), 8), overflow="fold"):
             console.print(Text.assemble(first, part), soft_wrap=True)
             first = Text(" " * len(BEGINS))
+
+
+def _print_labels(
+    tokens: np.ndarray, labels: np.ndarray, index: Index, tokenizer: tokenise.Tokenizer, console: Console
+) -> None:
+    """The label of a text, or those of its words, each after the token it stands at."""
+    places = np.flatnonzero(labels)
+    names = [index.labels[number - 1] for number in labels[places].tolist()]
+    if index.labelled == "tokens":
+        pieces = [tokenizer.inner.decode([int(token)]).strip() for token in tokens[places]]
+        names = [f"{piece}/{name}" for piece, name in zip(pieces, names, strict=True)]
+    said = f"{' ' * len(BEGINS)}label: {' '.join(names) or 'none'}"
+    console.print(Text(_fit(visible(said), console), "bold"), soft_wrap=True)
 
 
 def _shortened(text: str, marks: Marks) -> str:

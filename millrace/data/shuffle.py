@@ -32,6 +32,9 @@ class Input:
     source: int = 0
     weight: float = 1.0
     loss: bool = False
+    labels: tuple[
+        int, ...
+    ] = ()  # for each number in its column of labels that in the shards; () for no column
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,10 @@ class Round:
     @property
     def loss(self) -> bool:
         return any(one.loss for one in self.inputs)
+
+    @property
+    def labels(self) -> bool:
+        return any(one.labels for one in self.inputs)
 
     @property
     def scratch(self) -> str:
@@ -124,8 +131,12 @@ def plan_shuffle(
             now = dataclasses.replace(now, sizes=tuple(sizes.tolist()))
             scatters = () if direct else tuple(Job(now, i) for i in range(len(now.inputs)))
             passes.append(Pass(scatters, tuple(Job(now, i) for i in range(buckets))))
+            most = max((number for one in now.inputs for number in one.labels), default=-1)
+            kept = tuple(range(most + 1))  # which are numbered for good from the first round on
             made = tuple(
-                Input(now.output(i), size, loss=now.loss) for i, size in enumerate(now.sizes) if size
+                Input(now.output(i), size, loss=now.loss, labels=kept)
+                for i, size in enumerate(now.sizes)
+                if size
             )
             now = dataclasses.replace(now, inputs=made, counts=tuple(one.rows for one in made))
     return tuple(passes)
@@ -148,16 +159,15 @@ def gather(job: Job) -> dict[str, Any]:
     folder = Path(now.folder)
     (folder if now.last else folder / now.scratch).mkdir(parents=True, exist_ok=True)
     like = read_rows(folder, now.inputs[0].name if now.direct else now.run(0))
-    rows = room_for(size, like, loss=now.loss)
+    rows = room_for(size, like, loss=now.loss, labels=now.labels)
     before = np.empty(size, np.int64)
     done = 0
     for number, one in enumerate(now.inputs):
         begin, end = deal(now, number)[job.number : job.number + 2].tolist()
         here = slice(done, done + end - begin)
         done = here.stop
-        targets = {
-            suffix: array[here] for suffix, array in rows.arrays().items() if suffix != ".loss" or one.loss
-        }
+        lacks = {".loss": not one.loss, ".labels": not one.labels}
+        targets = {suffix: array[here] for suffix, array in rows.arrays().items() if not lacks.get(suffix)}
         if now.direct:
             chosen, places = draw(now, number)
             packed = read_rows(folder, one.name).arrays()
@@ -170,6 +180,9 @@ def gather(job: Job) -> dict[str, Any]:
         if rows.loss is not None and not one.loss:  # of plain text all is to be learnt, but not the padding
             begins = padding_begins(rows.tokens[here], rows.starts[here], now.filler)
             rows.loss[here] = pack_bits(np.arange(rows.tokens.shape[1]) < begins[:, None])
+        if rows.labels is not None:
+            numbers = np.array(one.labels, np.uint16)
+            rows.labels[here] = numbers[rows.labels[here]] if one.labels else 0
     assert done == size
 
     order = generator(now, "bucket", job.number).permutation(size)
@@ -277,12 +290,13 @@ def origins(now: Round, number: int) -> np.ndarray:
     return sum(now.counts[:number]) + np.arange(now.counts[number])
 
 
-def room_for(size: int, like: Rows, *, loss: bool) -> Rows:
+def room_for(size: int, like: Rows, *, loss: bool, labels: bool) -> Rows:
     """Rows to be read into."""
     tokens = np.empty((size, like.tokens.shape[1]), like.tokens.dtype)
     starts = np.empty((size, like.starts.shape[1]), np.uint8)
     learnt = np.empty_like(starts) if loss else None
-    return Rows(tokens, starts, learnt, np.empty(size, np.uint16))
+    told = np.empty(tokens.shape, np.uint16) if labels else None
+    return Rows(tokens, starts, learnt, np.empty(size, np.uint16), told)
 
 
 def read_slice(path: Path, begin: int, out: np.ndarray) -> None:

@@ -29,12 +29,13 @@ T = TypeVar("T")
 class Packed:
     """Rows as a model takes them, [n s] each. Segments count the documents of a row from 1, be they whole or
     a piece; 0 is padding. Positions count from 0 in each. `loss` marks the tokens to be learnt; None means
-    all."""
+    all. `labels` has a label's number plus one at the tokens that have one; None where the data has none."""
 
     tokens: np.ndarray  # int32
     segments: np.ndarray  # int32
     positions: np.ndarray  # int32
     loss: np.ndarray | None  # bool
+    labels: np.ndarray | None = None  # int32
 
 
 class Dataset:
@@ -59,6 +60,7 @@ class Dataset:
             for name, shards in self.shards.items()
         }
         self.has_loss = any(".loss" in shard.checksums for shards in self.shards.values() for shard in shards)
+        self.has_labels = bool(index.labels)
         by_name = {shard.name: shard for shards in self.shards.values() for shard in shards}
         # Some at a time: thousands of shards would use up the maps and descriptors that a process may have.
         self._column = functools.lru_cache(maxsize=128)(
@@ -91,6 +93,12 @@ class Dataset:
                 f"data.path: {path} was made with tokenizer {index.tokenizer_sha256}, and {tokenizer_sha256} "
                 "is expected here; use the data that belongs to it, or prepare this data with that tokenizer"
             )
+        if length < index.sequence_length and (index.labelled or index.pairs):
+            what = "pairs of answers" if index.pairs else "labelled texts"
+            raise UserError(
+                f"data.sequence_length: {length} would cut the {what} of {path}, which are whole in rows of "
+                f"{index.sequence_length}; take that, or pack again with pack.sequence_length={length}"
+            )
         check(index, folder)
         keep_memory()
         return cls(index, folder, length)
@@ -119,7 +127,8 @@ class Dataset:
             for row in range(end - begin):
                 loss = None if packed.loss is None else packed.loss[row]
                 number = sources[(begin + row) // self.cuts - begin // self.cuts]
-                one = Packed(packed.tokens[row], packed.segments[row], packed.positions[row], loss)
+                labels = None if packed.labels is None else packed.labels[row]
+                one = Packed(packed.tokens[row], packed.segments[row], packed.positions[row], loss, labels)
                 yield self.index.source(int(number)), one
 
     def batch(
@@ -217,13 +226,20 @@ class Dataset:
             )[cut]
         elif self.has_loss:
             loss = np.ones((end - begin, length), bool)
-        return Packed(tokens.reshape(-1, length)[cut].astype(np.int32), segments[cut], positions[cut], loss)
+        labels = None
+        if self.has_labels:
+            labels = np.zeros((end - begin, length), np.int32)
+            if ".labels" in shard.checksums:
+                labels[:] = self._column(shard.name, ".labels").rows(whole).reshape(-1, length)[cut]
+        ids = tokens.reshape(-1, length)[cut].astype(np.int32)
+        return Packed(ids, segments[cut], positions[cut], loss, labels)
 
     def _padding(self, count: int) -> Packed:
         shape = (count, self.sequence_length)
         positions = np.tile(np.arange(self.sequence_length, dtype=np.int32), (count, 1))
         loss = np.zeros(shape, bool) if self.has_loss else None
-        return Packed(np.full(shape, self.pad, np.int32), np.zeros(shape, np.int32), positions, loss)
+        labels = np.zeros(shape, np.int32) if self.has_labels else None
+        return Packed(np.full(shape, self.pad, np.int32), np.zeros(shape, np.int32), positions, loss, labels)
 
     def _look_ahead(self, split: str, first: int, count: int, sequences: int) -> None:
         """Asks for what the coming batches need: so many bytes of rows, or this host's share of two batches
@@ -236,7 +252,7 @@ class Dataset:
             coming = [(first + sequences, count), (first + 2 * sequences, count)]
         for start, many in coming:
             for shard, begin, end in self._runs(split, start, min(many, self.ends[split][-1])):
-                for suffix in {"", ".starts", ".loss"} & shard.checksums.keys():
+                for suffix in {"", ".starts", ".loss", ".labels"} & shard.checksums.keys():
                     self._column(shard.name, suffix).want(self._whole(begin, end)[0])
 
 
@@ -347,7 +363,7 @@ def join(parts: list[Packed]) -> Packed:
         found = [getattr(part, name) for part in parts]
         return None if found[0] is None else np.concatenate(found)
 
-    return Packed(one("tokens"), one("segments"), one("positions"), one("loss"))
+    return Packed(*map(one, ("tokens", "segments", "positions", "loss", "labels")))
 
 
 def keep_memory() -> None:

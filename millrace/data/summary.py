@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from millrace.config import to_dict
-from millrace.data import groups, tokenise
+from millrace.data import annotations, groups, tokenise
 from millrace.data.shards import Index, Shard, Split, smallest_dtype
 
 Packed = list[dict[str, Any]]  # what groups.pack_group said of its work, of each group
@@ -22,6 +22,7 @@ def index(
     counts: np.ndarray,
     *,
     inputs: dict[str, str],
+    kinds: set[str],
 ) -> Index:
     splits = {}
     for name, sets in shards.items():
@@ -41,7 +42,25 @@ def index(
         splits=splits,
         recipe=to_dict(recipe),
         inputs=inputs,
+        labels=labels(packed),
+        labelled=annotations.labelled(kinds),
+        pairs=annotations.PAIR in kinds,
     )
+
+
+def labels(packed: Packed) -> tuple[str, ...]:
+    """Of all groups together, in the order of their numbers."""
+    return annotations.ordered(name for one in packed for name in one["labels"])
+
+
+def label_counts(packed: Packed) -> dict[str, dict[str, int]]:
+    """By split and label, how many texts or tokens have it."""
+    counts = {split: dict.fromkeys(labels(packed), 0) for split in groups.SPLITS}
+    for one in packed:
+        for split, of in counts.items():
+            for name, number in zip(one["labels"], one[split]["labels"], strict=True):
+                of[name] += number
+    return counts
 
 
 def weighted(recipe: Any, split: str, packed: Packed, key: str) -> int:
@@ -74,6 +93,7 @@ def stats(recipe: Any, stages: dict[str, Any], packed: Packed, counts: np.ndarra
         "fill": {"edges": np.linspace(0, 1, len(fills) + 1).tolist(), "counts": fills.tolist()},
         "vocabulary": counts,
         "shuffle": stages["shuffle"]["quality"],
+        "labels": label_counts(packed),
     }
 
 

@@ -109,11 +109,13 @@ def _look(folder: Path, shard: Shard, index: Index) -> Seen:
         ".starts": ("uint8", (shard.rows, width)),
         ".loss": ("uint8", (shard.rows, width)),
         ".sources": ("uint16", (shard.rows,)),
+        ".labels": ("uint16", (shard.rows, index.sequence_length)),
     }
+    optional = {".loss", ".labels"} - shard.checksums.keys()
     arrays = {}
     for suffix, (dtype, shape) in expected.items():
         file = folder / f"{shard.name}{suffix}.npy"
-        if suffix == ".loss" and suffix not in shard.checksums:
+        if suffix in optional:
             if file.exists():
                 seen.faults.append(
                     f"{file}: found a file, expected none, since the index has no checksum of it"
@@ -128,8 +130,10 @@ def _look(folder: Path, shard: Shard, index: Index) -> Seen:
         written = shard.checksums.get(suffix)
         if found != written:
             seen.faults.append(f"{file}: found checksum {found}, expected {written}")
-    if len(arrays) == 3 + (".loss" in shard.checksums):
-        rows = Rows(arrays[""], arrays[".starts"], arrays.get(".loss"), arrays[".sources"])
+    if len(arrays) == len(expected) - len(optional):
+        rows = Rows(
+            arrays[""], arrays[".starts"], arrays.get(".loss"), arrays[".sources"], arrays.get(".labels")
+        )
         step = max(1, BLOCK // index.sequence_length)
         for first in range(0, len(rows), step):
             block, name = rows.take(slice(first, first + step)), str(folder / shard.name)
@@ -186,6 +190,7 @@ def _look_at_rows(rows: Rows, index: Index, *, first: int, name: str, seen: Seen
             "",
             lambda row: f"found padding from {begins[row]}, the last mark at {last[row]}, {says}",
         )
+    _check_annotations(rows, index, padding, check)
     if rows.loss is not None:
         _check_loss(rows.loss, padding, length, check)
 
@@ -207,6 +212,8 @@ def _check_ids(rows: Rows, index: Index, check: Check) -> None:
 
     compare(rows.tokens.max(axis=1), index.vocab, "", "token")
     compare(rows.sources, len(index.sources), ".sources", "source")
+    if rows.labels is not None:
+        compare(rows.labels.max(axis=1), 1 + len(index.labels), ".labels", "label")
 
 
 def _check_marks(rows: Rows, length: int, check: Check) -> None:
@@ -230,10 +237,35 @@ def _check_loss(loss: np.ndarray, padding: np.ndarray, length: int, check: Check
     )
 
 
+def _check_annotations(rows: Rows, index: Index, padding: np.ndarray, check: Check) -> None:
+    """Labels of texts stand at first tokens, none at padding; of a pair, both answers are in one row."""
+    length = index.sequence_length
+    marks = unpack_bits(rows.starts, length)
+    if rows.labels is not None:
+        text: np.ndarray = np.arange(length) < length - padding[:, None]
+        may = marks & text if index.labelled == "text" else text
+        stray = (rows.labels > 0) & ~may
+        what = "the first token of a text" if index.labelled == "text" else "a text"
+        check(
+            np.asarray(stray.any(axis=1)),
+            ".labels",
+            lambda row: f"found a label at {stray[row].argmax()}, expected {what}",
+        )
+    if index.pairs:
+        texts = marks.sum(axis=1) - (padding > 0)
+        check(
+            np.asarray(texts % 2 == 1),
+            ".starts",
+            lambda row: f"found {texts[row]} texts, expected two of each pair",
+        )
+
+
 def _row_checksums(rows: Rows) -> dict[int, int]:
     """By source, the sum of its rows' checksums. The loop is over rows: each is kilobytes, a call 0.3 µs."""
     arrays = [
-        np.ascontiguousarray(array) for array in (rows.tokens, rows.starts, rows.loss) if array is not None
+        np.ascontiguousarray(array)
+        for array in (rows.tokens, rows.starts, rows.loss, rows.labels)
+        if array is not None
     ]
     sums: dict[int, int] = {}
     for source, *parts in zip(rows.sources.tolist(), *map(_lines, arrays), strict=True):

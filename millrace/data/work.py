@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from millrace.data import (
+    annotations,
     chat,
     duplicates,
     groups,
@@ -172,6 +173,9 @@ class Work(Stages):
             if listing(self.recipe) != self.stages["normalize"]["units"]:
                 raise UserError("sources: their files have changed while they were read; begin again")
         problems = self.tell_problems([one["problems"] for one in made])
+        notes = [one["notes"] for one in made]
+        for line in annotations.told(notes, recipe.pack.sequence_length):
+            self.say(f"pack: {line}")
         splits = {name: [group[name] for one in made for group in one["groups"]] for name in groups.SPLITS}
         documents, tokens, size, rows = (
             sum(split[key] for one in splits.values() for split in one)
@@ -183,6 +187,10 @@ class Work(Stages):
             f"pack: {rows:,} rows of {recipe.pack.sequence_length}, {tokens:,} tokens, "
             f"{size / max(tokens, 1):.2f} bytes a token, {fill:.2%} full in {seconds:.1f} s"
         )
+        if not rows:
+            raise UserError(
+                f"pack.sequence_length: {recipe.pack.sequence_length} is too short for all there is"
+            )
         share, held = recipe.pack.evaluation, sum(split["rows"] for split in splits["evaluation"])
         if not rows - held:
             raise UserError(f"pack.evaluation: {share} holds out all {documents} documents; lower it")
@@ -191,7 +199,7 @@ class Work(Stages):
         if self.few_held_out(self.stages["normalize"]["documents"]):
             self.say(f"pack: {share:.2%} of the rows are held out, since the documents are few")
         totals = {"documents": documents, "tokens": tokens, "bytes": size, "rows": rows, "fill": fill}
-        return totals | {"problems": problems}
+        return totals | {"problems": problems, "kinds": sorted(annotations.kinds(notes))}
 
     def pack_groups(self) -> list[dict[str, Any]]:
         recipe, names = self.recipe, list(self.recipe.sources)
@@ -283,7 +291,13 @@ class Work(Stages):
             "tokenizer": self.stages["tokenizer"]["brought"],
         }
         index = summary.index(
-            self.recipe, self.tokenizer, self.stages["shuffle"]["shards"], packed, counts, inputs=inputs
+            self.recipe,
+            self.tokenizer,
+            self.stages["shuffle"]["shards"],
+            packed,
+            counts,
+            inputs=inputs,
+            kinds=set(self.stages["pack"]["kinds"]),
         )
         stats = summary.stats(self.recipe, self.stages, packed, counts)
         report.write(index, stats, self.folder / "report.html")
@@ -367,6 +381,7 @@ class Work(Stages):
 
     def inputs(self, split: str) -> list[shuffle.Input]:
         weights = [source.weight for source in self.recipe.sources.values()]
+        numbers = {name: 1 + number for number, name in enumerate(summary.labels(self.packed()))}
         return [
             shuffle.Input(
                 f"packed/{one[split]['shard']['name']}",
@@ -374,6 +389,9 @@ class Work(Stages):
                 source=one["source"],
                 weight=weights[one["source"]] if split == "train" else 1.0,
                 loss=".loss" in one[split]["shard"]["checksums"],
+                labels=(0, *(numbers[name] for name in one["labels"]))
+                if ".labels" in one[split]["shard"]["checksums"]
+                else (),
             )
             for one in self.packed()
             if one[split]["rows"]

@@ -30,7 +30,7 @@ def export(run: Opened, folder: str) -> list[Path]:
         )
     bare = matrices.plain(cfg)
     family = file("models", bare)
-    if not family.HF_TYPES or getattr(cfg, "generator", 0):
+    if not family.HF_TYPES or getattr(cfg, "generator", 0) > 0:
         raise UserError(
             f"--adapter: {cfg.use} is not one model at Hugging Face; without it adapters are merged"
         )

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save_file
 
-from millrace import config, matrices, module, recipe, store
+from millrace import classifier, config, matrices, module, recipe, store
 from millrace.checkpoint import Checkpoints
 from millrace.compress import stored
 from millrace.data import tokenise
@@ -58,8 +58,12 @@ def plain_run(run: Opened) -> Opened:
 def exports(family: Any, run: Opened) -> dict[str, tuple[Any, Any]]:
     """The models of a run, config and weights, by the folders they go to. Where there are several, the family
     tells them apart."""
+    return exports_of(family, run.cfg.model, run.params)
+
+
+def exports_of(family: Any, cfg: Any, params: Any) -> dict[str, tuple[Any, Any]]:
     apart = getattr(family, "exports", lambda cfg, params: {"": (cfg, params)})
-    return apart(run.cfg.model, run.params)
+    return apart(cfg, params)
 
 
 def write(
@@ -87,6 +91,8 @@ def settings_of(run: Opened, model: Any, dtype: str) -> dict[str, Any]:
     settings = family.to_hf(model, run.cfg.data.sequence_length) | {"dtype": dtype, "torch_dtype": dtype}
     if name is not None and (cap is not None or name not in settings):
         settings[name] = cap
+    if classifier.has_labels(model):
+        settings |= classifier.named(classifier.names_of(str(run.cfg.run), model.labels))
     return settings
 
 
@@ -138,24 +144,28 @@ def import_(folder: str, run: str) -> recipe.Run:
     """Makes a run folder of a Hugging Face one: a recipe and a checkpoint at step 0, from which to train."""
     source = Path(folder)
     settings = read_config(source)
-    family = family_of(settings)
+    family, section = family_of(settings), section_of(settings)
+    tells = "causal" if family.Config.causal else "masked"
     tree: dict[str, Any] = {
         "run": run,
-        "model": family.from_hf(settings),
+        "model": section,
         "data": {
             "path": "data/NAME",
             "sequence_length": min(config_json.whole(settings, "max_position_embeddings", 2048), 2048),
         },
-        "objective": {"use": "causal" if family.Config.causal else "masked"},
+        "objective": {"use": "classify" if "labels" in section else tells},
         "optimizer": {"use": "adamw", "learning_rate": 1e-5, "weight_decay": 0.1},
         "schedule": {"use": "cosine", "steps": 1000, "warmup": 100},
     }
     cap = soft_cap_name(family)
-    if cap is not None and settings.get(cap) is not None:
+    if cap is not None and settings.get(cap) is not None and "labels" not in section:
         tree["loss"] = {"use": "cross_entropy", "soft_cap": config_json.number(settings, cap)}
     with whole_or_nothing(run) as made:
         (made / "recipe.yaml").write_text(config.dump(tree))
         cfg = recipe.load(made / "recipe.yaml")
+        family = file("models", cfg.model)
+        if classifier.has_labels(cfg.model):
+            classifier.keep_names(made, classifier.names_in(settings))
         shapes = module.shapes(family.Model, cfg.model)
         params = from_tensors(table_of(family, cfg.model), shapes, source, ternary.stored(settings))
         keep_tokenizer(source, made)
@@ -189,6 +199,12 @@ def family_of(settings: dict[str, Any]) -> Any:
     shown = config_json.shown(settings.get("model_type"))
     known = ", ".join(sorted(kind for family in families for kind in family.HF_TYPES))
     raise UserError(f"config.json: model_type: found {shown}, expected one of {known}")
+
+
+def section_of(settings: dict[str, Any]) -> dict[str, Any]:
+    """The recipe's model section for a config.json, whatever the model tells."""
+    family = family_of(settings)
+    return family.from_hf(settings) | classifier.section(family, settings)
 
 
 def from_tensors(table: Table, shapes: Any, source: Path, stored: str | None = None) -> Any:

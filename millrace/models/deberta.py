@@ -9,6 +9,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from millrace.classifier import Head, Layout, dense
 from millrace.errors import UserError
 from millrace.execution import Execution, layers
 from millrace.export import config_json
@@ -220,6 +221,19 @@ class Model:
         twice = jax.tree.map(lambda w: jnp.concatenate([w, w]), last)
         return self.head(cfg, self.encode(cfg, queries, twice, how=how, segments=segments, states=x))
 
+    def states(
+        self,
+        cfg: Any,
+        tokens: Array,
+        *,
+        how: Execution,
+        segments: Array | None = None,
+        positions: Array | None = None,
+    ) -> Array:
+        """What the layers make of the text [b s d]."""
+        x = self.embed(cfg, self.embedding, tokens, how.dtype)
+        return self.encode(cfg, x, self.blocks, how=how, segments=segments)
+
     def embed(self, cfg: Any, embedding: Array, tokens: Array, dtype: Any) -> Array:
         x = lookup(embedding, tokens, dtype)
         return constrain(_normed(cfg, x, self.embed_norm, self.embed_norm_bias), "batch", "sequence", None)
@@ -332,6 +346,15 @@ HF = {
     "b_answer": (FIND + "classifier.bias", "a -> a"),
 }
 HF_TYPES = ("deberta-v2",)
+CLASSES = Layout(
+    Head(
+        "DebertaV2ForSequenceClassification",
+        dense("pool", "pooler.dense") | dense("classes", "classifier"),
+        {"first": ""},
+    ),
+    Head("DebertaV2ForTokenClassification", dense("classes", "classifier"), {"each": ""}),
+    drops=("places", "w_head", "b_head", "head_norm", "head_norm_bias", "head_bias"),
+)
 
 # What config.json says of every one of them, and the only values there are of it here.
 ONLY: dict[str, Any] = {

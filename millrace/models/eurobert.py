@@ -4,6 +4,7 @@ modelling (arXiv 2503.05500)."""
 from dataclasses import dataclass
 from typing import Any
 
+from millrace.classifier import Head, Layout, dense
 from millrace.export import config_json
 from millrace.models import llama
 
@@ -11,6 +12,16 @@ Model = llama.Model
 flops = llama.flops
 HF = llama.HF
 HF_TYPES = ("eurobert",)
+CLASSES = Layout(
+    Head(
+        "EuroBertForSequenceClassification",
+        dense("pool", "dense") | dense("classes", "classifier"),
+        {"first": "bos", "mean": "mean"},
+    ),
+    Head("EuroBertForTokenClassification", dense("classes", "classifier"), {"each": ""}),
+    drops=("head",),
+    setting="classifier_pooling",
+)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from millrace import classifier
 from millrace.errors import UserError
 from millrace.execution import Execution, cached_layers, layers_in_turn
 from millrace.export import config_json
@@ -205,6 +206,7 @@ HF = {
     "final_norm": ("model.norm.weight", "d -> d"),
 }
 HF_TYPES = ("gemma2",)
+CLASSES = classifier.generic()
 HF_SOFT_CAP = "final_logit_softcapping"
 
 

@@ -4,6 +4,7 @@ a window to one that sees the whole text, and other positions for each (arXiv 25
 from dataclasses import dataclass
 from typing import Any
 
+from millrace import classifier
 from millrace.export import config_json
 from millrace.models import gemma2
 
@@ -11,6 +12,7 @@ Model = gemma2.Model
 flops = gemma2.flops
 HF = gemma2.HF
 HF_TYPES = ("gemma3_text",)
+CLASSES = classifier.generic("Gemma3Text")
 HF_SOFT_CAP = gemma2.HF_SOFT_CAP
 
 

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from millrace import classifier
 from millrace.errors import UserError
 from millrace.execution import Execution, cached_layers, layers
 from millrace.export import config_json
@@ -194,6 +195,7 @@ HF = {
     "head": ("lm_head.weight", "v d -> v d"),
 }
 HF_TYPES = ("llama", "qwen3")
+CLASSES = classifier.generic()
 
 
 def to_hf(cfg: Any, sequence: int) -> dict[str, Any]:

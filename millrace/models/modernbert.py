@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from millrace.classifier import Head, Layout, dense
 from millrace.errors import UserError
 from millrace.execution import Execution, cached_layers, layers_in_turn
 from millrace.export import config_json
@@ -142,6 +143,18 @@ class Model:
         positions: Array | None = None,
     ) -> Array:
         """The last hidden states [b s d+128]; `unembed` turns them into logits."""
+        return self.head(cfg, self.states(cfg, tokens, how=how, segments=segments, positions=positions))
+
+    def states(
+        self,
+        cfg: Any,
+        tokens: Array,
+        *,
+        how: Execution,
+        segments: Array | None = None,
+        positions: Array | None = None,
+    ) -> Array:
+        """What the layers make of the text [b s d]."""
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
 
@@ -153,7 +166,7 @@ class Model:
 
         bodies = [functools.partial(body, kind) for kind in kinds(cfg)]
         x = layers_in_turn(how, bodies, self.embed(cfg, tokens, how.dtype), (self.blocks, *self.norms(cfg)))
-        return self.head(cfg, x)
+        return layer_norm(x, self.final_norm, cfg.norm_eps)
 
     def embed(self, cfg: Any, tokens: Array, dtype: Any) -> Array:
         x = layer_norm(lookup(self.embedding, tokens, dtype), self.embed_norm, cfg.norm_eps)
@@ -165,7 +178,7 @@ class Model:
         return jnp.concatenate([none, self.attn_norms.weight]), jnp.arange(cfg.layers) == 0
 
     def head(self, cfg: Any, x: Array) -> Array:
-        h = project(self.w_head, layer_norm(x, self.final_norm, cfg.norm_eps), "bsd,de->bse")
+        h = project(self.w_head, x, "bsd,de->bse")
         h = layer_norm(jax.nn.gelu(h, approximate=False), self.head_norm, cfg.norm_eps)
         return jnp.concatenate([h, first_of_many(jnp.ones_like(h[..., 0]))], axis=-1)
 
@@ -189,7 +202,8 @@ class Model:
         bodies = [functools.partial(body, kind) for kind in kinds(cfg)]
         x, layers = self.embed(cfg, tokens, how.dtype), (self.blocks, *self.norms(cfg))
         x, (keys, values) = cached_layers(how, bodies, x, layers, (cache.k, cache.v))
-        return self.head(cfg, x), Cache(keys, values, start + tokens.shape[1])
+        hidden = self.head(cfg, layer_norm(x, self.final_norm, cfg.norm_eps))
+        return hidden, Cache(keys, values, start + tokens.shape[1])
 
 
 def _normed(cfg: Any, x: Array, weight: Array, is_first: Array) -> Array:
@@ -221,6 +235,17 @@ HF = {
     "head_bias": ("decoder.bias", "v -> v"),
 }
 HF_TYPES = ("modernbert",)
+CLASSES = Layout(
+    Head(
+        "ModernBertForSequenceClassification",
+        dense("classes", "classifier"),
+        {"first": "cls", "mean": "mean"},
+    ),
+    Head("ModernBertForTokenClassification", dense("classes", "classifier"), {"each": ""}),
+    drops=("head_bias",),
+    keeps_head=True,
+    setting="classifier_pooling",
+)
 
 
 def sees_all(layer: int, every: int) -> bool:

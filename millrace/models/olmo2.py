@@ -4,6 +4,7 @@ of all keys (arXiv 2501.00656)."""
 from dataclasses import dataclass
 from typing import Any
 
+from millrace import classifier
 from millrace.execution import Execution
 from millrace.export import config_json
 from millrace.layers.mlp import gated
@@ -116,6 +117,7 @@ HF = llama.HF | {
     "blocks.mlp_norm": ("model.layers.{}.post_feedforward_layernorm.weight", "d -> d"),
 }
 HF_TYPES = ("olmo2",)
+CLASSES = classifier.generic()
 
 
 def to_hf(cfg: Any, sequence: int) -> dict[str, Any]:

@@ -18,7 +18,8 @@ from millrace.objectives import causal
 
 prepare = causal.prepare
 most = causal.most
-LOSS = "preference loss"
+LOSS = "preference loss"  # what evaluation calls it
+READS = "pairs"
 
 
 @dataclass(frozen=True)

@@ -22,12 +22,12 @@ def sized(cfg: recipe.Run) -> recipe.Run:
         raise UserError(
             f"model.use: found {cfg.model.use}, whose sizes are not in the recipe, as plan needs them"
         )
-    if cfg.model.vocab:
+    vocab = "model.vocab: expected the size of the vocabulary"
+    lacks = "model.labels: expected how many there are" if cfg.model.vocab else vocab
+    if cfg.model.vocab and (cfg.model.labels or cfg.objective.use != "classify"):
         return cfg
     if not (Path(cfg.data.path) / "index.json").is_file():
-        raise UserError(
-            f"model.vocab: expected the size of the vocabulary, since the data, {cfg.data.path}, is not there"
-        )
+        raise UserError(f"{lacks}, since the data, {cfg.data.path}, is not there")
     # Most recipes name it, and need not wait for these.
     from millrace.data.stream import Dataset
     from millrace.evaluate import with_vocabulary

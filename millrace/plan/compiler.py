@@ -117,10 +117,14 @@ def compiled(cfg: recipe.Run, where: Slice, folder: Path) -> Compiled:
             raise
         raise UserError('planning for TPUs takes their compiler: `pip install ".[tpu]"`') from None
     devices = build.make_mesh(cfg, topology.devices)
-    special, has_loss = Vocabulary(cfg.model.vocab, pad=0, bos=1, eos=2, mask=3), False
+    special, marks = (
+        Vocabulary(cfg.model.vocab, pad=0, bos=1, eos=2, mask=3),
+        dict(has_labels=cfg.model.labels > 0),
+    )
     if (Path(cfg.data.path) / "index.json").is_file():  # then it is the program that `train` will want
         dataset = Dataset.open(cfg.data.path, sequence_length=cfg.data.sequence_length)
-        special, has_loss = vocabulary(dataset), dataset.has_loss
+        special = vocabulary(dataset)
+        marks = dict(has_loss=dataset.has_loss, has_labels=dataset.has_labels)
     task = make_task(cfg, special, topology.devices[0])
     family = file("models", task.model)
     with jax.set_mesh(devices):
@@ -138,7 +142,7 @@ def compiled(cfg: recipe.Run, where: Slice, folder: Path) -> Compiled:
         began = time.process_time()
         try:
             one = step.train_step(task, update, module.axes(family.Model, task.model))
-            traced = build.lowered(cfg, one, abstract, devices, has_loss=has_loss)
+            traced = build.lowered(cfg, one, abstract, devices, **marks)
             program: Any = programs.compiled(traced, devices, None, print)
             programs.save(traced, program, folder)
         except jax.errors.JaxRuntimeError as error:

@@ -1,7 +1,8 @@
 """From records with any columns to documents: finds the text or messages, the id, and what is kept besides.
 
 With `column: auto` that is a conversation, recognised by its columns; or a column named text; or a column
-named content; or, of a table, the only column of strings."""
+named content; or, of a table, the only column of strings. A text beside a column named label, or words beside
+their tags, come with these; `column: text` leaves them."""
 
 import difflib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,13 +15,18 @@ import orjson
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from millrace.data import shapes
+from millrace.data import labelled, shapes
 from millrace.data.documents import SCHEMA
 from millrace.data.formats import TABLE, Bad
 
 DOCUMENT = pa.schema([field for field in SCHEMA if field.name != "source"])
 LISTED = 12  # columns named at most in a message
-CERTAIN = ("messages", "sharegpt", "alpaca")  # shapes that are conversations even beside a column named text
+CERTAIN = (
+    "messages",
+    "sharegpt",
+    "alpaca",
+    "preference",
+)  # shapes that are conversations even beside a column named text
 
 
 @dataclass(frozen=True)
@@ -82,7 +88,8 @@ def from_records(records: Sequence[Any], places: Places, wanted: Wanted, problem
     """Documents of records as a JSON parser makes them. A record that is Bad was so already."""
     column = "text" if wanted.column == "auto" else wanted.column
     try:
-        if wanted.column == "auto" and shapes.detect(set().union(*records)) in CERTAIN:
+        names = set().union(*records) if wanted.column == "auto" else set[str]()
+        if shapes.detect(names) in CERTAIN or labelled.detect(names):
             raise LookupError
         texts = strings([record[column] for record in records])
         ids = places.ids
@@ -126,6 +133,8 @@ def plan(schema: pa.Schema, wanted: Wanted) -> Plan:
     if shape:
         plain = "text" in strings and shape not in CERTAIN
         return Plan(names, "text" if plain else None, mixed=True)
+    if labelled.detect(names):
+        return Plan(names, None, mixed=True)
     text = next((name for name in ("text", "content") if name in strings), None)
     if text is None and len(others) == 1:
         text = others[0]
@@ -188,8 +197,10 @@ def _content(record: dict[str, Any], wanted: Wanted) -> tuple[str | None, str | 
 
 
 def _choose(record: dict[str, Any]) -> tuple[str, str | None]:
-    """With `column: auto`, the column that is the text of a record, or the shape of its conversation."""
+    """With `column: auto`, the column that is the text of a record, or the shape of one that has more."""
     filled = [name for name, value in record.items() if value is not None and name != "text"]
+    if shapes.detect(filled) not in CERTAIN and labelled.is_labelled(record):
+        return "", "labelled"
     if isinstance(record.get("text"), str | bytes) and shapes.detect(filled) not in CERTAIN:
         return "text", None
     shape = shapes.detect(filled) or shapes.detect([name for name in record if name != "text"])
@@ -202,7 +213,8 @@ def _choose(record: dict[str, Any]) -> tuple[str, str | None]:
 
 def _messages(shape: str, record: dict[str, Any]) -> str:
     try:
-        messages = shapes.messages(shape, record)
+        found = {"preference": shapes.pair, "labelled": labelled.parts}.get(shape)
+        messages = shapes.messages(shape, record) if found is None else found(record)
     except ValueError as error:
         raise Bad("bad messages", str(error)) from None
     return _json(messages, "the conversation")

@@ -1,0 +1,246 @@
+"""Labels go with their texts and words through all that is done to data, and texts with labels stay whole."""
+
+import json
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from millrace import recipe
+from millrace.data import labelled, learn, tokenise
+from millrace.data.annotations import Notes, ordered
+from millrace.data.pack import plan
+from millrace.data.prepare import prepare
+from millrace.data.shards import Index, read_rows
+from millrace.data.show import inspect
+from millrace.data.stream import Dataset
+from millrace.data.verify import verify
+from millrace.errors import UserError
+
+WORDS = ["mill", "water", "wheel", "stone", "river", "grain", "of", "the", "über", "水車", "grinds", "slowly"]
+
+
+def silent(line: str) -> None:
+    pass
+
+
+def lines(path: Path, records: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def texts(count: int, seed: int, longest: int = 30) -> list[str]:
+    draw = random.Random(seed)
+    return [f"{seed}.{n} " + " ".join(draw.choices(WORDS, k=draw.randint(1, longest))) for n in range(count)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> tokenise.Tokenizer:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    tokenise.save(learn.train(iter(texts(200, 0)), kind="bpe", vocab=380), folder)
+    return tokenise.load(folder)
+
+
+def prepared(tmp_path: Path, sources: str, *overrides: str, say: Any = silent) -> Path:
+    (tmp_path / "data.yaml").write_text(
+        f"path: {tmp_path}/data\nworkers: 1\nsources:\n{sources}\n"
+        "tokenizer: {use: bpe, vocab: 380}\npack: {sequence_length: 48, evaluation: 0.2}\n"
+    )
+    prepare(recipe.load_data(tmp_path / "data.yaml", overrides), say)
+    return tmp_path / "data"
+
+
+def found(folder: Path) -> Counter[tuple[str, str | None]]:
+    """Every text with its label, from batches as training gets them."""
+    dataset, inner = Dataset.open(folder), tokenise.load(folder)
+    seen: Counter[tuple[str, str | None]] = Counter()
+    for split in ("train", "evaluation"):
+        for step in range(-(-dataset.rows(split) // 4)):
+            batch = dataset.batch(step, split=split, sequences=4, seed=0)
+            kept = min(4, dataset.rows(split) - 4 * step)
+            for tokens, segments, labels in zip(
+                batch.tokens[:kept], batch.segments[:kept], batch.labels[:kept], strict=True
+            ):
+                for number in range(1, segments.max() + 1):
+                    here = np.flatnonzero(segments == number)
+                    assert not labels[here[1:]].any(), "a label stands at a text's first token"
+                    label = dataset.index.labels[labels[here[0]] - 1] if labels[here[0]] else None
+                    seen[inner.decode(tokens[here]), label] += 1
+                assert not labels[segments == 0].any()
+    return seen
+
+
+@pytest.mark.parametrize("mode", ["best_fit", "document", "concat"])
+def test_every_text_keeps_its_label_through_packing_and_shuffling(tmp_path: Path, mode: str) -> None:
+    """Two files name the labels in another order, a third has none, and they end up together."""
+    one, two, three = texts(60, 1, 9), texts(50, 2, 9), texts(20, 3, 9)
+    (tmp_path / "a").mkdir()
+    names = ["zebra", "ape", "cat"]
+    lines(tmp_path / "a" / "1.jsonl", [{"text": t, "label": names[n % 3]} for n, t in enumerate(one)])
+    rows = {"sentence": two, "label": [names[::-1][n % 2] for n in range(len(two))], "idx": range(len(two))}
+    pq.write_table(pa.table(rows), tmp_path / "two.parquet", row_group_size=20)
+    lines(tmp_path / "plain.jsonl", [{"text": t} for t in three])
+    folder = prepared(
+        tmp_path,
+        f"  a: {{path: {tmp_path}/a}}\n  b: {{path: {tmp_path}/two.parquet}}\n"
+        f"  c: {{path: {tmp_path}/plain.jsonl}}",
+        f"pack.mode={mode}",
+        "shuffle.rounds=2",
+    )
+    index = Index.parse((folder / "index.json").read_bytes(), "")
+    assert index.labels == ("ape", "cat", "zebra") and index.labelled == "text" and not index.pairs
+    wanted = Counter({(text, names[n % 3]): 1 for n, text in enumerate(one)})
+    wanted += Counter({(text, names[::-1][n % 2]): 1 for n, text in enumerate(two)})
+    if mode != "concat":  # which cuts texts without a label wherever a row ends
+        wanted += Counter({(text, None): 1 for text in three})
+    seen = found(folder)
+    assert Counter({key: n for key, n in seen.items() if mode != "concat" or key[1]}) == wanted
+    verify(folder, silent)
+
+
+def test_whole_numbers_are_ordered_by_value_and_missing_ones_are_no_label() -> None:
+    assert ordered(["10", "9", "0"]) == ("0", "9", "10")
+    assert ordered(["b", "10", "a"]) == ("10", "a", "b")
+    read = [labelled.parts({"text": "x", "label": label})[0]["label"] for label in (3, -1, None, True, "no")]
+    assert read == ["3", None, None, "true", "no"]
+    assert not labelled.is_labelled({"text": "x", "label": 0.7})  # a score
+
+
+def reference(tokenizer: tokenise.Tokenizer) -> PreTrainedTokenizerFast:
+    """The same tokenizer in transformers, with BERT's way to enclose texts."""
+    inner = tokenizers.Tokenizer.from_str(tokenizer.inner.to_str())
+    bos, eos = (inner.id_to_token(id) for id in (tokenizer.special.bos, tokenizer.special.eos))
+    inner.post_processor = tokenizers.processors.TemplateProcessing(
+        single=f"{bos} $A {eos}",
+        pair=f"{bos} $A {eos} $B {eos}",
+        special_tokens=[(bos, tokenizer.special.bos), (eos, tokenizer.special.eos)],
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=inner)
+
+
+@pytest.mark.parametrize("length", [16, 17, 40, 400])
+def test_two_texts_are_joined_and_cut_as_transformers_does(
+    tokenizer: tokenise.Tokenizer, length: int
+) -> None:
+    first, second = texts(40, 4, 25), texts(40, 5, 12)
+    records = [{"premise": a, "hypothesis": b, "label": "x"} for a, b in zip(first, second, strict=True)]
+    notes = Notes()
+    documents = [json.dumps(labelled.parts(record)) for record in records]
+    ragged = labelled.encode_labelled(tokenizer, documents, length, notes)
+    theirs = reference(tokenizer)
+    whole = theirs(first, second)["input_ids"]
+    wanted = theirs(first, second, truncation="longest_first", max_length=length)["input_ids"]
+    got = [ragged.take(n, n + 1).values.tolist() for n in range(len(ragged))]
+    assert got == wanted
+    assert notes.counts["cut"] == sum(len(ids) > length for ids in whole)
+    assert [marks[0] for marks in np.split(ragged.labels, ragged.offsets[1:-1])] == [1] * 40
+    assert ragged.labels.sum() == 40
+
+
+@pytest.mark.parametrize("length", [12, 400])
+def test_tags_stand_at_the_first_piece_of_each_word_as_in_transformers(
+    tokenizer: tokenise.Tokenizer, length: int
+) -> None:
+    draw = random.Random(6)
+    records = []
+    for _ in range(40):
+        words = draw.choices([*WORDS, "unheard-of", "ﬁrst", "🌾", "a"], k=draw.randint(1, 20))
+        records.append({"tokens": words, "ner_tags": [draw.choice(["O", "B", "I", -100]) for _ in words]})
+    notes = Notes()
+    documents = [json.dumps(labelled.parts(record)) for record in records]
+    ragged = labelled.encode_tagged(tokenizer, documents, length, notes)
+    theirs = reference(tokenizer)
+    names = {1 + number: name for name, number in notes.names.items()}
+    for n, record in enumerate(records):
+        encoding = theirs(" ".join(record["tokens"]), truncation=True, max_length=length)
+        here = ragged.take(n, n + 1)
+        assert here.values.tolist() == encoding["input_ids"]
+        wanted, begin = [None] * len(encoding["input_ids"]), 0
+        for word, tag in zip(record["tokens"], record["ner_tags"], strict=True):
+            place = encoding.char_to_token(begin)
+            if place is not None and tag != -100:
+                wanted[place] = tag
+            begin += len(word) + 1
+        assert [names.get(int(number)) for number in here.labels] == wanted
+
+
+def test_tags_come_through_and_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    records = [{"tokens": text.split(), "tags": ["W"] * len(text.split())} for text in texts(60, 7, 9)]
+    records[0]["tags"][0] = "N"
+    folder = prepared(tmp_path, f"  a: {{path: {lines(tmp_path / 'a.jsonl', records)}}}")
+    index = Index.parse((folder / "index.json").read_bytes(), "")
+    assert index.labels == ("N", "W") and index.labelled == "tokens"
+    shards = [shard for split in index.splits.values() for shard in split.epochs[0]]
+    labels = np.concatenate([read_rows(folder, shard.name).labels.ravel() for shard in shards])
+    assert np.bincount(labels)[1:].tolist() == [1, sum(len(r["tokens"]) for r in records) - 1]
+    verify(folder, silent)
+    inspect(folder, rows=1)
+    assert "wheel/W" in capsys.readouterr().out
+    assert "<td>W</td>" in (folder / "report.html").read_text()
+
+
+def test_long_texts_are_cut_told_and_shown_with_their_label(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records = [{"text": text, "label": n % 2} for n, text in enumerate(texts(60, 8, 60))]
+    said: list[str] = []
+    folder = prepared(tmp_path, f"  a: {{path: {lines(tmp_path / 'a.jsonl', records)}}}", say=said.append)
+    inner, dataset = tokenise.load(folder), Dataset.open(folder)
+    long = sum(len(inner.encode(record["text"])) > 46 for record in records)
+    assert long > 5
+    assert f"pack: {long} labelled texts are cut at the end, to rows of 48 tokens" in said
+    assert "pack: texts have 2 labels: 0, 1" in said
+    assert sum(found(folder).values()) == 60 == sum(s.documents for s in dataset.index.splits.values())
+    inspect(folder, rows=1)
+    assert "label: 0" in (out := capsys.readouterr().out) or "label: 1" in out
+    with pytest.raises(UserError, match=r"24 would cut the labelled texts"):
+        Dataset.open(folder, sequence_length=24)
+
+
+def test_one_set_is_for_one_task(tmp_path: Path) -> None:
+    lines(tmp_path / "a.jsonl", [{"text": text, "label": 1} for text in texts(20, 9)])
+    lines(tmp_path / "b.jsonl", [{"words": ["a", "b"], "tags": [0, n]} for n in range(20)])
+    with pytest.raises(UserError, match="texts with a label and words with tags in one set"):
+        prepared(tmp_path, f"  a: {{path: {tmp_path}/a.jsonl}}\n  b: {{path: {tmp_path}/b.jsonl}}")
+
+
+def test_a_bad_tag_list_is_told_with_its_place(tmp_path: Path) -> None:
+    lines(tmp_path / "a.jsonl", [{"words": ["a", "b"], "tags": [0]}])
+    with pytest.raises(UserError, match=r"a\.jsonl:1: `tags` has 1 for 2 words"):
+        prepared(tmp_path, f"  a: {{path: {tmp_path}/a.jsonl}}")
+
+
+def test_verify_finds_a_label_that_no_name_belongs_to_and_one_inside_a_text(tmp_path: Path) -> None:
+    records = [{"text": text, "label": n % 2} for n, text in enumerate(texts(60, 10, 9))]
+    folder = prepared(tmp_path, f"  a: {{path: {lines(tmp_path / 'a.jsonl', records)}}}")
+    file = folder / "train-0-00000.labels.npy"
+    labels = np.load(file)
+    labels[2, 0], labels[3, 1] = 3, 1
+    np.save(file, labels)
+    with pytest.raises(UserError) as error:
+        verify(folder, silent)
+    assert "row 2: found label 3, expected less than 3" in str(error.value)
+    assert "row 3: found a label at 1, expected the first token of a text" in str(error.value)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_documents_in_turn_stay_whole_and_fill_rows(seed: int) -> None:
+    draw = np.random.default_rng(seed)
+    lengths, length = draw.integers(0, 60, draw.integers(0, 80)), 40
+    made = plan(lengths, length, "concat", seed, whole=True)
+    assert np.bincount(made.document, made.size, len(lengths)).tolist() == lengths.tolist()
+    short = np.flatnonzero((lengths > 0) & (lengths < length))
+    assert np.bincount(made.document, minlength=len(lengths))[short].tolist() == [1] * len(short)
+    used = np.bincount(made.row, made.size, made.rows)
+    assert (used <= length).all() and (used > 0).all()
+    ends = np.zeros(made.rows, int)
+    for row, column, size in zip(made.row, made.column, made.size, strict=True):
+        assert column == ends[row]
+        ends[row] += size
