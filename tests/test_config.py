@@ -48,7 +48,7 @@ seed: 1
 # What is replaced, by what, how the message goes on after the file's name, and what else it says.
 MISTAKES = [
     ("layers: 2", "layer: 2", ":3: model.layer: found an unknown key, expected one of use, layers, embed,"),
-    ("layers: 2", "layer: 2", ":3: model.layer: ", "and 13 more; did you mean model.layers?"),
+    ("layers: 2", "layer: 2", ":3: model.layer: ", "and 19 more; did you mean model.layers?"),
     ("batch:", "batsh:", ":9: batsh: found an unknown key", "did you mean batch?"),
     (
         "learning_rate",
@@ -440,8 +440,9 @@ def fields(cls: Any) -> list[tuple[str, Any, Any]]:
     return [(f.name, hints[f.name], f.default) for f in dataclasses.fields(cls)]
 
 
-def test_there_are_at_most_100_keys_and_20_of_a_model() -> None:
+def test_there_are_at_most_101_keys_and_20_of_a_model() -> None:
     every = set(config.keys(recipe.Run)) | set(config.keys(recipe.DataRun))
-    assert len({key for key in every if not key.startswith("model.")}) <= 100
+    # 100, and what a method cannot do without: the beta of dpo.
+    assert len({key for key in every if not key.startswith("model.")}) <= 101
     for name in config.names("models"):
         assert len(dataclasses.fields(config.part_class("models", name))) <= 20, name

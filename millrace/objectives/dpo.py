@@ -25,13 +25,10 @@ READS = "pairs"
 @dataclass(frozen=True)
 class Config:
     beta: float = 0.1  # how dear it is to move away from the reference
-    label_smoothing: float = 0.0  # the share of pairs that are taken to be the wrong way round
 
     def __post_init__(self) -> None:
         if not self.beta > 0:
             raise ValueError("beta: expected a number above 0")
-        if not 0 <= self.label_smoothing < 0.5:
-            raise ValueError("label_smoothing: expected a share from 0 up to, but not including, 0.5")
 
 
 def told(task: Task, model: Any, examples: Examples) -> Told:
@@ -50,9 +47,9 @@ def told(task: Task, model: Any, examples: Examples) -> Told:
     answers = by_document(examples.weights, examples.segments)
     counts = (answers[:, 0::2] > 0) & (answers[:, 1::2] > 0)
     margin = task.objective.beta * (sums[:, 0::2] - sums[:, 1::2])
-    losses, slopes = jax.vmap(jax.vmap(jax.value_and_grad(lambda m: pair_loss(task.objective, m))))(margin)
+    losses = -jax.nn.log_sigmoid(margin)
     # Of a token's negative log likelihood: down for the chosen, up for the rejected.
-    slopes = jnp.where(counts, -task.objective.beta * slopes, 0.0)
+    slopes = jnp.where(counts, task.objective.beta * jax.nn.sigmoid(-margin), 0.0)
     signed = jnp.stack([slopes, -slopes], axis=2).reshape(slopes.shape[0], -1)
     place = jnp.clip(examples.segments - 1, 0, signed.shape[1] - 1)
     weights = examples.weights * jnp.take_along_axis(signed, place, axis=1)
@@ -66,11 +63,6 @@ def told(task: Task, model: Any, examples: Examples) -> Told:
     }
     means = {name: value.astype(jnp.float32) for name, value in means.items()}
     return Told(moved + jax.lax.stop_gradient(total - moved), means)
-
-
-def pair_loss(cfg: Any, margin: Array) -> Array:
-    right, wrong = jax.nn.log_sigmoid(margin), jax.nn.log_sigmoid(-margin)
-    return -(1 - cfg.label_smoothing) * right - cfg.label_smoothing * wrong
 
 
 def by_document(x: Array, segments: Array) -> Array:
