@@ -302,6 +302,15 @@ def test_a_shard_of_another_type_or_shape_is_refused_with_both(tmp_path: Path) -
         Dataset.open(tmp_path)
 
 
+@pytest.mark.fault(17)
+def test_a_token_beyond_the_vocabulary_is_refused_before_it_is_learnt(tmp_path: Path) -> None:
+    write(tmp_path)
+    index = json.loads((tmp_path / "index.json").read_text())
+    (tmp_path / "index.json").write_text(json.dumps(index | {"vocab": 100}))
+    with pytest.raises(ValueError, match=r"train-0-\d+.npy holds token \d+, expected less than 100"):
+        Dataset.open(tmp_path).batch(0, split="train", sequences=4, seed=0)
+
+
 def test_an_index_that_contradicts_itself_is_refused(tmp_path: Path) -> None:
     write(tmp_path)
     index = json.loads((tmp_path / "index.json").read_text())

@@ -218,6 +218,11 @@ class Dataset:
     def _packed(self, shard: Shard, begin: int, end: int) -> Packed:
         whole, cut = self._whole(begin, end)
         tokens, length = self._column(shard.name, "").rows(whole), self.sequence_length
+        if tokens.max(initial=0) >= self.vocab:  # a device would read some other embedding, and say nothing
+            raise UserError(
+                f"{shard.name}.npy holds token {tokens.max()}, expected less than {self.vocab}, which the "
+                "vocabulary has; `millrace data verify` finds the row"
+            )
         segments, positions = mark(tokens, self._column(shard.name, ".starts").rows(whole), length, self.pad)
         loss = None
         if ".loss" in shard.checksums:
