@@ -215,10 +215,26 @@ def check_rounds(args: argparse.Namespace) -> None:
         raise UserError(f"--exit: found {args.exit:g}, expected a share such as 0.03")
 
 
-def export(args: argparse.Namespace) -> None:
+def serve(args: argparse.Namespace) -> None:
     run = open_run(args)
-    from millrace.export import huggingface
+    from millrace.serve import api
 
+    api.serve(run, host=args.host, port=args.port, slots=args.slots, length=args.length)
+
+
+def export(args: argparse.Namespace) -> None:
+    is_file = str(args.folder).endswith(".gguf")
+    if args.dtype.startswith("q") and not is_file:
+        raise UserError(f"--dtype: found {args.dtype}, which only .gguf files have; see `millrace quantize`")
+    if args.packed and is_file:
+        raise UserError("--packed: expected nothing, since ternary matrices go into folders alone")
+    run = open_run(args)
+    from millrace.export import gguf_file, huggingface
+
+    if is_file:
+        path = gguf_file.export(run, args.folder, args.dtype)
+        print(f"{path}  {path.stat().st_size:,} bytes")
+        return
     for path in huggingface.export(run, args.folder, args.dtype, packed=args.packed):
         print(f"{path}  {path.stat().st_size:,} bytes")
 

@@ -169,11 +169,24 @@ def looking(top: Any) -> None:
     text = "with recurrent depth: no further round once one changes less than this share, 0.03"
     one.add_argument("--exit", type=float, metavar="SHARE", help=text)
 
+    one = with_run(
+        add(top, "serve", commands.serve, "look at a model: OpenAI's interface and a page to chat")
+    )
+    text = "where to listen (default: 127.0.0.1, which only this machine reaches)"
+    one.add_argument("--host", default="127.0.0.1", help=text)
+    one.add_argument("--port", type=int, default=8000, help="0 takes one that is free (default: 8000)")
+    text = "texts that are continued at once (default: 8)"
+    one.add_argument("--slots", type=int, default=8, metavar="N", help=text)
+    text = "tokens of a prompt and its answer together (default: the run's data.sequence_length)"
+    one.add_argument("--length", type=int, metavar="N", help=text)
+
 
 def handing(top: Any) -> None:
-    one = with_run(add(top, "export", commands.export, "write a Hugging Face model folder"))
-    one.add_argument("folder", metavar="DIR", help="a new folder")
-    one.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
+    one = with_run(add(top, "export", commands.export, "write a Hugging Face model folder, or a .gguf file"))
+    one.add_argument("folder", metavar="TARGET", help="a new folder, or a file NAME.gguf for llama.cpp")
+    text = "of the weights; q8_0 and q4_0 are for .gguf files (default: float32)"
+    kinds = ["float32", "bfloat16", "float16", "q8_0", "q4_0"]
+    one.add_argument("--dtype", choices=kinds, default="float32", help=text)
     one.add_argument("--packed", action="store_true", help="ternary matrices in 2 bits a weight")
 
     one = with_run(
