@@ -79,7 +79,7 @@ def refuse(run: Opened) -> None:
 
 
 class Handler(BaseHTTPRequestHandler):
-    server: Server  # type: ignore[assignment]
+    server: Server
     protocol_version = "HTTP/1.1"
     server_version = f"millrace/{__version__}"
 

@@ -102,7 +102,8 @@ def conversation(run: Opened, messages: Any) -> tuple[list[int], set[int]]:
     except template.Refused as error:
         raise Refused(f"messages: {error}", "messages") from None
     after = encoder.cutter.special.search(whole, whole.find(template.STAND_IN))
-    ends = set() if after is None else {tokenizer.inner.token_to_id(after[0])}
+    end = None if after is None else tokenizer.inner.token_to_id(after[0])
+    ends = set() if end is None else {end}
     return encoder.measure.reference.encode(text, add_special_tokens=False).ids, ends
 
 
