@@ -1,7 +1,7 @@
 """A token drawn from logits: by temperature, among the likeliest."""
 
-import functools
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,19 +28,24 @@ class Sampling:
             )
 
 
-@functools.partial(jax.jit, static_argnames="sampling")
 def draw(logits: Array, key: Array, sampling: Sampling) -> Array:
     """One token from logits [v]: of the `top_k` likeliest, the fewest whose chances reach `top_p`."""
-    if sampling.temperature == 0:
-        return logits.argmax().astype(jnp.int32)
-    order = jnp.argsort(-logits)
-    ordered = logits[order] / sampling.temperature
-    if sampling.top_k:
-        ordered = jnp.where(jnp.arange(logits.size) < sampling.top_k, ordered, -jnp.inf)
-    if sampling.top_p < 1:
+    return drawn(logits, key, sampling.temperature, sampling.top_k, sampling.top_p)
+
+
+@jax.jit
+def drawn(logits: Array, key: Array, temperature: Any, top_k: Any, top_p: Any) -> Array:
+    """The same by numbers, which are no part of what is compiled: a server has others with every request."""
+
+    def by_chance() -> Array:
+        order = jnp.argsort(-logits)
+        ordered = logits[order] / temperature
+        ordered = jnp.where((jnp.arange(logits.size) < top_k) | (top_k == 0), ordered, -jnp.inf)
         chances = jax.nn.softmax(ordered)
         before = jnp.cumsum(chances) - chances
-        ordered = jnp.where(before < sampling.top_p, ordered, -jnp.inf)
-    # Float32's plain noise goes no higher than 16: of a large vocabulary the unlikely would never come
-    # (arXiv 2409.02908).
-    return order[jax.random.categorical(key, ordered, mode="high")].astype(jnp.int32)
+        ordered = jnp.where((before < top_p) | (top_p >= 1), ordered, -jnp.inf)
+        # Float32's plain noise goes no higher than 16: of a large vocabulary the unlikely would never come
+        # (arXiv 2409.02908).
+        return order[jax.random.categorical(key, ordered, mode="high")].astype(jnp.int32)
+
+    return jax.lax.cond(temperature == 0, lambda: logits.argmax().astype(jnp.int32), by_chance)

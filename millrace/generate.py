@@ -95,8 +95,7 @@ def sample(run: Opened, ids: list[int], tokens: int, sampling: Sampling, exit: f
         # Not around the loop: whoever takes the tokens would find the mesh set between them.
         with jax.set_mesh(run.devices):
             logits, cache = step(model, given, cache, cfg, how)
-            if run.cfg.loss.soft_cap is not None:
-                logits = run.cfg.loss.soft_cap * jnp.tanh(logits / run.cfg.loss.soft_cap)
+            logits = capped(logits, run.cfg.loss.soft_cap)
             token = draw(logits, jax.random.fold_in(jax.random.key(sampling.seed), number), sampling)
         yield int(token)
         given = token[None, None]
@@ -107,3 +106,8 @@ def step(model: Any, given: Array, cache: Any, cfg: Any, how: Execution) -> tupl
     """The logits [v] after the given tokens [1 s], and the cache with these."""
     hidden, cache = model.decode(cfg, given, cache, how=how)
     return project(model.unembed, hidden[:, -1], "bd,vd->bv").astype(jnp.float32)[0], cache
+
+
+def capped(logits: Array, cap: float | None) -> Array:
+    """Logits as the recipe's `loss.soft_cap` has them."""
+    return logits if cap is None else cap * jnp.tanh(logits / cap)

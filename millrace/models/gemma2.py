@@ -14,6 +14,7 @@ from millrace import classifier
 from millrace.errors import UserError
 from millrace.execution import Execution, cached_layers, layers_in_turn
 from millrace.export import config_json
+from millrace.export.architecture import Architecture
 from millrace.layers.attention import Mask, attend
 from millrace.layers.kinds import Kind, keys_seen
 from millrace.layers.mlp import gated
@@ -232,6 +233,30 @@ def write(cfg: Any, sequence: int) -> dict[str, Any]:
         "sliding_window": cfg.window,
         "attn_logit_softcapping": cfg.attention_cap,
     }
+
+
+NO_CAP = 1e6  # llama.cpp always caps; a score of 100 is changed by a 300-millionth of itself
+
+
+def to_gguf(cfg: Any, soft_cap: float | None) -> Architecture:
+    caps = {
+        "attn_logit_softcapping": float(cfg.attention_cap or NO_CAP),
+        "final_logit_softcapping": float(soft_cap or NO_CAP),
+    }
+    return architecture("gemma2", cfg, largest=46, keys=caps)
+
+
+def architecture(name: str, cfg: Any, *, largest: int, keys: dict[str, Any]) -> Architecture:
+    """Of either generation. llama.cpp knows the one of 27B, whose scores have another scale, by how many
+    layers it has."""
+    scale = cfg.embed // cfg.heads if cfg.layers == largest else cfg.head_dim
+    windows = {
+        "attention.sliding_window": cfg.window,
+        "attention.sliding_window_pattern": cfg.global_every,
+        "rope.freq_base_swa": float(cfg.local_theta),
+    }
+    factor = math.sqrt(scale / cfg.query_scale)
+    return Architecture(name, norm_offset=1.0, query_factor=factor, keys=windows | keys)
 
 
 def from_hf(settings: dict[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from typing import Any
 
 from millrace import classifier
 from millrace.export import config_json
+from millrace.export.architecture import Architecture
 from millrace.models import gemma2
 
 Model = gemma2.Model
@@ -69,6 +70,11 @@ def to_hf(cfg: Any, sequence: int) -> dict[str, Any]:
     names = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"}
     positions = config_json.write_two_ropes(cfg) | {"rope_local_base_freq": cfg.local_theta}
     return names | gemma2.write(cfg, sequence) | positions
+
+
+def to_gguf(cfg: Any, soft_cap: float | None) -> Architecture:
+    cap = {} if soft_cap is None else {"final_logit_softcapping": float(soft_cap)}
+    return gemma2.architecture("gemma3", cfg, largest=62, keys=cap)
 
 
 def from_hf(settings: dict[str, Any]) -> dict[str, Any]:

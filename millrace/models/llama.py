@@ -11,6 +11,7 @@ from millrace import classifier
 from millrace.errors import UserError
 from millrace.execution import Execution, cached_layers, layers
 from millrace.export import config_json
+from millrace.export.architecture import Architecture, refuse
 from millrace.layers.attention import Mask, attend
 from millrace.layers.mlp import gated
 from millrace.layers.norm import rms_norm
@@ -207,6 +208,16 @@ def to_hf(cfg: Any, sequence: int) -> dict[str, Any]:
             f"heads, {cfg.heads}"
         )
     return {"architectures": [name], "model_type": kind} | config_json.write(cfg, sequence)
+
+
+def to_gguf(cfg: Any, soft_cap: float | None) -> Architecture:
+    """llama.cpp turns neighbours in a Llama, and pairs as here in a Qwen 3."""
+    name = "qwen3" if cfg.qk_norm else "llama"
+    if cfg.activation != "swiglu":
+        refuse("model.activation", cfg.activation, name, "swiglu")
+    if soft_cap is not None:
+        refuse("loss.soft_cap", soft_cap, name, "logits without one")
+    return Architecture(name, interleaved=not cfg.qk_norm)
 
 
 def from_hf(settings: dict[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Any
 from millrace import classifier
 from millrace.execution import Execution
 from millrace.export import config_json
+from millrace.export.architecture import Architecture, refuse
 from millrace.layers.mlp import gated
 from millrace.layers.norm import rms_norm
 from millrace.layers.rope import rotate
@@ -123,6 +124,12 @@ CLASSES = classifier.generic()
 def to_hf(cfg: Any, sequence: int) -> dict[str, Any]:
     names = {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"}
     return names | config_json.write(cfg, sequence)
+
+
+def to_gguf(cfg: Any, soft_cap: float | None) -> Architecture:
+    if soft_cap is not None:
+        refuse("loss.soft_cap", soft_cap, "olmo2", "logits without one")
+    return Architecture("olmo2", head=True)
 
 
 def from_hf(settings: dict[str, Any]) -> dict[str, Any]:

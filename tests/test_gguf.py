@@ -1,0 +1,304 @@
+"""GGUF files: read back by the gguf package tensor for tensor, computed by transformers, which reads them by
+code of its own, and by llama.cpp where it is installed."""
+
+import dataclasses
+from typing import Any
+
+import gguf
+import jax
+import numpy as np
+import pytest
+import sentencepiece
+import tokenizers
+import torch
+import transformers
+from safetensors.numpy import load_file
+
+from millrace import config, module
+from millrace.checkpoint import Checkpoints
+from millrace.cli import main
+from millrace.data import learn, tokenise
+from millrace.errors import UserError
+from millrace.execution import Execution
+from millrace.export import gguf_file, huggingface
+from millrace.folder import Opened, open_run
+from millrace.objective import file
+from millrace.project import project
+from millrace.recipe import load_run
+
+SIZES: dict[str, Any] = dict(layers=2, embed=64, heads=4, kv_heads=2, mlp=96)
+LLAMA3 = dict(rope_scaling="llama3", rope_factor=4.0, rope_original=32, rope_theta=100.0)
+YARN = dict(rope_scaling="yarn", rope_factor=4.0, rope_original=16, rope_theta=1000.0)
+GEMMA = SIZES | dict(head_dim=32, window=8, layers=3)
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": SIZES | dict(use="llama", tied=False, **LLAMA3),
+    "plain": SIZES | dict(use="llama", tied=False, rope_theta=500.0),
+    "tied": SIZES | dict(use="llama", rope_scaling="ntk", rope_factor=3.0, rope_theta=500.0),
+    "linear": SIZES | dict(use="llama", rope_scaling="linear", rope_factor=3.0, rope_theta=500.0),
+    "qwen3": SIZES | dict(use="llama", qk_norm=True, head_dim=32, **YARN),
+    "olmo2": SIZES | dict(use="olmo2", tied=True),
+    "gemma2": GEMMA | dict(use="gemma2", query_scale=24, attention_cap=5.0),
+    "uncapped": GEMMA | dict(use="gemma2", attention_cap=None),
+    "gemma3": GEMMA | dict(use="gemma3", layers=7, query_scale=24, rope_factor=2.0, local_theta=500.0),
+}
+CAPS = {"gemma2": 4.0, "gemma3": 4.0}
+WORDS = (
+    "the mill turns, the water falls, the wheel, the stone, It's 1234 o'clock: naïve  façade — 水车\n\n\tend "
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> tokenise.Tokenizer:
+    return learn.train([WORDS] * 3, kind="bpe", vocab=320)
+
+
+@pytest.fixture(scope="module")
+def make(tmp_path_factory, tokenizer):
+    """Run folders as training leaves them, with weights large enough for logits of several units."""
+    made: dict[str, Opened] = {}
+
+    def run(name: str, own: tokenise.Tokenizer = tokenizer) -> Opened:
+        if name in made and own is tokenizer:
+            return made[name]
+        folder = tmp_path_factory.mktemp("runs") / name
+        folder.mkdir()
+        cap = {"soft_cap": CAPS[name]} if name in CAPS else {}
+        tree = {
+            "run": str(folder),
+            "model": MODELS[name] | {"vocab": own.vocab + 3},
+            "data": {"path": "data/none", "sequence_length": 64},
+            "loss": {"use": "cross_entropy"} | cap,
+            "optimizer": {"learning_rate": 1e-3},
+            "schedule": {"steps": 10},
+            "memory": {"compute": "float32"},
+        }
+        (folder / "recipe.yaml").write_text(config.dump(tree))
+        tokenise.save(own, folder)
+        cfg = load_run(folder)
+        rng = np.random.default_rng(0)
+        around = 0.0 if "gemma" in cfg.model.use else 1.0
+
+        def leaf(path: Any, wanted: Any) -> np.ndarray:
+            is_norm = module.dotted(path).endswith("_norm")
+            return rng.normal(around if is_norm else 0.0, 0.12, wanted.shape).astype(np.float32)
+
+        params = jax.tree_util.tree_map_with_path(
+            leaf, module.shapes(file("models", cfg.model).Model, cfg.model)
+        )
+        checkpoints = Checkpoints(str(folder))
+        checkpoints.save_params(params, {"step": 0, "recipe": config.to_dict(cfg), "tokenizer_sha256": None})
+        checkpoints.close()
+        opened = open_run(cfg)
+        opened = dataclasses.replace(opened, params=jax.device_get(opened.params))
+        if own is tokenizer:
+            made[name] = opened
+        return opened
+
+    return run
+
+
+def logits_of(run: Opened, ids: list[int]) -> np.ndarray:
+    cfg, how = run.cfg.model, Execution(run.cfg.attention, "float32")
+    forward = jax.jit(lambda params, x: project(params.unembed, params(cfg, x, how=how), "bsd,vd->bsv")[0])
+    logits = np.asarray(forward(run.params, np.asarray([ids], np.int32)))
+    cap = run.cfg.loss.soft_cap
+    return logits if cap is None else cap * np.tanh(logits / cap)
+
+
+def keys_of(reader: gguf.GGUFReader) -> dict[str, Any]:
+    return {name: field.contents() for name, field in reader.fields.items()}
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "olmo2"])
+def test_what_is_read_back_is_what_transformers_gets_bit_for_bit(name, make, tmp_path):
+    run = make(name)
+    path = gguf_file.export(run, str(tmp_path / "model.gguf"), "float32")
+    huggingface.export(run, str(tmp_path / "folder"), "float32")
+    theirs = load_file(tmp_path / "folder" / "model.safetensors")
+    cfg, reader = run.cfg.model, gguf.GGUFReader(path)
+    kind = dict(llama="llama", qwen3="qwen3", gemma2="gemma2", olmo2="olmo2")[name]
+    arch = next(arch for arch, its in gguf.MODEL_ARCH_NAMES.items() if its == kind)
+    names = gguf.get_tensor_name_map(arch, cfg.layers)
+    found = {tensor.name: np.asarray(tensor.data) for tensor in reader.tensors}
+    for its, wanted in theirs.items():
+        tensor = found.pop(names.get_name(its, try_suffixes=(".weight",)))
+        if name == "llama" and ("q_proj" in its or "k_proj" in its):
+            heads = cfg.heads if "q_proj" in its else cfg.kv_heads
+            # Row 2i of a head is its row i of the first half, row 2i + 1 its row i of the second.
+            by_head = tensor.reshape(heads, cfg.head_dim, -1)
+            tensor = np.concatenate([by_head[:, 0::2], by_head[:, 1::2]], axis=1).reshape(wanted.shape)
+        if name == "gemma2" and its.endswith("norm.weight"):
+            wanted = wanted + np.float32(1)
+        if name == "gemma2" and "q_proj" in its:
+            wanted = wanted * np.float32((32 / 24) ** 0.5)
+        np.testing.assert_array_equal(tensor, wanted, err_msg=its)
+    left = {"llama": {"rope_freqs.weight"}, "olmo2": {"output.weight"}}
+    assert set(found) == left.get(name, set())
+
+
+def test_sizes_positions_caps_and_windows_are_told(make, tmp_path):
+    read = lambda name: keys_of(
+        gguf.GGUFReader(gguf_file.export(make(name), str(tmp_path / f"{name}.gguf"), "float32"))
+    )
+    llama = read("llama")
+    assert llama["general.architecture"] == "llama" and llama["general.name"] == "llama"
+    wanted = dict(block_count=2, embedding_length=64, feed_forward_length=96, context_length=128)
+    assert {key: llama[f"llama.{key}"] for key in wanted} == wanted
+    assert llama["llama.attention.head_count"] == 4 and llama["llama.attention.head_count_kv"] == 2
+    assert llama["llama.attention.key_length"] == 16 and llama["llama.rope.freq_base"] == 100.0
+    assert llama["llama.attention.layer_norm_rms_epsilon"] == pytest.approx(1e-5)
+    qwen3 = read("qwen3")
+    assert qwen3["qwen3.rope.scaling.type"] == "yarn" and qwen3["qwen3.rope.scaling.factor"] == 4.0
+    assert qwen3["qwen3.rope.scaling.original_context_length"] == 16
+    gemma2 = read("gemma2")
+    assert gemma2["gemma2.attn_logit_softcapping"] == 5.0 and gemma2["gemma2.final_logit_softcapping"] == 4.0
+    assert gemma2["gemma2.attention.sliding_window"] == 8
+    assert gemma2["gemma2.attention.sliding_window_pattern"] == 2
+    gemma3 = read("gemma3")
+    assert gemma3["gemma3.rope.freq_base_swa"] == 500.0 and gemma3["gemma3.rope.freq_base"] == 1e6
+    assert gemma3["gemma3.rope.scaling.type"] == "linear" and gemma3["gemma3.rope.scaling.factor"] == 2.0
+    assert gemma3["gemma3.final_logit_softcapping"] == 4.0
+
+
+def test_llama3_factors_are_those_of_transformers(make, tmp_path):
+    path = gguf_file.export(make("llama"), str(tmp_path / "model.gguf"), "float32")
+    factors = next(t.data for t in gguf.GGUFReader(path).tensors if t.name == "rope_freqs.weight")
+    huggingface.export(make("llama"), str(tmp_path / "folder"), "float32")
+    settings = transformers.AutoConfig.from_pretrained(tmp_path / "folder")
+    stretched, _ = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["llama3"](settings, "cpu")
+    plain = 100.0 ** -(np.arange(0, 16, 2) / 16)
+    np.testing.assert_allclose(plain / factors, stretched.numpy(), rtol=1e-6)
+
+
+def test_the_tokenizer_and_its_template_are_in_the_file(make, tokenizer, tmp_path):
+    template = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+    own = tokenise.Tokenizer(tokenizer.inner, tokenizer.special, template=template)
+    keys = keys_of(gguf.GGUFReader(gguf_file.export(make("tied", own), str(tmp_path / "m.gguf"), "float32")))
+    assert keys["tokenizer.ggml.model"] == "gpt2" and keys["tokenizer.ggml.pre"] == "gpt-2"
+    tokens, kinds = keys["tokenizer.ggml.tokens"], keys["tokenizer.ggml.token_type"]
+    assert len(tokens) == tokenizer.vocab + 3 == len(kinds)
+    assert [tokenizer.inner.id_to_token(id) for id in range(tokenizer.vocab)] == tokens[: tokenizer.vocab]
+    assert kinds[-3:] == [5, 5, 5] and kinds[tokenizer.special.bos] == 3 and kinds[100] == 1
+    assert keys["tokenizer.ggml.bos_token_id"] == tokenizer.special.bos
+    assert keys["tokenizer.ggml.eos_token_id"] == tokenizer.special.eos
+    assert keys["tokenizer.ggml.padding_token_id"] == tokenizer.special.pad
+    assert keys["tokenizer.ggml.add_bos_token"] is True
+    assert keys["tokenizer.chat_template"] == "{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kinds", "most"),
+    [
+        ("bfloat16", {"BF16", "F32"}, 2**-8),
+        ("float16", {"F16", "F32"}, 2**-11),
+        ("q8_0", {"Q8_0", "F32"}, 1 / 220),
+        ("q4_0", {"Q4_0", "Q8_0", "F32"}, 1 / 8),
+    ],
+)
+def test_weights_in_few_bits_are_near(dtype, kinds, most, make, tmp_path):
+    run = make("tied")
+    reader = gguf.GGUFReader(gguf_file.export(run, str(tmp_path / "model.gguf"), dtype))
+    whole = gguf.GGUFReader(gguf_file.export(run, str(tmp_path / "whole.gguf"), "float32"))
+    assert {tensor.tensor_type.name for tensor in reader.tensors} == kinds
+    for rounded, exact in zip(reader.tensors, whole.tensors, strict=True):
+        assert rounded.name == exact.name
+        values = gguf.quants.dequantize(rounded.data, rounded.tensor_type)
+        assert np.abs(values - exact.data).max() <= most * np.abs(exact.data).max()
+
+
+@pytest.mark.parametrize("name", ["plain", "tied"])
+def test_transformers_reads_the_file_and_computes_the_same(name, make, tmp_path):
+    """Of these alone: of the others it leaves out soft caps, stretched positions or the size of heads."""
+    run = make(name)
+    gguf_file.export(run, str(tmp_path / "model.gguf"), "float32")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file="model.gguf", dtype=torch.float32
+    )
+    ids = [1, *range(20, 50)]
+    with torch.no_grad():
+        found = theirs(torch.tensor([ids])).logits[0].numpy()
+    np.testing.assert_allclose(logits_of(run, ids), found, atol=2e-4)
+
+
+def test_what_llama_cpp_cannot_compute_or_cut_is_refused_in_words(make, tokenizer, tmp_path, capsys):
+    target = str(tmp_path / "model.gguf")
+    run = make("tied")
+    change = lambda run, **keys: dataclasses.replace(
+        run, cfg=dataclasses.replace(run.cfg, model=dataclasses.replace(run.cfg.model, **keys))
+    )
+    with pytest.raises(UserError, match="model.activation: found geglu, .* has only swiglu"):
+        gguf_file.export(change(run, activation="geglu"), target, "float32")
+    with pytest.raises(UserError, match="model.rope_scaling: found llama3"):
+        gguf_file.export(change(make("qwen3"), rope_scaling="llama3"), target, "float32")
+    unigram = learn.train([WORDS] * 3, kind="unigram", vocab=300)
+    with pytest.raises(UserError, match="tokenizer: found Unigram"):
+        gguf_file.export(make("tied", unigram), target, "float32")
+    other = tokenizers.Tokenizer.from_str(tokenizer.inner.to_str())
+    other.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=True)
+    with pytest.raises(UserError, match="no name for"):
+        gguf_file.export(make("tied", tokenise.Tokenizer(other, tokenizer.special)), target, "float32")
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "model.gguf").write_bytes(b"mine")
+    assert main(["export", run.cfg.run, target]) == 2
+    assert main(["export", run.cfg.run, str(tmp_path / "folder"), "--dtype", "q8_0"]) == 2
+    assert main(["export", run.cfg.run, target, "--packed"]) == 2
+    said = capsys.readouterr().err
+    assert "there is something already" in said and "only .gguf files" in said and "--packed" in said
+    assert (tmp_path / "model.gguf").read_bytes() == b"mine"
+
+
+@pytest.fixture(scope="module")
+def pieces(tmp_path_factory) -> tokenise.Tokenizer:
+    """A tokenizer of sentencepiece, as Llama 2 and Gemma have them."""
+    folder = tmp_path_factory.mktemp("pieces")
+    (folder / "text").write_text(f"{WORDS}\n" * 3)
+    sentencepiece.SentencePieceTrainer.Train(
+        input=str(folder / "text"),
+        model_prefix=str(folder / "tokenizer"),
+        model_type="bpe",
+        vocab_size=330,
+        byte_fallback=True,
+        remove_extra_whitespaces=False,
+        normalization_rule_name="identity",
+        minloglevel=2,
+    )
+    return tokenise.load(folder / "tokenizer.model")
+
+
+def test_pieces_are_told_with_the_order_of_their_merges(make, pieces, tmp_path):
+    keys = keys_of(
+        gguf.GGUFReader(gguf_file.export(make("tied", pieces), str(tmp_path / "m.gguf"), "float32"))
+    )
+    assert keys["tokenizer.ggml.model"] == "llama" and keys["tokenizer.ggml.add_space_prefix"] is True
+    tokens, scores = keys["tokenizer.ggml.tokens"], keys["tokenizer.ggml.scores"]
+    kinds = keys["tokenizer.ggml.token_type"]
+    assert kinds[tokens.index("<0x41>")] == 6 and kinds[tokens.index("<unk>")] == 2
+    assert kinds[tokens.index("<s>")] == 3
+    assert scores[tokens.index("▁t")] > scores[tokens.index("▁the")]
+    assert scores[tokens.index("▁t")] < 0
+
+
+# llama.cpp itself: python -m pip install llama-cpp-python compiles it, which takes a while.
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_llama_cpp_computes_the_same_and_cuts_texts_alike(name, make, tokenizer, tmp_path):
+    llama_cpp = pytest.importorskip("llama_cpp")
+    run = make(name)
+    path = gguf_file.export(run, str(tmp_path / "model.gguf"), "float32")
+    theirs = llama_cpp.Llama(str(path), n_ctx=64, logits_all=True, verbose=False, type_k=0, type_v=0)
+    for text in (WORDS, "a", "  two  spaces\n\n\nthree", "don't WON'T 12345 <|eos|> é"):
+        assert theirs.tokenize(text.encode(), add_bos=False, special=False) == tokenizer.encode(text)
+    ids = [tokenizer.special.bos, *tokenizer.encode("the mill turns, the stone falls, It's 12 o'clock")]
+    theirs.eval(ids)
+    ours = logits_of(run, ids)
+    np.testing.assert_allclose(ours, np.asarray(theirs.scores[: len(ids)]), atol=2e-3)
+    assert np.ptp(ours) > 2  # a model that says something
+
+
+def test_llama_cpp_cuts_texts_into_the_same_pieces(make, pieces, tmp_path):
+    llama_cpp = pytest.importorskip("llama_cpp")
+    path = gguf_file.export(make("tied", pieces), str(tmp_path / "m.gguf"), "float32")
+    theirs = llama_cpp.Llama(str(path), vocab_only=True, verbose=False)
+    for text in (WORDS, "a", "  two  spaces\n\n\nthree", "don't WON'T 12345 é"):
+        assert theirs.tokenize(text.encode(), add_bos=False, special=False) == pieces.encode(text)
