@@ -1,0 +1,38 @@
+"""Reads what whole.sh has exported by the libraries of others, and sees that they compute what Millrace does."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import gguf
+import numpy as np
+import torch
+import transformers
+
+PROMPT, TOKENS = "def ", 24
+
+
+def main(folder: Path) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "merged-hf")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "merged-hf", dtype=torch.float32)
+    ids = tokenizer(PROMPT, return_tensors="pt").input_ids
+    with torch.no_grad():
+        said = model.generate(ids, max_new_tokens=TOKENS, do_sample=False)[0]
+    theirs = tokenizer.decode(said, skip_special_tokens=True)
+    command = ["millrace", "generate", str(folder / "tuned"), "--prompt", PROMPT, "--tokens", str(TOKENS)]
+    done = subprocess.run([*command, "--temperature", "0"], stdout=subprocess.PIPE, text=True, check=True)
+    assert done.stdout.rstrip("\n") == theirs.rstrip("\n"), (done.stdout, theirs)
+    print(f"transformers: goes on from {PROMPT!r} with the same {TOKENS} tokens as Millrace")
+
+    reader = gguf.GGUFReader(str(folder / "merged.gguf"))
+    found = {tensor.name: tensor for tensor in reader.tensors}
+    table = np.asarray(found["token_embd.weight"].data).reshape(model.get_input_embeddings().weight.shape)
+    assert np.array_equal(table, model.get_input_embeddings().weight.detach().numpy())
+    print(f"gguf: {len(found)} tensors, the embedding bit for bit that of transformers")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
