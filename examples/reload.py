@@ -1,4 +1,4 @@
-"""Reads what whole.sh has exported by the libraries of others, and sees that they compute what Millrace does."""
+"""Reads what whole.sh has exported by the libraries of others: they compute what Millrace does."""
 
 import os
 import subprocess
