@@ -163,7 +163,7 @@ def test_adapters_alone_learn_and_the_optimizer_keeps_nothing_of_the_rest(plain,
 
 
 def test_lora_on_chooses_matrices_and_freeze_may_choose_among_their_adapters(plain, tmp_path):
-    on = ("model.lora_on=blocks.w_[qv]", "freeze=*.w_v.down")
+    on = ("model.lora_on=blocks.w_[qv]", "freeze=blocks.w_v.down")
     run = more(plain, tmp_path, "some", *LORA, *on)
     held = [name for name, _ in module.named(run.params) if name.endswith(".up")]
     assert held == ["blocks.w_q.up", "blocks.w_v.up"]
@@ -208,8 +208,8 @@ def losses(cfg, devices):
         source = start.check(cfg.start, task.model)
         state, _ = train.with_weights(source, task, fresh(), laid, cfg.data.path)
         take, told = jax.jit(step.train_step(task, update, axes)), []
-        for number in range(4):
-            batch = place(dataset, laid, number, split="train", sequences=cfg.batch.sequences, seed=0)
+        batch = place(dataset, laid, 0, split="train", sequences=cfg.batch.sequences, seed=0)
+        for _ in range(4):
             state, metrics = take(state, batch)
             told.append(float(metrics["loss"]))
     return told, jax.device_get(state.params)
