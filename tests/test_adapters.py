@@ -298,7 +298,7 @@ def test_flops_leave_out_the_gradients_of_what_is_frozen(plain):
         ([*LORA, "start=x", "model.bits=4"], "model.lora_rank: found 4, expected 0 with bits"),
         ([*LORA, "start=x", "memory.products=int8"], "multiplied in few bits"),
         ([*LORA, "start=x", "optimizer.ema=0.9"], "optimizer.ema: found 0.9"),
-        ([*LORA, "start=x", "take=blocks.*"], "take: found blocks"),
+        ([*LORA, "start=x", "take=blocks.*"], "take: found .blocks"),
     ],
 )
 def test_what_cannot_be_is_told(plain, overrides, said):

@@ -117,6 +117,7 @@ def test_transformers_loads_an_export_and_computes_the_same(name, runs, tokenize
     run, target = runs(name), tmp_path / "out"
     files = huggingface.export(run, str(target), "float32")
     assert [path.name for path in files] == [
+        "README.md",
         "config.json",
         "model.safetensors",
         "special_tokens_map.json",

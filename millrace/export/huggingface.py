@@ -20,7 +20,7 @@ from millrace.compress import stored
 from millrace.data import tokenise
 from millrace.errors import UserError
 from millrace.execution import own_products
-from millrace.export import config_json, ternary
+from millrace.export import card, config_json, ternary
 from millrace.export.tensors import Table, Tensors, table_of, to_tensors
 from millrace.folder import Opened, keep_tokenizer
 from millrace.objective import file
@@ -77,6 +77,7 @@ def write(
         # A folder that was moved is not where its recipe says, and another may be there.
         if not (target / "tokenizer.json").is_file() or tokenise.sha256(target) != run.tokenizer_sha256:
             tokenise.save(run.tokenizer, target)
+    card.write(run, settings, target)
 
 
 def settings_of(run: Opened, model: Any, dtype: str) -> dict[str, Any]:
