@@ -135,6 +135,7 @@ def test_quantiles_are_nearer_to_normal_weights_than_even_steps():
     assert error(normal) < 0.85 * error(steps), (error(normal), error(steps))
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("kind, exact", [(LORA, True), (DORA, False)])
 def test_training_begins_at_the_model_it_starts_from(plain, tmp_path, kind, exact):
     first = open_run(recipe.load_run(plain().run))
@@ -183,6 +184,7 @@ def stepped(cfg):
     return task, build.make_update(cfg, task), dataset, cfg
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("kind", [LORA, DORA, FOUR])
 def test_eight_devices_learn_what_one_does(plain, tmp_path, kind):
     """With matrices split along the width and along heads and hidden units."""
@@ -215,6 +217,7 @@ def losses(cfg, devices):
     return told, jax.device_get(state.params)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("kind", [LORA, (*FOUR, "model.lora_dora=true")])
 def test_a_run_with_adapters_goes_on_where_it_stopped(plain, tmp_path, kind):
     kind = (*kind, "checkpoint.every=2")
@@ -256,6 +259,7 @@ def test_what_is_merged_computes_what_the_adapters_do(plain, tmp_path):
     assert abs(evaluate_run(second)["loss"] - evaluate_run(run)["loss"]) < 1e-5
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("name", [name for name in config.names("models") if name not in ("torch", "bitnet")])
 def test_every_family_computes_with_adapters_what_it_does_from_whole_matrices(name):
     cls = config.part_class("models", name, recipe.Every)

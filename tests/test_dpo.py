@@ -137,6 +137,7 @@ def trained(cfg, steps, devices):
     return told, state
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("kind", [COPY, LORA])
 def test_it_begins_at_the_logarithm_of_2_and_learns_to_prefer(load, kind):
     told, state = trained(load(*kind), 20, jax.devices()[:1])
