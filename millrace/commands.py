@@ -178,7 +178,17 @@ def open_run(args: argparse.Namespace, overrides: Sequence[str] = ()) -> Any:
 
 
 def evaluate(args: argparse.Namespace) -> None:
+    for option in ("limit", "batch"):
+        value = getattr(args, option)
+        if value is not None and (not args.tasks or value < 1):
+            wanted = "1 or more" if args.tasks else "--tasks as well, or it has no effect"
+            raise UserError(f"--{option}: found {value}, expected {wanted}")
     run = open_run(args, args.overrides)
+    if args.tasks:
+        from millrace import harness
+
+        print(harness.evaluate(run, args.tasks.split(","), limit=args.limit, batch=args.batch or 8))
+        return
     from millrace import evaluate
 
     print(evaluate.spoken(evaluate.evaluate_run(run), run.cfg.objective))

@@ -144,6 +144,10 @@ def looking(top: Any) -> None:
         add(top, "eval", commands.evaluate, "print loss, perplexity and bits a byte of held-out data")
     )
     with_overrides(one, "the run's recipe")
+    text = "instead, tasks of lm-evaluation-harness by name or .yaml file, with commas (millrace[eval])"
+    one.add_argument("--tasks", metavar="NAMES", help=text)
+    one.add_argument("--limit", type=int, metavar="N", help="examples of each task (default: all)")
+    one.add_argument("--batch", type=int, metavar="N", help="texts at a time (default: 8)")
 
     one = with_run(add(top, "generate", commands.generate, "continue a text"))
     one.add_argument("--prompt", default="", help="the text to continue")

@@ -1,0 +1,118 @@
+"""The numbers that lm-evaluation-harness gets of a run are those that its own transformers model gets of the
+exported folder."""
+
+import json
+
+import pytest
+import transformers
+
+from millrace import cli, harness, recipe, train
+from millrace.errors import UserError
+from millrace.export import huggingface
+from millrace.folder import open_run
+
+CHOICE = """
+task: pick
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{question}}}}"
+doc_to_choice: "{{{{choices}}}}"
+doc_to_target: "{{{{answer}}}}"
+metric_list: [{{metric: acc}}, {{metric: acc_norm}}]
+"""
+ROLL = """
+task: roll
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}}}
+test_split: test
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{{{text}}}}"
+metric_list: [{{metric: word_perplexity}}, {{metric: bits_per_byte}}]
+"""
+WRITE = """
+task: write
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}}}
+test_split: test
+output_type: generate_until
+doc_to_text: "{{{{question}}}}"
+doc_to_target: "{{{{answer}}}}"
+generation_kwargs: {{until: ["e"], max_gen_toks: 12, do_sample: false}}
+metric_list: [{{metric: exact_match}}]
+"""
+
+
+@pytest.fixture(scope="module")
+def exported(packed, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("harness")
+    path = folder / "recipe.yaml"
+    path.write_text(f"""
+run: {folder}/run
+model: {{use: llama, layers: 2, embed: 64, heads: 4, kv_heads: 2, mlp: 128, rope_theta: 10000.0}}
+data: {{path: {packed}, sequence_length: 64}}
+optimizer: {{use: adamw, learning_rate: 1e-2}}
+schedule: {{use: cosine, steps: 20, warmup: 2}}
+batch: {{sequences: 16}}
+memory: {{compute: float32}}
+eval: {{every: 0}}
+log: {{every: 20, tensorboard: false}}
+""")
+    assert train.run(recipe.load(path)) == 0
+    run = open_run(recipe.load_run(f"{folder}/run"))
+    huggingface.export(run, f"{folder}/out", "float32")
+    rows = [
+        dict(
+            question=f"the number {n} and",
+            choices=[" one", " some more text", " x"],
+            answer=n % 3,
+            text=f"some words, {n} of them. " * (1 + 9 * n),
+        )
+        for n in range(7)
+    ]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name, text in (("pick", CHOICE), ("roll", ROLL), ("write", WRITE)):
+        (folder / f"{name}.yaml").write_text(text.format(data=folder / "rows.jsonl"))
+    return folder, run
+
+
+def test_the_harness_gets_the_numbers_that_it_gets_of_transformers(exported):
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    folder, run = exported
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "out")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "out")
+    theirs = HFLM(
+        pretrained=model, tokenizer=tokenizer, add_bos_token=True, max_length=64, device="cpu", batch_size=2
+    )
+    ours = harness.Model(run, 3)
+    rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+    pairs = [(row["question"], choice) for row in rows for choice in row["choices"]] + [("", " one")]
+    ask = lambda kind, args: [Instance(kind, {}, one, n) for n, one in enumerate(args)]
+    asked = ask("loglikelihood", pairs)
+    told = zip(ours.loglikelihood(asked), theirs.loglikelihood(asked), strict=True)
+    for (own, best), (wanted, likeliest) in told:
+        assert own == pytest.approx(wanted, abs=1e-4) and best == likeliest
+    texts = [(row["text"],) for row in rows]
+    found = ours.loglikelihood_rolling(ask("loglikelihood_rolling", texts))
+    assert found == pytest.approx(theirs.loglikelihood_rolling(ask("loglikelihood_rolling", texts)), abs=1e-3)
+    how = {"until": ["e"], "max_gen_toks": 12, "do_sample": False}
+    asked = [(row["question"], dict(how)) for row in rows]
+    written = ours.generate_until(ask("generate_until", asked))
+    assert written == theirs.generate_until(ask("generate_until", asked)) and any(written)
+
+
+def test_the_command_evaluates_tasks_of_files(exported, capsys):
+    folder, _ = exported
+    tasks = ",".join(f"{folder}/{name}.yaml" for name in ("pick", "roll", "write"))
+    assert cli.main(["eval", f"{folder}/run", "--tasks", tasks, "--limit", "5"]) == 0
+    said = capsys.readouterr().out
+    assert all(word in said for word in ("pick", "acc_norm", "bits_per_byte", "exact_match"))
+    assert cli.main(["eval", f"{folder}/run", "--tasks", "no_such_task"]) == 2
+    assert "found no_such_task" in capsys.readouterr().err
+    assert cli.main(["eval", f"{folder}/run", "--limit", "5"]) == 2
+    with pytest.raises(UserError, match="no such file"):
+        harness.evaluate(exported[1], ["x.yaml"], limit=None, batch=2)
