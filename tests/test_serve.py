@@ -101,7 +101,7 @@ def server(run):
 @pytest.fixture(scope="module")
 def client(server):
     with openai.OpenAI(
-        base_url=f"http://127.0.0.1:{server.server_port}/v1", api_key="any", max_retries=0, timeout=60
+        base_url=f"http://127.0.0.1:{server.server_port}/v1", api_key="any", max_retries=0, timeout=600
     ) as client:
         yield client
 
@@ -204,7 +204,7 @@ def test_a_bad_request_is_told_as_openai_does(asked, message, param, server):
 def post(server: Any, path: str, body: bytes) -> tuple[int, Any]:
     request = urllib.request.Request(f"http://127.0.0.1:{server.server_port}{path}", body)
     try:
-        with urllib.request.urlopen(request, timeout=60) as response:
+        with urllib.request.urlopen(request, timeout=600) as response:
             return response.status, json.load(response)
     except urllib.error.HTTPError as error:
         with error:
