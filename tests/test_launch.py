@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from tests import fakegcs
 from tests.fake_google import Google
 
-pytest.importorskip("google.cloud.tpu_v2", reason="needs google-cloud-tpu: pip install 'millrace[cloud]'")
+pytest.importorskip("google.cloud.tpu_v2", reason="needs google-cloud-tpu: pip install -e '.[cloud]'")
 
 ROOT = Path(__file__).parent.parent
 RECIPE = """\
@@ -95,12 +96,15 @@ class Story:
         zone = [] if "--zone" in argv else ["--zone", "us-central2-b"]
         return self.start("run", *more, *zone, *argv, "recipe.yaml", **env)
 
-    def call(self, *argv: str) -> tuple[int, str]:
-        return end(self.start(*argv))
+    def call(self, *argv: str, **env: str) -> tuple[int, str]:
+        return end(self.start(*argv, **env))
 
     def until(self, condition) -> None:
-        limit = time.monotonic() + 120
+        """Waits long, since machines may be busy; a launcher that has failed meanwhile ends the waiting."""
+        limit = time.monotonic() + 600
         while not condition():
+            for process in (one for one in self.started if one.stdout is not None and not one.stdout.closed):
+                assert process.poll() in (None, 0, 75), process.communicate()[0]
             assert time.monotonic() < limit
             time.sleep(0.02)
 
@@ -121,7 +125,7 @@ class Story:
 
 def end(process: subprocess.Popen) -> tuple[int, str]:
     try:
-        said, _ = process.communicate(timeout=180)
+        said, _ = process.communicate(timeout=600)
     finally:
         process.kill()
     return process.returncode, said
@@ -531,8 +535,7 @@ def test_the_whole_story_ends_with_the_losses_of_a_run_that_nobody_disturbed(sto
     from millrace import config
 
     if place == "bucket":
-        fake = pytest.importorskip("tests.fakegcs", reason="needs runs in buckets")
-        with fake.running("bucket", location="US-CENTRAL2") as store:
+        with fakegcs.running("bucket", location="US-CENTRAL2") as store:
             run, env = "gs://bucket/runs", store.environment
             read = lambda name: store.buckets["bucket"][f"runs/{name}/metrics.jsonl"].data.decode()
             whole_story(story, config.to_yaml(tiny(f"run={run}/broken", *SHORT)), f"{run}/whole", read, env)
