@@ -52,7 +52,7 @@ script = sys.argv[-1]
 if " follow " in script and there("drop"):  # the connection breaks after a few lines
     os.unlink(os.path.join(place, "drop"))
     script = "(" + script + ") | head -c 30; exit 255"
-code = subprocess.call(["bash", "-c", script], env=env)
+code = subprocess.call(["bash", "-c", script], env=env, cwd=env["HOME"])
 sys.exit(255 if there("off") or code < 0 else code)  # a machine that goes away takes the connection with it
 """
 

@@ -6,6 +6,7 @@ import importlib
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import time
 import urllib.request
 from pathlib import Path
 
+import jsonschema
 import pytest
 import yaml
 
@@ -117,6 +119,81 @@ def test_a_dry_run_on_this_machine_asks_nobody(tmp_path, monkeypatch, capsys, ac
     recipe = [str(tmp_path / "recipe.yaml")] if act == "run" else []
     assert main(["tpu", act, "--platform", "local", "--slice", "v4-16", "--dry-run", *recipe]) == 0
     assert "2 processes of this machine" in capsys.readouterr().out
+
+
+# Stands for gcloud: the same requests, and ssh and scp to the same machines.
+GCLOUD = """\
+#!{python}
+import json, shlex, shutil, subprocess, sys, urllib.request
+words, options = sys.argv[1:], dict(word[2:].partition("=")[::2] for word in sys.argv if word.startswith("--"))
+assert words[:2] == ["compute", "tpus"]
+act, name = words[2:4], words[4]
+parent = "projects/" + options["project"] + "/locations/" + options["zone"]
+def ask(method, path, body=None):
+    data = json.dumps(body).encode() if body else None
+    return json.load(urllib.request.urlopen(urllib.request.Request("{url}/v2/" + path, data, method=method)))
+if act == ["queued-resources", "create"]:
+    pairs = lambda text: dict(pair.split("=", 1) for pair in text.split(","))
+    node = dict(acceleratorType=options["accelerator-type"], labels=pairs(options["labels"]))
+    node["metadata"] = pairs(options["metadata"])
+    spec = dict(parent=parent, node=node)
+    if "node-count" in options:
+        count = int(options["node-count"])
+        spec["multisliceParams"] = dict(nodeCount=count, nodeIdPrefix=options["node-prefix"])
+    else:
+        spec["nodeId"] = options["node-id"]
+    ask("POST", parent + "/queuedResources?queuedResourceId=" + name, dict(tpu=dict(nodeSpec=[spec])))
+elif act == ["queued-resources", "describe"]:
+    print(ask("GET", parent + "/queuedResources/" + name)["state"]["state"])
+elif act == ["queued-resources", "delete"]:
+    ask("DELETE", parent + "/queuedResources/" + name + "?force=true")
+else:
+    target, _, to = words[5].partition(":") if act[1] == "scp" else (name, "", "")
+    for end in ask("GET", parent + "/nodes/" + target)["networkEndpoints"]:
+        address = end["accessConfig"]["externalIp"]
+        if act[1] == "scp":
+            shutil.copy(name, "{root}/machines/" + address + "/home/user/" + to)
+        else:
+            command = "bash -c " + shlex.quote(options["command"])
+            subprocess.run(["{root}/ssh", "user@" + address, "--", command], check=True)
+"""
+
+
+@pytest.mark.parametrize("name", ["v4-16", pytest.param("2xv4-16", marks=pytest.mark.slow)])
+def test_the_commands_that_a_dry_run_prints_train_by_hand(google, capsys, monkeypatch, name):
+    """Also with a recipe from elsewhere, a disk, and an extra that the recipe needs."""
+    tree = google.root / "tree"
+    subprocess.run(["git", "init", "-q", tree], check=True)
+    for file in ("pyproject.toml", "constraints.txt", ".env", "millrace/__init__.py", "new folder/a.txt"):
+        (tree / file).parent.mkdir(exist_ok=True)
+        (tree / file).write_text("x")
+    subprocess.run(["git", "-C", tree, "add", "pyproject.toml"], check=True)
+    monkeypatch.setattr("millrace.tpu.bundle.root", lambda: tree)
+    shim = google.root / "bin" / "gcloud"
+    shim.write_text(GCLOUD.format(python=sys.executable, url=google.url, root=google.root))
+    shim.chmod(0o755)
+    trains = 'cp "$4" "$HOME/trained"; ls -A . > "$HOME/tree"; pwd >> "$HOME/tree"; echo "$@" > "$HOME/said"'
+    google.python(trains)
+    argv = ["--slice", name, "--name", "job", "--zone", "us-central2-b", "--disk", "texts", "--dry-run"]
+    assert main(["tpu", "run", *argv, "recipe.yaml", "log.wandb=true"]) == 0
+    lines = capsys.readouterr().out.partition("\n")[2]  # the first says what it costs
+    assert "--extra wandb" in lines
+    lines, _, last = lines.rstrip().rpartition("\n")
+    env = os.environ | {"PATH": f"{google.root}/bin:{os.environ['PATH']}"}
+    done = subprocess.run(
+        ["bash", "-e", "-c", lines.replace("sleep 10", "sleep 0.1")], env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    machines = list((google.root / "machines").glob("*/home/user"))
+    assert len(machines) == (4 if "x" in name else 2)
+    for home in machines:
+        assert (home / "trained").read_text() == Path("recipe.yaml").read_text()
+        words = (home / "tree").read_text().split("\n")
+        assert {"millrace", "new folder", ".recipe.yaml"} <= set(words) and ".env" not in words
+        assert (home / "said").read_text().endswith("log.wandb=true\n")
+    assert (google.root / "sudo.log").read_text().count("mount -o ro,noload") == len(machines)
+    assert subprocess.run(["bash", "-e", "-c", last], env=env).returncode == 0
+    assert all(one["ends"] is not None for one in google.queued.values())
 
 
 def test_prices_are_those_of_the_plan_and_a_cost_is_a_number_of_hours(tmp_path):
@@ -540,6 +617,39 @@ def test_a_jobset_has_a_job_for_each_slice_that_kubernetes_accepts():
         written("jobset", exported("gpu:h200x8"))
 
 
+def jobset_schema() -> dict:
+    """Of jobset.x-k8s.io/v1alpha2, by the models that Kubeflow generates from its OpenAPI description; made
+    strict, as the API server is about names that it does not know."""
+    models = pytest.importorskip("kubeflow_trainer_api.models", reason="needs kubeflow-trainer-api")
+    schema = models.JobsetV1alpha2JobSet.model_json_schema(by_alias=True)
+    for part in schema["$defs"].values():
+        if "one_of_schemas" in part.get("properties", ()):  # a number or a text, as 4 or 4Gi
+            part.clear()
+            part["type"] = ["integer", "string"]
+        elif "properties" in part:
+            part["additionalProperties"] = False
+    rule = schema["$defs"]["JobsetV1alpha2FailurePolicyRule"]["properties"]
+    rule["action"]["enum"] = re.findall(r"\b(?:Fail|Restart)\w+", rule["action"]["description"])
+    rule["name"]["pattern"] = re.search(r'"(.*)"', rule["name"]["description"])[1]
+    return schema | {"additionalProperties": False}
+
+
+def test_a_jobset_is_what_its_own_schema_takes():
+    check = jsonschema.Draft202012Validator(jobset_schema())
+    text = written("jobset", exported())
+    assert not list(check.iter_errors(yaml.safe_load(text)))
+    spoilt = {"maxRestarts: 100": "maxRestart: 100", "replicas: 2": "replicas: two", "FailJobSet": "Fail"}
+    spoilt |= {
+        "backoffLimit": "backOffLimit",
+        "name: slice": "names: slice",
+        "google.com/tpu: 4": "google.com/tpu: [4]",
+    }
+    spoilt |= {"name: mistake": "name: my-mistake", "kind: JobSet": "sort: JobSet"}
+    for good, bad in spoilt.items():
+        assert good in text
+        assert list(check.iter_errors(yaml.safe_load(text.replace(good, bad)))), bad
+
+
 def test_a_skypilot_task_is_what_skypilot_takes():
     task = yaml.safe_load(written("skypilot", exported("v5e-256")))
     assert task["resources"]["accelerators"] == "tpu-v5litepod-256:1" and task["resources"]["use_spot"]
@@ -552,8 +662,6 @@ def test_a_skypilot_task_is_what_skypilot_takes():
     with pytest.raises(UserError, match="expected one slice"):
         written("skypilot", exported("2xv5e-256"))
     schemas = pytest.importorskip("sky.utils.schemas", reason="needs skypilot")
-    import jsonschema
-
     for one in (task, gpus):
         jsonschema.validate(one, schemas.get_task_schema())
         jsonschema.validate(one["resources"], schemas.get_resources_schema())
