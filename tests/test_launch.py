@@ -551,6 +551,7 @@ SHORT = ("schedule.steps=50", "checkpoint.every=5", "eval.batches=1", "mesh.fsdp
 def whole_story(story: Story, recipe: str, whole: str, read, env: dict[str, str]) -> None:
     (story.root / "recipe.yaml").write_text(recipe)
     story.google.python(f'exec "{sys.executable}" "$@"')
+    env = env | {"MILLRACE_PATIENCE": "120"}  # to save in, on a machine that has much else to do
     process = story.launch(**env)
     log = story.root / "launcher" / "tpu" / "job" / "w0.log"
 

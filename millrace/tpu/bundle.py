@@ -40,6 +40,7 @@ ASSIGNED = re.compile(
     rb"""(?im)^\s*(?:export\s+|-\s*)?["']?[A-Z0-9_]*(?:TOKEN|SECRET|PASSWORD|PASSWD|(?:API|ACCESS|PRIVATE)_?KEY)["']?"""
     rb"""[ \t]*[=:][ \t]*["']?(?![$<{*]|your|x{3})[\w+/.-]{12,}["']?,?[ \t]*$"""
 )
+TOKENS = ("hf_", "AIza", "ya29.", "AKIA", "ASIA", "gh", "sk-")
 LARGEST = 64 * 2**20  # bytes of a file
 
 UNPACK = """
@@ -118,9 +119,10 @@ def secret_text(content: bytes, suffix: str) -> bool:
 
 
 def has_token(content: bytes) -> bool:
-    """Of a form that says itself what it is; a key in a file of its own is looked for besides."""
+    """Of a form that says itself what it is, and looks drawn by lot. Keys are looked for besides, and what
+    comes after `Bearer` is an example in most files."""
     found = secret.FORMS.finditer(content.decode("latin-1"))
-    return any(not one[0].startswith("-----BEGIN") and len(set(one[0])) > 12 for one in found)
+    return any(one[0].startswith(TOKENS) and len(set(one[0])) > 12 for one in found)
 
 
 def outside(path: Path, tree: Path) -> bool:
