@@ -74,7 +74,6 @@ def test_the_commands_that_a_dry_run_prints_do_the_job_by_hand(story):
         ["queued-resources", "describe"],
         *[["tpu-vm", "scp"], ["tpu-vm", "ssh"]] * 2,
         ["tpu-vm", "ssh"],
-        ["tpu-vm", "ssh"],
         ["queued-resources", "delete"],
     ]
     create, describe, *_, delete = commands

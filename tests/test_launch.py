@@ -209,7 +209,7 @@ def test_a_job_that_keeps_failing_is_given_up(story):
 def test_zones_are_tried_in_turn_when_one_has_none_or_no_quota(story):
     story.google.stockout, story.google.step = {"us-central2-b"}, 1e-6  # the others have some at once
     story.google.fault("POST", "us-east1-d", 429, "Quota limit 'TPUV4' has been exceeded.")
-    zones = ["--zone", "us-central2-b,us-east1-d", "--zone", "us-west4-a", "--wait", "0.005"]
+    zones = ["--zone", "us-central2-b,us-east1-d", "--zone", "us-west4-a", "--wait", "0.05"]  # 3 s
     code, said = end(story.launch(*zones))
     assert code == 0, said
     assert story.created() == ["us-central2-b", "us-east1-d", "us-west4-a"] and story.nothing_left()

@@ -96,7 +96,7 @@ def show_commands(args: Namespace, request: Request, allowed: cost.Budget, extra
     if args.platform == "local":
         return show_local(request)
     project = google.project(args.project)
-    recipe = Path(args.recipe).absolute()
+    recipe = Path(args.recipe).resolve()
     inside = recipe.is_relative_to(bundle.root())
     train = ["train", str(recipe.relative_to(bundle.root())) if inside else ".recipe.yaml", *args.overrides]
     for line in gcloud.by_hand(
