@@ -1,11 +1,9 @@
 """Google's Cloud TPU API, Compute Engine's disks, a bucket's place and the metadata server, over real HTTP in
 this process, with machines that are folders and real processes. Faults can be asked for."""
 
-import contextlib
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import threading
@@ -16,57 +14,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from tests.fake_machine import SCRIPTS, end_processes, free_port
+
 ZONES = ("us-central2-b", "us-east1-d", "us-west4-a")
 STEP = 0.15  # seconds in each state of the queue
+ENDING = 0.1  # and in that of being deleted
+NUMBER = "projects/123456789"  # by which Google calls a project where it names one thing in another
 QUEUE = ("ACCEPTED", "WAITING_FOR_RESOURCES", "PROVISIONING", "ACTIVE")
 TYPE = "type.googleapis.com/google.cloud.tpu.v2."
-
-# What stands for ssh: goes to the folder that the address names, unless the machine is gone.
-SSH = """\
-#!{python}
-import os, sys
-target = next(word for word in sys.argv if "@127." in word).partition("@")[2]
-place = os.path.join("{root}", "machines", target)
-log = open("{root}/ssh.log", "a")
-print(" ".join(sys.argv[1:])[:20000], file=log, flush=True)
-drops = os.path.join(place, "drop")
-if not os.path.isdir(place) or os.path.exists(os.path.join(place, "off")):
-    print("ssh: connect to host " + target + ": Connection refused", file=sys.stderr)
-    sys.exit(255)
-for line in open(os.path.join(place, "env")):
-    name, _, value = line.rstrip("\\n").partition("=")
-    os.environ[name] = value
-os.environ["HOME"] = os.path.join(place, "home", "user")
-os.environ["PATH"] = "{root}/machine:" + os.environ["PATH"]
-os.environ.pop("MILLRACE_HOME", None)
-os.environ.pop("MILLRACE_POLL", None)
-if " follow " in sys.argv[-1] and os.path.exists(drops):  # the connection breaks after a few lines
-    os.unlink(drops)
-    os.execvp("bash", ["bash", "-c", "(" + sys.argv[-1] + ") | head -c 30; exit 255"])
-os.execvp("bash", ["bash", "-c", sys.argv[-1]])
-"""
-
-# What stands for uv: an environment whose Python is this one, or whatever a test puts in its place.
-UV = """\
-#!/bin/sh
-echo "$@" >> "{root}/uv.log"
-if [ "$1" = venv ]; then
-  for last; do :; done
-  mkdir -p "$last/bin"
-  printf '#!/bin/sh\\nexec "{root}/python" "$@"\\n' > "$last/bin/python"
-  chmod +x "$last/bin/python"
-elif [ -e "{root}/install" ]; then
-  . "{root}/install"
-fi
-"""
-
-
-# What stands for root's commands: disks are never mounted.
-SUDO = """\
-#!/bin/sh
-echo "$@" >> "{root}/sudo.log"
-"""
-MOUNTPOINT = "#!/bin/sh\nexit 1\n"
 
 
 class Google:
@@ -83,10 +38,13 @@ class Google:
         self.calls: list[tuple[str, str, dict[str, str], Any]] = []
         self.faults: list[tuple[str, str, int, str]] = []  # method, part of the path, status, message
         self.stockout: set[str] = set()  # zones where the queue stands still
+        self.born: list[str] = []  # how the next machines are: blocked, denied, or gone at once
+        self.taken = ""  # the slice that is preempted when one of its machines asks for that
+        self.undone = 0  # operations to delete that are accepted, and come to nothing
+        self.allowed = ["tpu.nodes.delete"]  # what the account of the machines may do
         self.made, self.step = 0, STEP
         (root / "machines").mkdir(parents=True)
-        scripts = {"ssh": SSH, "bin/uv": UV, "machine/sudo": SUDO, "machine/mountpoint": MOUNTPOINT}
-        for name, text in scripts.items():
+        for name, text in SCRIPTS.items():
             path = root / name
             path.parent.mkdir(exist_ok=True)
             path.write_text(text.format(python=sys.executable, root=root))
@@ -117,6 +75,7 @@ class Google:
             "MILLRACE_SSH": str(self.root / "ssh"),
             "MILLRACE_HOME": str(self.root / "launcher"),
             "MILLRACE_POLL": "0.2",
+            "MILLRACE_PATIENCE": "20",
         }
 
     def close(self) -> None:
@@ -124,6 +83,8 @@ class Google:
         self.server.server_close()
         for name in list(self.nodes):
             self.switch_off(name)
+        for machine in (self.root / "machines").glob("*"):
+            end_processes(machine)
 
     # What a test does to it.
 
@@ -148,6 +109,11 @@ class Google:
                         "state": "FAILED",
                         "failedData": {"error": {"code": 8, "message": message}},
                     }
+
+    def block(self, name: str = "blocked") -> None:
+        """Nobody reaches the machines any more, which are well: a firewall, or (`denied`) another key."""
+        for machine in (self.root / "machines").glob("*"):
+            (machine / name).touch()
 
     def trainers(self) -> list[int]:
         """Process numbers of those that train now, by worker."""
@@ -178,9 +144,21 @@ class Google:
             ends.append({"ipAddress": f"10.0.0.{number}", "accessConfig": {"externalIp": address}})
         now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         self.nodes[name] = dict(told, name=name, state="READY", createTime=now, networkEndpoints=ends)
+        for why, end in zip(self.born, ends, strict=False):
+            (self.root / "machines" / end["accessConfig"]["externalIp"] / why).touch()
+        if "gone" in self.born:
+            self.switch_off(name)
+            del self.nodes[name]
+            return
+        self.born = []
         if self.timers:
             for end in ends:
                 self.start_timer(name, end["accessConfig"]["externalIp"])
+
+    def make_queued(self, name: str, node: str) -> None:
+        """The request of a node that is there."""
+        self.queued[name] = dict(told={}, begun=0.0, fixed={"state": "ACTIVE"}, active=True, ends=None)
+        self.nodes[node]["queuedResource"] = numbered(name)
 
     def start_timer(self, name: str, address: str) -> None:
         """As a machine does with its startup script."""
@@ -190,6 +168,7 @@ class Google:
         script.chmod(0o755)
         more = {"GCE_METADATA_HOST": f"{self.url[7:]}/vm/{name}", "MILLRACE_TIMER_API": self.url}
         more |= {"MILLRACE_TIMER_PLACE": str(place), "MILLRACE_TIMER_HOMES": str(place / "home")}
+        more |= {"MILLRACE_TIMER_IAM": self.url}
         more |= {"MILLRACE_TIMER_PACE": "0.2", "MILLRACE_TIMER_OFF": f"touch {place}/switched-off"}
         subprocess.run([sys.executable, str(script)], env=os.environ | more, check=True)
 
@@ -198,14 +177,13 @@ class Google:
         for end in self.nodes[name]["networkEndpoints"]:
             place = self.root / "machines" / end["accessConfig"]["externalIp"]
             (place / "off").touch()
-            for file in place.glob("home/*/.millrace/jobs/*/pid"):
-                if not (file.parent / "exit").exists():
-                    with contextlib.suppress(OSError, ValueError):
-                        os.killpg(os.getpgid(int(file.read_text())), signal.SIGKILL)
+            end_processes(place)
 
     def tick(self, name: str) -> dict[str, Any]:
         one = self.queued[name]
-        if one["fixed"] is None:
+        if one["ends"] is not None:
+            state = {"state": "DELETING"}
+        elif one["fixed"] is None:
             at = min(int((time.monotonic() - one["begun"]) / self.step), len(QUEUE) - 1)
             if name.split("/")[3] in self.stockout:
                 at = min(at, 1)
@@ -215,7 +193,7 @@ class Google:
                     several = spec.get("multisliceParams", {})
                     ids = [f"{several.get('nodeIdPrefix')}-{n}" for n in range(several.get("nodeCount", 0))]
                     for node in ids or [spec["nodeId"]]:
-                        told = dict(spec["node"], queuedResource=name)
+                        told = dict(spec["node"], queuedResource=numbered(name))
                         self.make_node(f"{spec['parent']}/nodes/{node}", told)
             state = {"state": QUEUE[at]}
         else:
@@ -228,6 +206,17 @@ class Google:
         self.operations[name] = {"name": name, "done": True, "response": told}
         return self.operations[name]
 
+    def bury(self) -> None:
+        """What was asked to be deleted a moment ago is gone."""
+        for name in [name for name, one in self.queued.items() if (one["ends"] or 1e99) < time.monotonic()]:
+            for node in self.own(name):
+                self.switch_off(node)
+                del self.nodes[node]
+            del self.queued[name]
+
+    def own(self, name: str) -> list[str]:
+        return [node for node, told in self.nodes.items() if told.get("queuedResource") == numbered(name)]
+
     # The requests.
 
     def answer(self, method: str, path: str, query: dict[str, str], body: Any) -> tuple[int, Any]:
@@ -235,6 +224,7 @@ class Google:
             if path.startswith("/vm/"):
                 return self.metadata(path)
             self.calls.append((method, path, query, body))
+            self.bury()
             for fault in self.faults:
                 if fault[0] == method and fault[1] in path:
                     self.faults.remove(fault)
@@ -245,6 +235,9 @@ class Google:
             return wrong(501, f"{method} {path}")
 
     def metadata(self, path: str) -> tuple[int, Any]:
+        if path == "/vm/take":  # by a machine that knows when
+            self.preempt(self.taken)
+            return 200, ""
         node, _, what = path.removeprefix("/vm/").partition("/computeMetadata/v1/instance/")
         if node not in self.nodes:
             return wrong(404, node)
@@ -264,7 +257,7 @@ class Google:
         name = f"{parent}/queuedResources/{query.get('queuedResourceId') or query['queued_resource_id']}"
         if name in self.queued:
             return wrong(409, f"{name} already exists")
-        self.queued[name] = dict(told=body, begun=time.monotonic(), fixed=None, active=False)
+        self.queued[name] = dict(told=body, begun=time.monotonic(), fixed=None, active=False, ends=None)
         return 200, self.operation(parent, self.tick(name), TYPE + "QueuedResource")
 
     def queued_resource(self, method: str, parts: Any, query: dict[str, str], body: Any) -> tuple[int, Any]:
@@ -273,14 +266,20 @@ class Google:
             return wrong(404, f"Resource '{name}' was not found")
         if method == "GET":
             return 200, self.tick(name)
-        own = [node for node, told in self.nodes.items() if told.get("queuedResource") == name]
-        if own and query.get("force", "").lower() != "true":
+        if self.own(name) and query.get("force", "").lower() != "true":
             return wrong(400, "precondition: it has nodes; use force")
-        for node in own:
-            self.switch_off(node)
-            del self.nodes[node]
-        del self.queued[name]
+        if self.undone:
+            self.undone -= 1
+            told = self.operation(parts[0], {}, "type.googleapis.com/google.protobuf.Empty")
+            told["error"] = {"code": 13, "message": "an internal error occurred"}
+            del told["response"]
+            return 200, told | {"done": False}
+        if self.queued[name]["ends"] is None:
+            self.queued[name]["ends"] = time.monotonic() + ENDING
         return 200, self.operation(parts[0], {}, "type.googleapis.com/google.protobuf.Empty")
+
+    def permissions(self, method: str, parts: Any, query: dict[str, str], body: Any) -> tuple[int, Any]:
+        return 200, {"permissions": [name for name in body["permissions"] if name in self.allowed]}
 
     def locations(self, method: str, parts: Any, query: dict[str, str], body: Any) -> tuple[int, Any]:
         return 200, {"locations": [{"name": f"{path}", "locationId": path} for path in ZONES]}
@@ -313,10 +312,19 @@ class Google:
         return 200, self.operations[parts[0]]
 
     def all_disks(self, method: str, parts: Any, query: dict[str, str], body: Any) -> tuple[int, Any]:
+        if method == "GET":
+            label = query["filter"].removeprefix("labels.").removesuffix("=yes")
+            return 200, {"items": [one for one in self.disks.values() if label in one.get("labels", {})]}
         if body["name"] in self.disks:
             return wrong(409, f"The resource '{body['name']}' already exists")
-        self.disks[body["name"]] = body
+        self.disks[body["name"]] = body | {"zone": f"https://www.googleapis.com/compute/v1/{parts[0]}"}
         return 200, {"name": "one", "status": "RUNNING"}
+
+    def disks_everywhere(self, *asked: Any) -> tuple[int, Any]:
+        zones: dict[str, Any] = {}
+        for one in self.all_disks(*asked)[1]["items"]:
+            zones.setdefault("zones/" + one["zone"].rpartition("/")[2], {"disks": []})["disks"].append(one)
+        return 200, {"items": {"zones/us-west4-a": {"warning": {}}} | zones}
 
     def one_disk(self, method: str, parts: Any, query: dict[str, str], body: Any) -> tuple[int, Any]:
         if parts[0] not in self.disks:
@@ -332,12 +340,15 @@ class Google:
         return 200, {"name": parts[0], "status": "DONE"}
 
     def bucket(self, method: str, parts: Any, query: dict[str, str], body: Any) -> tuple[int, Any]:
+        if parts[0] == "shy":
+            return wrong(403, "does not have storage.buckets.get access")
         return (200, self.buckets[parts[0]]) if parts[0] in self.buckets else wrong(404, "no such bucket")
 
 
 API = r"/v2(?:alpha1)?/"
 HERE = r"(projects/[^/]+/locations/[^/]+)"
 DISKS = r"/compute/v1/projects/[^/]+/zones/[^/]+"
+ZONE = r"/compute/v1/(projects/[^/]+/zones/[^/]+)"
 ROUTES: list[tuple[str, Callable[..., tuple[int, Any]]]] = [
     (f"{API}{HERE}/queuedResources", Google.queued_resources),
     (f"{API}{HERE}/queuedResources/([^/:]+)", Google.queued_resource),
@@ -345,7 +356,9 @@ ROUTES: list[tuple[str, Callable[..., tuple[int, Any]]]] = [
     (f"{API}projects/[^/]+/locations", Google.locations),
     (f"{API}{HERE}/nodes/([^/:]+)", Google.one_node),
     (f"{API}({HERE[1:-1]}/operations/[^/]+)", Google.one_operation),
-    (f"{DISKS}/disks", Google.all_disks),
+    (r"/v1/projects/[^/]+:testIamPermissions", Google.permissions),
+    (r"/compute/v1/projects/[^/]+/aggregated/disks", Google.disks_everywhere),
+    (f"{ZONE}/disks", Google.all_disks),
     (f"{DISKS}/disks/([^/]+)", Google.one_disk),
     (f"{DISKS}/operations/([^/]+)", Google.disk_operation),
     (r"/storage/v1/b/([^/]+)", Google.bucket),
@@ -376,6 +389,10 @@ def make_handler(google: Google) -> type[BaseHTTPRequestHandler]:
     return Handler
 
 
+def numbered(name: str) -> str:
+    return "/".join([NUMBER, *name.split("/")[2:]])
+
+
 def wrong(status: int, message: str) -> tuple[int, Any]:
     return status, {"error": {"code": status, "message": message, "status": str(status)}}
 
@@ -390,11 +407,3 @@ def workers(accelerator: str) -> int:
     if kind in ("v5litepod", "v6e"):
         return 1 if int(size) <= 8 else int(size) // 4
     return max(1, int(size) // 8)
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]

@@ -6,6 +6,7 @@ import importlib
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,24 +15,31 @@ import time
 import urllib.request
 from pathlib import Path
 
+import jsonschema
 import pytest
 import yaml
 
 from millrace.cli import main
 from millrace.errors import UserError
 from millrace.plan import slices
-from millrace.tpu import bundle, cost, disk, ending, install, place, region, timer, worker
+from millrace.tpu import bundle, cost, disk, ending, install, job, place, region, timer, worker
 from millrace.tpu.exports import Exported
+from millrace.tpu.local import Local
 from millrace.tpu.request import Request, name_from, sliced
-from tests.fake_google import Google, free_port
+from tests import fakegcs
+from tests.fake_google import Google
+from tests.fake_machine import free_port
 from tests.test_launch import RECIPE, ROOT
 
 RENT = ["tpu", "run", "--slice", "v4-32", "--zone", "us-central2-b", "--spot"]
 
 
+EXPORT = ["tpu", "export", "recipe.yaml", "--slice", "v4-8", "--to"]
+
+
 @pytest.fixture
 def google(tmp_path, monkeypatch):
-    pytest.importorskip("google.cloud.tpu_v2", reason="needs google-cloud-tpu: pip install 'millrace[cloud]'")
+    pytest.importorskip("google.cloud.tpu_v2", reason="needs google-cloud-tpu: pip install -e '.[cloud]'")
     found = Google(tmp_path / "google")
     for name, value in found.env().items():
         monkeypatch.setenv(name, value)
@@ -72,6 +80,14 @@ def request(name: str = "v4-32", **more) -> Request:
         (["tpu", "disk", "create", "x", "--size", "10"], "--zone: found none, expected the zone of the disk"),
         (["tpu", "export", "recipe.yaml", "--to", "jobset", "--slice", "v4-8"], "--image: found none"),
         (["tpu", "tensorboard", "nowhere"], "nowhere: found no folder"),
+        (["tpu", "status", "../x"], "NAME: found ../x, expected small letters"),
+        (["tpu", "logs", "A b"], "NAME: found A b"),
+        (["tpu", "delete", "a/b"], "NAME: found a/b"),
+        ([*EXPORT, "slurm", "--max-hours", "nan"], "--max-hours: found nan, expected a number above 0"),
+        ([*EXPORT, "slurm", "--name", "a b;c"], "--name: found a b;c, expected small letters"),
+        ([*EXPORT, "jobset", "--image", "x", "run=runs/x"], "run: found runs/x, expected run=gs://"),
+        ([*EXPORT, "skypilot", "run=/mnt/x"], "run: found /mnt/x, expected run=gs://"),
+        ([*RENT, "recipe.yaml", "run=gs://shy/x"], "gs://shy: you may not ask where it lies"),
     ],
 )
 def test_what_is_wrong_is_told_in_a_line_and_nothing_is_rented(google, capsys, argv, says):
@@ -106,9 +122,88 @@ def test_a_dry_run_on_this_machine_asks_nobody(tmp_path, monkeypatch, capsys, ac
     assert "2 processes of this machine" in capsys.readouterr().out
 
 
+# Stands for gcloud: the same requests, and ssh and scp to the same machines.
+GCLOUD = """\
+#!{python}
+import json, shlex, shutil, subprocess, sys, urllib.request
+words = sys.argv[1:]
+options = dict(word[2:].partition("=")[::2] for word in words if word.startswith("--"))
+assert words[:2] == ["compute", "tpus"]
+act, name = words[2:4], words[4]
+parent = "projects/" + options["project"] + "/locations/" + options["zone"]
+def ask(method, path, body=None):
+    data = json.dumps(body).encode() if body else None
+    return json.load(urllib.request.urlopen(urllib.request.Request("{url}/v2/" + path, data, method=method)))
+if act == ["queued-resources", "create"]:
+    pairs = lambda text: dict(pair.split("=", 1) for pair in text.split(","))
+    node = dict(acceleratorType=options["accelerator-type"], labels=pairs(options["labels"]))
+    node["metadata"] = pairs(options["metadata"])
+    spec = dict(parent=parent, node=node)
+    if "node-count" in options:
+        count = int(options["node-count"])
+        spec["multisliceParams"] = dict(nodeCount=count, nodeIdPrefix=options["node-prefix"])
+    else:
+        spec["nodeId"] = options["node-id"]
+    ask("POST", parent + "/queuedResources?queuedResourceId=" + name, dict(tpu=dict(nodeSpec=[spec])))
+elif act == ["queued-resources", "describe"]:
+    print(ask("GET", parent + "/queuedResources/" + name)["state"]["state"])
+elif act == ["queued-resources", "delete"]:
+    ask("DELETE", parent + "/queuedResources/" + name + "?force=true")
+else:
+    target, _, to = words[5].partition(":") if act[1] == "scp" else (name, "", "")
+    for end in ask("GET", parent + "/nodes/" + target)["networkEndpoints"]:
+        address = end["accessConfig"]["externalIp"]
+        if act[1] == "scp":
+            shutil.copy(name, "{root}/machines/" + address + "/home/user/" + to)
+        else:
+            command = "bash -c " + shlex.quote(options["command"])
+            subprocess.run(["{root}/ssh", "user@" + address, "--", command], check=True)
+"""
+
+
+@pytest.mark.parametrize("name", ["v4-16", pytest.param("2xv4-16", marks=pytest.mark.slow)])
+def test_the_commands_that_a_dry_run_prints_train_by_hand(google, capsys, monkeypatch, name):
+    """Also with a recipe from elsewhere, a disk, and an extra that the recipe needs."""
+    tree = google.root / "tree"
+    subprocess.run(["git", "init", "-q", tree], check=True)
+    for file in ("pyproject.toml", "constraints.txt", ".env", "millrace/__init__.py", "new folder/a.txt"):
+        (tree / file).parent.mkdir(exist_ok=True)
+        (tree / file).write_text("x")
+    subprocess.run(["git", "-C", tree, "add", "pyproject.toml"], check=True)
+    monkeypatch.setattr("millrace.tpu.bundle.root", lambda: tree)
+    shim = google.root / "bin" / "gcloud"
+    shim.write_text(GCLOUD.format(python=sys.executable, url=google.url, root=google.root))
+    shim.chmod(0o755)
+    trains = 'cp "$4" "$HOME/trained"; ls -A . > "$HOME/tree"; pwd >> "$HOME/tree"; echo "$@" > "$HOME/said"'
+    google.python(trains)
+    argv = ["--slice", name, "--name", "job", "--zone", "us-central2-b", "--disk", "texts", "--dry-run"]
+    assert main(["tpu", "run", *argv, "recipe.yaml", "log.wandb=true"]) == 0
+    lines = capsys.readouterr().out.partition("\n")[2]  # the first says what it costs
+    assert "--extra wandb" in lines
+    lines, _, last = lines.rstrip().rpartition("\n")
+    env = os.environ | {"PATH": f"{google.root}/bin:{os.environ['PATH']}"}
+    done = subprocess.run(
+        ["bash", "-e", "-c", lines.replace("sleep 10", "sleep 0.1")], env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    machines = list((google.root / "machines").glob("*/home/user"))
+    assert len(machines) == (4 if "x" in name else 2)
+    for home in machines:
+        assert (home / "trained").read_text() == Path("recipe.yaml").read_text()
+        words = (home / "tree").read_text().split("\n")
+        assert {"millrace", "new folder", ".recipe.yaml"} <= set(words) and ".env" not in words
+        assert (home / "said").read_text().endswith("log.wandb=true\n")
+    assert (google.root / "sudo.log").read_text().count("mount -o ro,noload") == len(machines)
+    assert subprocess.run(["bash", "-e", "-c", last], env=env).returncode == 0
+    assert all(one["ends"] is not None for one in google.queued.values())
+
+
 def test_prices_are_those_of_the_plan_and_a_cost_is_a_number_of_hours(tmp_path):
     assert cost.rate(request(terms="spot")) == pytest.approx(0.92 * 16)
-    assert cost.rate(request("2xv5e-16")) == pytest.approx(1.20 * 32)
+    # The dearest region of the US, by the catalogue: us-south1 (v5e, v5p), and of v6e on spot.
+    assert cost.rate(request("2xv5e-16")) == pytest.approx(1.42 * 32)
+    assert cost.rate(request("v5p-16")) == pytest.approx(4.78 * 8)
+    assert cost.rate(request("v6e-8", terms="spot")) == pytest.approx(1.78 * 8)
     assert cost.budget(request(), None, None, None) == cost.Budget(24, 3.22 * 16, asked=False)
     assert cost.budget(request(), 100, 51.52, None).hours == pytest.approx(1)
     assert cost.budget(request(), 0.5, 51.52, None).hours == 0.5
@@ -138,6 +233,9 @@ def test_a_bucket_should_be_where_the_slice_is(google):
     with pytest.raises(UserError, match="the slice in us-east1"):
         region.check(["gs://near/x"], ["us-central2-b", "us-east1-d"], allowed=False)
     assert len(region.check(["gs://far/x"], zones, allowed=True)) == 1
+    assert "you may not ask" in region.check(["gs://shy/x"], zones, allowed=True)[0]
+    with pytest.raises(UserError, match="--far-bucket goes on without"):
+        region.check(["gs://shy/x"], zones, allowed=False)
     google.buckets["pair"] = {
         "location": "US",
         "customPlacementConfig": {"dataLocations": ["US-CENTRAL2", "US-EAST1"]},
@@ -183,12 +281,17 @@ def test_no_secret_and_nothing_from_outside_is_in_the_tree_that_is_sent(tmp_path
         name: "x"
         for name in (".aws/config", ".envrc", ".env.local", ".git-credentials", ".netrc", "_netrc", "id_work")
         + ("kaggle.json", "hf_token", "token.txt", "my-Token.yaml", "a/b.pem", "c.key", "id_ed25519.pub")
-        + ("google_compute_engine", "google_compute_engine.pub", ".ssh/config")
+        + ("google_compute_engine", "google_compute_engine.pub", ".ssh/config", "secrets.yaml", ".pypirc")
+        + (".npmrc", ".boto", "openai_api_key", "my_api_key.txt")
     }
+    token = "hf_" + "aB3dE5gH7jK9mN1pQ"
+    secret |= {"run.sh": f"export HF_TOKEN={token}\n", "notes.md": f"my token is {token}"}
+    secret["setup.cfg"] = "[x]\nWANDB_API_KEY = 0123456789abcdef0123\n"
     secret |= {"account.json": '{"private_key" : "x"}', "deep.yaml": f"key: |\n  {begin}\n  x"}
     secret["paste.py"] = f'KEY = """{begin}\n{"MIIE" * 8}"""'
     sent = {"tokenizer.json": "{}", "special_tokens_map.json": "{}", "cut_tokens.py": "1", "idle.py": "1"}
     sent |= {"about.py": f'KEY = "{begin}"', "real": "1"}
+    sent |= {"job.sh": 'export HF_TOKEN="$HF_TOKEN"\n', "k8s.yaml": "WANDB_API_KEY: <your key goes here>\n"}
     for name, text in (secret | sent).items():
         (tree / name).parent.mkdir(exist_ok=True)
         (tree / name).write_text(text)
@@ -201,7 +304,7 @@ def test_no_secret_and_nothing_from_outside_is_in_the_tree_that_is_sent(tmp_path
 
 
 def test_the_tree_that_is_sent_is_whole():
-    assert not [name for name in bundle.make(ROOT).left_out if name.startswith(("millrace/", "recipes/"))]
+    assert not bundle.make(ROOT).left_out
 
 
 def test_the_environment_has_another_stamp_when_a_version_changes(tmp_path):
@@ -214,9 +317,10 @@ def test_the_environment_has_another_stamp_when_a_version_changes(tmp_path):
     with open(tmp_path / "constraints.txt", "a") as file:
         file.write("one-more==1.0\n")
     assert install.stamp(tmp_path) != before
-    for script in (install.script(ROOT), install.MOUNT, bundle.UNPACK):
-        text = script.replace("{{", "{").replace("}}", "}") if script is not install.MOUNT else "true"
-        assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
+    scripts = [install.script(ROOT), bundle.UNPACK.format(name="x"), job.NEW]
+    for script in (*scripts, install.mounting("texts", 1, "ro"), install.mounting("texts", 2, "rw")):
+        assert "{" not in script.replace("${", "").replace("{}", "")  # all is filled in
+        assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
 
 
 def test_disks_are_made_attached_and_deleted_and_only_one_machine_writes(google, capsys):
@@ -241,6 +345,31 @@ def test_disks_are_made_attached_and_deleted_and_only_one_machine_writes(google,
     assert main(["tpu", "disk", "delete", "texts", *zone]) == 0 and not google.disks
 
 
+def test_disks_of_others_are_not_deleted_and_ours_are_not_forgotten(google, capsys):
+    zone = ["--zone", "us-central2-b"]
+    there = {"zone": "z/us-central2-b", "sizeGb": "9", "type": "t/pd-ssd"}
+    google.disks["colleague"] = {"name": "colleague"} | there
+    google.disks["texts"] = {"name": "texts", "labels": {"millrace": "yes"}} | there
+    assert main(["tpu", "disk", "delete", "colleague", *zone]) == 2 and "colleague" in google.disks
+    assert "colleague: Millrace did not make it; --force" in capsys.readouterr().err
+    for more in ([], zone):
+        assert main(["tpu", "disk", "ls", *more]) == 0
+        assert capsys.readouterr().out == "texts  us-central2-b  9 GB  pd-ssd\n"
+    assert main(["tpu", "ls", "--orphans"]) == 0
+    words = "no slice has the disk texts (9 GB in us-central2-b), which costs"
+    assert words in capsys.readouterr().out
+    parent = "projects/project/locations/us-central2-b/nodes"
+    source = "projects/123456789/zones/us-central2-b/disks/texts"
+    told = {"acceleratorType": "v4-8", "metadata": {}, "dataDisks": [{"sourceDisk": source}]}
+    google.make_node(f"{parent}/pod", told)
+    assert main(["tpu", "ls", "--orphans"]) == 0 and "texts" not in capsys.readouterr().out
+    google.fault("GET", "/aggregated/", 403, "compute.disks.list is needed")
+    assert main(["tpu", "ls", "--orphans"]) == 0
+    assert "disks could not be listed: disk: compute.disks.list" in capsys.readouterr().out
+    assert main(["tpu", "disk", "delete", "colleague", "--force", *zone]) == 0
+    assert set(google.disks) == {"texts"}
+
+
 def test_slices_are_listed_zone_by_zone_where_no_wildcard_is_taken(google, capsys):
     told = {"acceleratorType": "v4-8", "labels": {"millrace": "yes"}, "metadata": {}}
     google.make_node("projects/project/locations/us-east1-d/nodes/lost", told)
@@ -254,12 +383,11 @@ def test_slices_are_listed_zone_by_zone_where_no_wildcard_is_taken(google, capsy
 
 def test_tensorboard_reads_a_run_out_of_a_bucket(tmp_path, monkeypatch):
     pytest.importorskip("tensorboard")
-    fake = pytest.importorskip("tests.fakegcs", reason="needs runs in buckets")
     from tensorboardX import SummaryWriter
 
     with SummaryWriter(str(tmp_path / "events")) as writer:
         writer.add_scalar("loss", 1.5, 3)
-    with fake.running("bucket") as store:
+    with fakegcs.running("bucket") as store:
         (file,) = (tmp_path / "events").iterdir()
         store.put("bucket", f"runs/x/tensorboard/{file.name}", file.read_bytes())
         command = [sys.executable, "-m", "millrace", "tpu", "tensorboard", "gs://bucket/runs/x", "--port"]
@@ -290,7 +418,7 @@ def test_the_timer_gives_back_what_has_ended_or_never_began(tmp_path, monkeypatc
     assert not timer.forgotten(now - 15, 10) and timer.forgotten(now - 25, 10)  # nothing was ever set up
     job = tmp_path / "user" / ".millrace" / "jobs" / "job"
     job.mkdir(parents=True)
-    assert not timer.forgotten(now - 1000, 10)  # it runs
+    assert not timer.forgotten(now - 1000, 10)  # set up a moment ago
     (job / "exit").write_text("0")
     assert not timer.forgotten(now - 1000, 10)
     os.utime(job / "exit", (now - 20, now - 20))
@@ -323,7 +451,8 @@ def test_the_timer_gives_back_what_was_killed_before_its_end_was_written_down(tm
 def test_a_machine_that_may_not_delete_is_switched_off_at_least(google, monkeypatch):
     name = "projects/project/locations/us-central2-b/nodes/job"
     text = (ROOT / "millrace/tpu/timer.py").read_text()
-    metadata = {"startup-script": text, "millrace-seconds": "0", "millrace-resource": "projects/project/x"}
+    resource = "projects/project/locations/us-central2-b/queuedResources/x"
+    metadata = {"startup-script": text, "millrace-seconds": "0", "millrace-resource": resource}
     google.make_node(name, {"acceleratorType": "v4-8", "metadata": metadata})
     google.fault("DELETE", "", 403, "forbidden", count=100)
     google.start_timer(name, "127.0.1.1")
@@ -333,6 +462,32 @@ def test_a_machine_that_may_not_delete_is_switched_off_at_least(google, monkeypa
         assert time.monotonic() < end
         time.sleep(0.05)
     assert (place_ / "timer.log").read_text().count("delete: 403") == timer.TRIES
+    google.faults.clear()  # somebody gives it the role: what is switched off is asked for still
+    google.make_queued("projects/project/locations/us-central2-b/queuedResources/x", name)
+    while google.queued:
+        assert time.monotonic() < end
+        time.sleep(0.05)
+        google.answer("GET", "/", {}, None)
+
+
+@pytest.mark.parametrize("allowed", [[], ["tpu.nodes.delete"]])
+def test_a_delete_that_is_accepted_and_comes_to_nothing_is_asked_for_again(google, allowed):
+    name = "projects/project/locations/us-central2-b/nodes/job"
+    text = (ROOT / "millrace/tpu/timer.py").read_text()
+    resource = "projects/project/locations/us-central2-b/queuedResources/job"
+    metadata = {"startup-script": text, "millrace-seconds": "0", "millrace-resource": resource}
+    google.make_node(name, {"acceleratorType": "v4-8", "metadata": metadata})
+    google.make_queued(resource, name)
+    google.undone, google.allowed = 3, allowed
+    google.start_timer(name, "127.0.1.1")
+    end = time.monotonic() + 60
+    while google.nodes:
+        assert time.monotonic() < end
+        time.sleep(0.05)
+        google.answer("GET", "/", {}, None)
+    place_ = google.root / "machines" / "127.0.1.1"
+    assert (place_ / "timer.log").read_text().count("asked to be deleted") >= 4
+    assert (place_ / "may-delete").read_text() == ("yes" if allowed else "no") + " tpu.nodes.delete"
 
 
 def test_hours_are_counted_over_all_lives(tmp_path, monkeypatch):
@@ -389,6 +544,40 @@ def test_the_exit_codes_of_all_workers_come_to_one_end(codes, end):
     assert ending.verdict(codes).end is end
 
 
+def test_a_local_slice_is_deleted_with_its_own_processes_alone(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("MILLRACE_HOME", str(tmp_path))
+    cloud = Local()
+    cloud.create(Request("pod", sliced("v4-16", "any"), ("local",)), "local", 3600.0, None)
+    job_ = tmp_path / "local" / "pod" / "w0" / ".millrace" / "jobs" / "pod"
+    other = tmp_path / "local" / "pod" / "w1" / ".millrace" / "jobs" / "pod"
+    code = [sys.executable, "-c", "import time; time.sleep(60)"]
+    trainer = subprocess.Popen([*code, str(job_ / "recipe.yaml")], start_new_session=True)
+    stranger = subprocess.Popen(code, start_new_session=True)
+    try:
+        for folder, process in ((job_, trainer), (other, stranger)):
+            folder.mkdir(parents=True)
+            (folder / "pid").write_text(str(process.pid))
+        while not worker.is_trainer(trainer.pid, job_):
+            time.sleep(0.01)
+        assert main(["tpu", "ls", "--platform", "local"]) == 0
+        assert "deletes itself" not in capsys.readouterr().out
+        cloud.delete(cloud.find("pod"))
+        assert trainer.wait(10) == -9 and stranger.poll() is None and cloud.find("pod") is None
+    finally:
+        for process in (trainer, stranger):
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.parametrize("name", ["MILLRACE_POLL", "MILLRACE_PATIENCE"])
+def test_a_time_that_is_none_is_told_in_a_line(name):
+    env = os.environ | {"PYTHONPATH": str(ROOT), name: "abc"}
+    command = [sys.executable, "-m", "millrace", "tpu", "ls", "--platform", "local"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr == f"millrace: {name}: found abc, expected seconds above 0\n"
+
+
 def test_a_number_that_another_process_has_is_not_the_trainer(tmp_path):
     (tmp_path / "pid").write_text(str(os.getpid()))
     (tmp_path / "identity").write_text("x")
@@ -430,6 +619,39 @@ def test_a_jobset_has_a_job_for_each_slice_that_kubernetes_accepts():
         written("jobset", exported("gpu:h200x8"))
 
 
+def jobset_schema() -> dict:
+    """Of jobset.x-k8s.io/v1alpha2, by the models that Kubeflow generates from its OpenAPI description; made
+    strict, as the API server is about names that it does not know."""
+    models = pytest.importorskip("kubeflow_trainer_api.models", reason="needs kubeflow-trainer-api")
+    schema = models.JobsetV1alpha2JobSet.model_json_schema(by_alias=True)
+    for part in schema["$defs"].values():
+        if "one_of_schemas" in part.get("properties", ()):  # a number or a text, as 4 or 4Gi
+            part.clear()
+            part["type"] = ["integer", "string"]
+        elif "properties" in part:
+            part["additionalProperties"] = False
+    rule = schema["$defs"]["JobsetV1alpha2FailurePolicyRule"]["properties"]
+    rule["action"]["enum"] = re.findall(r"\b(?:Fail|Restart)\w+", rule["action"]["description"])
+    rule["name"]["pattern"] = re.search(r'"(.*)"', rule["name"]["description"])[1]
+    return schema | {"additionalProperties": False}
+
+
+def test_a_jobset_is_what_its_own_schema_takes():
+    check = jsonschema.Draft202012Validator(jobset_schema())
+    text = written("jobset", exported())
+    assert not list(check.iter_errors(yaml.safe_load(text)))
+    spoilt = {"maxRestarts: 100": "maxRestart: 100", "replicas: 2": "replicas: two", "FailJobSet": "Fail"}
+    spoilt |= {
+        "backoffLimit": "backOffLimit",
+        "name: slice": "names: slice",
+        "google.com/tpu: 4": "google.com/tpu: [4]",
+    }
+    spoilt |= {"name: mistake": "name: my-mistake", "kind: JobSet": "sort: JobSet"}
+    for good, bad in spoilt.items():
+        assert good in text
+        assert list(check.iter_errors(yaml.safe_load(text.replace(good, bad)))), bad
+
+
 def test_a_skypilot_task_is_what_skypilot_takes():
     task = yaml.safe_load(written("skypilot", exported("v5e-256")))
     assert task["resources"]["accelerators"] == "tpu-v5litepod-256:1" and task["resources"]["use_spot"]
@@ -442,8 +664,6 @@ def test_a_skypilot_task_is_what_skypilot_takes():
     with pytest.raises(UserError, match="expected one slice"):
         written("skypilot", exported("2xv5e-256"))
     schemas = pytest.importorskip("sky.utils.schemas", reason="needs skypilot")
-    import jsonschema
-
     for one in (task, gpus):
         jsonschema.validate(one, schemas.get_task_schema())
         jsonschema.validate(one["resources"], schemas.get_resources_schema())

@@ -1,6 +1,7 @@
 """What --dry-run prints is accepted by the real gcloud, where there is one, and asks Google for the same."""
 
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -52,6 +53,9 @@ def test_gcloud_asks_for_the_slice_that_the_launcher_asks_for(story, options):
     assert plain(ours) == plain(theirs)
 
 
+SECTIONS = re.compile(r"(?:^|until )gcloud compute", re.M)
+
+
 def plain(tree):
     """Without what means nothing, and with names for what the other gives by number."""
     if isinstance(tree, dict):
@@ -64,18 +68,17 @@ def test_the_commands_that_a_dry_run_prints_do_the_job_by_hand(story):
     more = ["--slice", "v4-16", "--name", "job", "--zone", "us-central2-b", "--dry-run"]
     code, said = story.call("run", *more, "recipe.yaml")
     assert code == 0, said
-    commands = [shlex.split("gcloud compute" + text) for text in said.split("gcloud compute")[1:]]
+    commands = [shlex.split("gcloud compute" + text) for text in SECTIONS.split(said)[1:]]
     assert [command[3:5] for command in commands] == [
         ["queued-resources", "create"],
         ["queued-resources", "describe"],
-        ["tpu-vm", "scp"],
-        ["tpu-vm", "ssh"],
+        *[["tpu-vm", "scp"], ["tpu-vm", "ssh"]] * 2,
         ["tpu-vm", "ssh"],
         ["queued-resources", "delete"],
     ]
     create, describe, *_, delete = commands
     gcloud(story, [*create, "--async"])
     assert len(story.google.queued) == 1
-    assert "state: ACTIVE" in gcloud(story, describe)
+    story.until(lambda: gcloud(story, describe[: describe.index("|")]) == "ACTIVE\n")
     gcloud(story, [*delete, "--async"])
     assert story.nothing_left()

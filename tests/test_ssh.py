@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from millrace.tpu import job, workers
-from tests.fake_google import free_port
+from tests.fake_machine import free_port
 
 pytest.importorskip("asyncssh", reason="needs asyncssh")
 pytestmark = pytest.mark.skipif(shutil.which("ssh-keygen") is None, reason="needs ssh")

@@ -221,14 +221,15 @@ GPUS = (
 )
 CHIPS = {chip.name: chip for chip in TPUS + GPUS}
 
-# Dollars a chip-hour in the United States, from Google Cloud's catalogue of PRICES_DATE.
+# Dollars a chip-hour in the United States, from Google Cloud's catalogue of PRICES_DATE: the lowest and the
+# highest of all regions there (the dearest is us-south1; what is elsewhere may cost more).
 PRICES = {
     "v2": Price(on_demand=(1.13, 1.50)),
     "v3": Price(on_demand=(2.00, 2.20), spot=(0.51, 0.66)),
     "v4": Price(on_demand=(3.22, 3.22), spot=(0.92, 0.92)),
-    "v5e": Price(on_demand=(1.20, 1.20), spot=(0.18, 0.78)),
-    "v5p": Price(on_demand=(4.20, 4.20), spot=(0.64, 1.53)),
-    "v6e": Price(on_demand=(2.70, 2.70), spot=(0.28, 1.54)),
+    "v5e": Price(on_demand=(1.20, 1.42), spot=(0.18, 0.78)),
+    "v5p": Price(on_demand=(4.20, 4.78), spot=(0.64, 1.53)),
+    "v6e": Price(on_demand=(2.70, 2.70), spot=(0.27, 1.78)),
 }
 
 LESSER = {"Laptop", "MIG", "NVL", "PCIe"}  # in a GPU's name: less than the board that the name speaks of

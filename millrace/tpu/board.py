@@ -11,7 +11,7 @@ from millrace.errors import UserError
 
 def serve(run: str, port: int) -> int:
     if importlib.util.find_spec("tensorboard") is None:
-        raise UserError("tensorboard: not installed: pip install 'millrace[cloud]'")
+        raise UserError("tensorboard: not installed: pip install -e '.[cloud]' in a clone of Millrace")
     if "://" not in run and not Path(run).is_dir():
         raise UserError(f"{run}: found no folder, expected a run folder or gs://BUCKET/RUN")
     folder = f"{run.rstrip('/')}/tensorboard"

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import millrace
+from millrace import secret
 from millrace.errors import UserError
 from millrace.tpu.workers import Workers
 
@@ -18,12 +19,28 @@ from millrace.tpu.workers import Workers
 SECRET_FOLDERS = {".aws", ".ssh", ".gnupg", ".kaggle", ".docker", ".kube"}
 SECRET_NAMES = re.compile(
     r"\.env.*|.*\.(pem|key|p12|pfx)|.*credentials.*|[._]netrc|kaggle\.json|google_compute_engine.*"
+    r"|secrets?\.(ya?ml|json|toml|ini|env|txt)|\.(pypirc|npmrc|boto|s3cfg)"
 )
-SECRET_UNLESS_SOURCE = re.compile(r"id_.*|(?!(special|added)_tokens).*token(?!i[sz]).*", re.IGNORECASE)
+# The same as far as tar's patterns go, for who does it by hand.
+SECRET_BY_HAND = (
+    *sorted(SECRET_FOLDERS),
+    *(".env*", "*.pem", "*.key", "*.p12", "*.pfx", "*credentials*", ".netrc", "_netrc", "kaggle.json"),
+    *("google_compute_engine*", "secret.*", "secrets.*", ".pypirc", ".npmrc", ".boto", ".s3cfg", "id_*"),
+    *("*api_key*", "*hf_token*"),
+)
+SECRET_UNLESS_SOURCE = re.compile(
+    r"id_.*|(?!(special|added)_tokens).*token(?!i[sz]).*|.*api_?key.*", re.IGNORECASE
+)
 SOURCE = {".py", ".md"}
 KEY = re.compile(rb"PRIVATE KEY-{5}")
 KEY_ITSELF = re.compile(rb"PRIVATE KEY-{5}(\s|\\n)+[A-Za-z0-9+/]{16}")
 ACCOUNT = re.compile(rb'"private_key"\s*:|"type"\s*:\s*"(service_account|authorized_user)"')
+# A variable that holds a secret, with a value that is no other variable and no word for "put it here".
+ASSIGNED = re.compile(
+    rb"""(?im)^\s*(?:export\s+|-\s*)?["']?[A-Z0-9_]*(?:TOKEN|SECRET|PASSWORD|PASSWD|(?:API|ACCESS|PRIVATE)_?KEY)["']?"""
+    rb"""[ \t]*[=:][ \t]*["']?(?![$<{*]|your|x{3})[\w+/.-]{12,}["']?,?[ \t]*$"""
+)
+TOKENS = ("hf_", "AIza", "ya29.", "AKIA", "ASIA", "gh", "sk-")
 LARGEST = 64 * 2**20  # bytes of a file
 
 UNPACK = """
@@ -93,10 +110,19 @@ def secret_name(name: str) -> bool:
 
 def secret_text(content: bytes, suffix: str) -> bool:
     if suffix in SOURCE:
-        return KEY_ITSELF.search(content) is not None
+        return KEY_ITSELF.search(content) is not None or has_token(content)
+    if ASSIGNED.search(content) or has_token(content):
+        return True
     if suffix in (".json", "", ".txt") and ACCOUNT.search(content):
         return True
     return KEY.search(content) is not None
+
+
+def has_token(content: bytes) -> bool:
+    """Of a form that says itself what it is, and looks drawn by lot. Keys are looked for besides, and what
+    comes after `Bearer` is an example in most files."""
+    found = secret.FORMS.finditer(content.decode("latin-1"))
+    return any(one[0].startswith(TOKENS) and len(set(one[0])) > 12 for one in found)
 
 
 def outside(path: Path, tree: Path) -> bool:

@@ -12,7 +12,7 @@ from millrace.tpu.request import Request
 # Labels and metadata of everything that is rented from here, so that it is found again.
 LABEL = "millrace"
 SECONDS = "millrace-seconds"  # that a slice may live; the timer on it goes by this
-IDLE = "millrace-idle"  # and after its job has ended, if nobody gives it back
+IDLE = "millrace-idle"  # and after its job has ended, if nobody gives it back; 0: no end by that
 
 
 class State(Enum):
@@ -38,6 +38,7 @@ class Rented:
     labels: Mapping[str, str] = field(default_factory=dict)
     slices: int = 1  # that are joined to one
     single: bool = False  # a node that belongs to no queued resource
+    disks: tuple[str, ...] = ()  # data disks, by name
 
     @property
     def ours(self) -> bool:
@@ -48,6 +49,12 @@ class Rented:
         """How long it may live, by its label."""
         text = self.labels.get(SECONDS, "")
         return float(text) if text.isdigit() else None
+
+    @property
+    def idle(self) -> float | None:
+        """How long it may live after its job has ended; None: as long as else."""
+        text = self.labels.get(IDLE, "")
+        return float(text) or None if text.isdigit() else None
 
 
 class Refused(UserError):
@@ -85,8 +92,8 @@ class Cloud(Protocol):
         """Asks for it, and does not wait. Raises Refused."""
         ...
 
-    def extend(self, rented: Rented, seconds: float) -> None:
-        """Lets it live that long in all."""
+    def extend(self, rented: Rented, seconds: float, idle: float | None) -> None:
+        """Lets it live that long in all, and so long without a job."""
         ...
 
     def delete(self, rented: Rented) -> None:

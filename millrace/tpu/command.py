@@ -2,13 +2,12 @@
 rented."""
 
 import argparse
-import contextlib
-import dataclasses
 import importlib
 import os
 import shlex
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -28,10 +27,24 @@ from millrace.tpu import (
     region,
     workers,
 )
+from millrace.tpu.arguments import (
+    budgeted,
+    connector,
+    found_by_name,
+    opened,
+    opened_to_rent,
+    reachable,
+    reached,
+    requested,
+    secret,
+    told,
+)
 from millrace.tpu.cloud import Cloud, Rented, State
 from millrace.tpu.gcp import Gcp
-from millrace.tpu.local import Local
-from millrace.tpu.request import Request, check_disk, name_from, sliced, zones_from
+from millrace.tpu.rent import IDLE, Renter
+from millrace.tpu.request import Request, check_name, name_from
+from millrace.tpu.times import POLL, REACH
+from millrace.tpu.voice import Voice
 
 Namespace = argparse.Namespace
 
@@ -45,30 +58,33 @@ def run(args: Namespace) -> int:
     cfg = reachable(cfg, args.platform)
     allowed = budgeted(args, request)
     secrets = {name: secret(name) for name in args.env}
+    near = nearness(args, cfg)
     if args.platform != "local":
         print(cost.spoken(request, allowed, own_prices=args.prices is not None), flush=True)
         if not args.dry_run:
-            paths = [cfg.run, cfg.data.path, cfg.start or ""]
-            for words in region.check(paths, request.zones, allowed=args.far_bucket):
-                print(f"warning: {words}", flush=True)
+            near(*request.zones)
             disk.check(google.project(args.project), request.zones, request.disks)
     if args.dry_run:
-        return show_commands(args, request, allowed)
+        return show_commands(args, request, allowed, needed(cfg))
     cloud = opened_to_rent(args)
     task = job.Job(request.name, config.to_yaml(cfg), cfg.run, secrets)
     if cfg.log.wandb and "WANDB_API_KEY" not in secrets:
         print("warning: log.wandb is on, but the workers have no key for it: --env WANDB_API_KEY", flush=True)
-    launcher = launch.Launcher(
-        cloud,
-        request,
-        task,
-        allowed,
-        tree=bundle.root(),
-        connect=connector(args, cloud),
-        extras=needed(cfg),
-        keep=args.keep,
-    )
-    return launcher.run()
+    ledger = place.Ledger(request.name, cfg.run)
+    renter = Renter(cloud, request, allowed, ledger, voice=Voice(), keep=args.keep, near=near)
+    connect = connector(args, cloud)
+    return launch.Launcher(renter, task, tree=bundle.root(), connect=connect, extras=needed(cfg)).run()
+
+
+def nearness(args: Namespace, cfg: Any) -> Callable[..., None]:
+    """Refuses zones that are far from the buckets of a run, or warns of them."""
+    paths = [cfg.run, cfg.data.path, cfg.start or ""]
+
+    def near(*zones: str) -> None:
+        for words in region.check(paths, zones, allowed=args.far_bucket) if args.platform != "local" else ():
+            print(f"warning: {words}", flush=True)
+
+    return near
 
 
 def needed(cfg: Any) -> list[str]:
@@ -76,24 +92,24 @@ def needed(cfg: Any) -> list[str]:
     return ["wandb"] * cfg.log.wandb + ["torch"] * (cfg.model.use == "torch")
 
 
-def show_commands(args: Namespace, request: Request, allowed: cost.Budget) -> int:
+def show_commands(args: Namespace, request: Request, allowed: cost.Budget, extras: Sequence[str]) -> int:
     if args.platform == "local":
         return show_local(request)
-    project, zone = google.project(args.project), request.zones[0]
-    tree = '"$HOME/.millrace/tree"'
-    train = shlex.join(["-m", "millrace", "train", str(args.recipe), *args.overrides])
-    idle = None if args.keep else launch.IDLE
-    where = gcloud.where(project, zone)
-    send = ["gcloud", "compute", "tpus", "tpu-vm", "scp", "--recurse", ".", f"{request.name}:.millrace/tree"]
-    for command in (
-        gcloud.create(project, request, zone, allowed.hours * 3600, idle),
-        gcloud.describe(project, request.name, zone),
-        [*send, *where, "--worker=all"],
-        gcloud.ssh(project, request.name, zone, install.script(bundle.root())),
-        gcloud.ssh(project, request.name, zone, f"cd {tree} && $HOME/.millrace/env/bin/python {train}"),
-        gcloud.delete(project, request.name, zone),
+    project = google.project(args.project)
+    recipe = Path(args.recipe).resolve()
+    inside = recipe.is_relative_to(bundle.root())
+    train = ["train", str(recipe.relative_to(bundle.root())) if inside else ".recipe.yaml", *args.overrides]
+    for line in gcloud.by_hand(
+        project,
+        request,
+        seconds=allowed.hours * 3600,
+        idle=None if args.keep else IDLE,
+        tree=bundle.root(),
+        recipe=None if inside else recipe,
+        extras=extras,
+        train=train,
     ):
-        print(gcloud.written(command))
+        print(line)
     return 0
 
 
@@ -117,19 +133,17 @@ def create(args: Namespace) -> int:
         project, zone = google.project(args.project), request.zones[0]
         print(gcloud.written(gcloud.create(project, request, zone, allowed.hours * 3600, None)))
         return 0
-    nothing = job.Job(request.name, "", "")
-    cloud = opened_to_rent(args)
-    made = launch.Launcher(
-        cloud, request, nothing, allowed, tree=Path(), connect=connector(args, cloud), keep=True
-    )
-    with place.watching(request.name), made.signals():
+    ledger = place.Ledger(request.name, "")
+    renter = Renter(opened_to_rent(args), request, allowed, ledger, voice=Voice(), keep=True)
+    with place.watching(request.name), renter.voice.signals():
         try:
-            found = made.ensure()
+            found = renter.ensure()
         except BaseException:
-            if made.mine:
-                made.gentle = True
-                made.delete_and_wait()
+            if renter.mine and renter.made:  # and not one that somebody asked for before
+                renter.voice.gentle = True
+                renter.delete()
             raise
+        renter.timed(found)
     print(f"{found.name} is ready in {found.zone}, {len(found.workers)} workers; next:")
     terms = "" if found.terms == "on-demand" else f" --{found.terms}"
     print(f"  millrace tpu run --name {found.name} --slice {args.slice}{terms} --keep{told(args)} RECIPE")
@@ -139,8 +153,8 @@ def create(args: Namespace) -> int:
 
 def install_all(args: Namespace) -> None:
     _, found, machines = reached(args)
-    bundle.push(machines, bundle.make(bundle.root()), launch.REACH)
-    install.install(machines, bundle.root(), launch.REACH)
+    bundle.push(machines, bundle.make(bundle.root()), REACH)
+    install.install(machines, bundle.root(), REACH)
     print(f"{found.name}: {install.stamp(bundle.root())} on {len(machines)} workers")
 
 
@@ -149,25 +163,45 @@ def push(args: Namespace) -> None:
     packed = bundle.make(bundle.root())
     for name in packed.left_out:
         print(f"not sent, since it is secret or large: {name}")
-    bundle.push(machines, packed, launch.REACH)
+    bundle.push(machines, packed, REACH)
     print(f"{found.name}: {packed.files} files as {packed.name} on {len(machines)} workers")
 
 
 def logs(args: Namespace) -> int:
-    """Until the job ends. Ctrl-C ends the looking on alone."""
-    _, found, machines = reached(args)
+    """Until the job ends, or the slice. Ctrl-C ends the looking on alone."""
+    cloud, found, machines = reached(args)
     states = job.states(machines, found.name)
-    if not any(state and state["identity"] for state in states):
+    if not any(state.identity for state in states):
+        for number, state in enumerate(states):
+            if state.unknown:
+                raise UserError(f"{found.name}: [w{number}] cannot be asked: {state.unknown}")
         raise UserError(f"{found.name}: found no job on it; `millrace tpu run` starts one")
-    offsets = [state["recent"] if state and not args.whole else 0 for state in states]
+    offsets = [0 if args.whole else state.recent for state in states]
     following = job.Following(machines, found.name, offsets, lambda line: print(line, flush=True))
+    looked = time.monotonic()
     try:
         while not following.done:
             following.show(1.0)
+            if following.broken and time.monotonic() - looked > POLL:
+                looked = time.monotonic()
+                if (said := unless_there(cloud, found.name)) is not None:
+                    print(f"{found.name}: {said}", flush=True)
+                    return 1
         following.show(0.0)
     finally:
         following.end()
     return max(code or 0 for code in following.codes)
+
+
+def unless_there(cloud: Cloud, name: str) -> str | None:
+    """What has become of a slice that is ready no more; nothing is concluded where the cloud is silent."""
+    try:
+        now = cloud.find(name)
+    except UserError:
+        return None
+    if now is None:
+        return "it is deleted"
+    return None if now.state in (State.READY, State.WAITING) else f"it is {now.said}"
 
 
 def status(args: Namespace) -> None:
@@ -177,12 +211,12 @@ def status(args: Namespace) -> None:
     if found.state is not State.READY:
         return
     for number, state in enumerate(job.states(connector(args, cloud)(found), found.name)):
-        if state is None:
-            print(f"[w{number}] cannot be reached, or has nothing installed")
-        elif state["running"]:
-            print(f"[w{number}] trains: {state['last']}")
-        elif state["exit"] is not None:
-            print(f"[w{number}] ended with {state['exit']}: {state['last']}")
+        if state.unknown:
+            print(f"[w{number}] cannot be asked: {state.unknown}")
+        elif state.running:
+            print(f"[w{number}] trains: {state.last}")
+        elif state.exit is not None:
+            print(f"[w{number}] ended with {state.exit}: {state.last}")
         else:
             print(f"[w{number}] has no job")
 
@@ -222,62 +256,34 @@ def delete(args: Namespace) -> int:
         raise UserError(
             f"{args.name}: a `millrace tpu run` here watches it, and would take another; end that by Ctrl-C"
         )
-    gone = ending.give_back(cloud, args.name, print, found.zone)
+    if not ending.give_back(cloud, args.name, print, found.zone):
+        return 1  # and its hours are counted on
     place.Ledger(args.name).clear()
-    return 0 if gone else 1
-
-
-def ls(args: Namespace) -> int:
-    """With --orphans the exit code is 1 if there are any, for whoever asks every night."""
-    found = opened(args).all()
-    if args.orphans:
-        found = [one for one in found if one.ours and not place.watched(one.name)]
-    rows = [(one.name, one.zone, one.accelerator, one.terms, one.said, aged(one)) for one in found]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)] if rows else []
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-    if args.orphans:
-        for one in found:
-            print(f"nobody here watches {one.name}: `millrace tpu run` adopts it, or")
-            print(f"  millrace tpu delete {one.name}{told(args)}")
-        return 1 if found else 0
-    if not found:
-        print("no slices")
     return 0
 
 
-def disk_(args: Namespace) -> None:
-    """create, attach, detach and delete."""
-    check_disk("DISK", args.disk)
-    project = google.project(args.project)
-    zone = (args.zone or [""])[0]
-    if not zone:
-        raise UserError("--zone: found none, expected the zone of the disk, such as us-central2-b")
-    if args.act in ("create", "delete"):
-        disks = disk.Disks(project, zone)
-        if args.act == "create":
-            kind = args.type or disk.KINDS.get(
-                sliced(args.slice, "any").chip.name if args.slice else "", disk.USUAL
-            )
-            disks.create(args.disk, args.size, kind)
-            print(
-                f"{args.disk}: {args.size} GB of {kind} in {zone}; it costs until `millrace tpu disk delete`"
-            )
-        else:
-            disks.delete(args.disk)
-            print(f"{args.disk} is deleted")
-        return
-    args.name = args.to
-    cloud, found, machines = reached(args)
-    assert isinstance(cloud, Gcp)
-    if args.act == "detach":
-        install.unmount(machines, args.disk)
-        disk.detach(cloud, found, args.disk)
-        print(f"{args.disk} is detached from {found.name}")
-        return
-    number = disk.attach(cloud, found, args.disk, write=args.write)
-    install.mount(machines, args.disk, number, "rw" if args.write else "ro", launch.REACH)
-    print(f"{args.disk} is /mnt/{args.disk} on {len(machines)} workers of {found.name}")
+def ls(args: Namespace) -> int:
+    """With --orphans the exit code is 1 if there are slices among them, for whoever asks every night."""
+    cloud = opened(args)
+    every = cloud.all()
+    found = [one for one in every if one.ours and not place.watched(one.name)] if args.orphans else every
+    table([(one.name, one.zone, one.accelerator, one.terms, one.said, aged(one)) for one in found])
+    if not args.orphans:
+        if not found:
+            print("no slices")
+        return 0
+    for one in found:
+        print(f"nobody here watches {one.name}: `millrace tpu run` adopts it, or")
+        print(f"  millrace tpu delete {one.name}{told(args)}")
+    if isinstance(cloud, Gcp):
+        disk.show_unused(cloud, {(one.zone, name) for one in every for name in one.disks})
+    return 1 if found else 0
+
+
+def table(rows: Sequence[tuple[str, ...]]) -> None:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)] if rows else []
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
 def export(args: Namespace) -> None:
@@ -285,12 +291,16 @@ def export(args: Namespace) -> None:
     from millrace.plan import slices
     from millrace.tpu.exports import Exported
 
-    recipe.load_train(args.recipe, args.overrides)
+    cfg = recipe.load_train(args.recipe, args.overrides)
     where = slices.parse(args.slice)
     name = args.name or name_from(Path(args.recipe).stem)
+    check_name(name)
+    cost.check("--max-hours", args.max_hours)
     request = Request(name, where, (), runtime=args.runtime) if where.chip.is_tpu else None
     if args.to == "jobset" and not args.image:
         raise UserError("--image: found none, expected a container with Millrace and the recipe in it")
+    if args.to in ("jobset", "skypilot"):
+        lasting(args.to, cfg)
     told = Exported(
         name=name,
         command=("millrace", "train", str(args.recipe), *args.overrides),
@@ -309,124 +319,24 @@ def export(args: Namespace) -> None:
         print(f"{args.out}: written")
 
 
+def lasting(to: str, cfg: Any) -> None:
+    """Machines of these come and go, with what is on them."""
+    if "://" not in cfg.run:
+        raise UserError(
+            f"run: found {cfg.run}, expected run=gs://BUCKET/FOLDER: with --to {to} the checkpoints would go "
+            "with the machine that wrote them"
+        )
+    if "://" not in cfg.data.path:
+        words = (
+            f"warning: data.path is {cfg.data.path}, which must be on every machine; or gs://BUCKET/FOLDER"
+        )
+        print(words, file=sys.stderr)
+
+
 def tensorboard(args: Namespace) -> int:
     from millrace.tpu import board
 
     return board.serve(args.run, args.port)
-
-
-# What the commands share.
-
-
-def requested(args: Namespace) -> Request:
-    slice_ = sliced(args.slice, args.runtime or ("any" if args.platform == "local" else ""))
-    if args.platform == "local":
-        return Request(args.name, slice_, ("local",), terms=args.terms)
-    zones = zones_from(args.zone)
-    if not zones:
-        raise UserError("--zone: found none, expected one or more, such as --zone us-central2-b")
-    key = ""
-    if not args.dry_run:
-        _, key = workers.public_key(args.ssh_key)
-    return Request(
-        args.name,
-        slice_,
-        zones,
-        terms=args.terms,
-        runtime=args.runtime,
-        wait=args.wait,
-        disks=tuple(args.disk),
-        internal=args.internal_ips,
-        public_key=key,
-    )
-
-
-def budgeted(args: Namespace, request: Request) -> cost.Budget:
-    found = cost.budget(request, args.max_hours, args.max_cost, args.prices)
-    return dataclasses.replace(found, rate=None) if args.platform == "local" else found
-
-
-def reachable(cfg: Any, platform: str) -> Any:
-    """A run and its data must be where every worker finds them, also those of the next slice."""
-    if platform == "local":
-        data = dataclasses.replace(cfg.data, path=absolute(cfg.data.path))
-        start = cfg.start and (absolute(cfg.start) if Path(cfg.start).exists() else cfg.start)
-        return dataclasses.replace(cfg, run=absolute(cfg.run), data=data, start=start)
-    for key, path in (("run", cfg.run), ("data.path", cfg.data.path), ("start", cfg.start)):
-        if path and "://" not in path and not path.startswith("/"):
-            raise UserError(
-                f"{key}: found {path}, expected what all workers reach and a preemption leaves alone: "
-                f"{key}=gs://BUCKET/FOLDER, or a path from / of a disk that they share"
-            )
-    return cfg
-
-
-def absolute(path: str) -> str:
-    return path if "://" in path else str(Path(path).absolute())
-
-
-def secret(name: str) -> str:
-    if "=" in name:  # whose value is in the shell's history now, and should not be in a log as well
-        before = name.partition("=")[0]
-        raise UserError(f"--env {before}: found a value with it, expected the name alone: export it first")
-    if name not in os.environ:
-        raise UserError(f"--env {name}: found no such variable here")
-    return os.environ[name]
-
-
-def opened(args: Namespace) -> Cloud:
-    """Looks where it was told to, else where the job was last, else everywhere."""
-    if args.platform == "local":
-        return Local()
-    known = place.Ledger(args.name).zones() if getattr(args, "name", None) else ()
-    return Gcp(google.project(args.project), zones_from(args.zone) or known)
-
-
-def opened_to_rent(args: Namespace) -> Cloud:
-    """Looks in the zones that are asked for, and where there is one of that name from an earlier time."""
-    if args.platform == "local":
-        return Local()
-    project, asked = google.project(args.project), zones_from(args.zone)
-    elsewhere = list(place.Ledger(args.name).zones())
-    with contextlib.suppress(UserError):  # not everybody may list every zone
-        elsewhere += [one.zone for one in Gcp(project, patience=0.0).all() if one.name == args.name]
-    return Gcp(project, tuple(dict.fromkeys((*asked, *elsewhere))))
-
-
-def found_by_name(args: Namespace) -> tuple[Cloud, Rented]:
-    cloud = opened(args)
-    found = cloud.find(args.name)
-    if found is None and isinstance(cloud, Gcp) and not args.zone:
-        cloud = Gcp(cloud.project)
-        found = cloud.find(args.name)
-    if found is None:
-        raise UserError(f"{args.name}: found no slice of that name; `millrace tpu ls` lists them")
-    return cloud, found
-
-
-def connector(args: Namespace, cloud: Cloud) -> Callable[[Rented], workers.Workers]:
-    def connect(found: Rented) -> workers.Workers:
-        if isinstance(cloud, Local):
-            return workers.on_this_machine(found.workers, cloud.coordinator(found))
-        key, _ = workers.public_key(args.ssh_key)
-        known = place.folder(found.name) / f"known_hosts.{found.created:.0f}"
-        return workers.by_ssh(found.workers, key, known)
-
-    return connect
-
-
-def reached(args: Namespace) -> tuple[Cloud, Rented, workers.Workers]:
-    cloud, found = found_by_name(args)
-    if found.state is not State.READY:
-        raise UserError(f"{args.name}: found it {found.said}, expected it ready")
-    return cloud, found, connector(args, cloud)(found)
-
-
-def told(args: Namespace) -> str:
-    """The options by which the next command means the same place."""
-    words = " --platform local" if args.platform == "local" else ""
-    words += f" --project {args.project}" if args.project else ""
-    return words + "".join(f" --zone {zone}" for zone in args.zone or () if args.platform != "local")
 
 
 def aged(found: Rented) -> str:
@@ -434,6 +344,6 @@ def aged(found: Rented) -> str:
         return "no machines yet"
     age = (time.time() - found.created) / 3600
     words = f"{cost.hours(age)} old"
-    if found.seconds is not None:
+    if found.seconds is not None and found.zone != "local":  # where there is no timer
         words += f", deletes itself in {cost.hours(max(0.0, found.seconds / 3600 - age))}"
     return words

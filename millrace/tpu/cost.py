@@ -33,9 +33,8 @@ def rate(request: Request, prices: Path | None = None) -> float | None:
 
 
 def budget(request: Request, max_hours: float | None, max_cost: float | None, prices: Path | None) -> Budget:
-    for option, value in (("--max-hours", max_hours), ("--max-cost", max_cost)):
-        if value is not None and not 0 < value < math.inf:
-            raise UserError(f"{option}: found {value:g}, expected a number above 0")
+    check("--max-hours", max_hours)
+    check("--max-cost", max_cost)
     dollars = rate(request, prices)
     if max_cost is None:
         return Budget(max_hours or HOURS, dollars, asked=max_hours is not None)
@@ -48,13 +47,18 @@ def budget(request: Request, max_hours: float | None, max_cost: float | None, pr
     return Budget(hours, dollars)
 
 
+def check(option: str, value: float | None) -> None:
+    if value is not None and not 0 < value < math.inf:
+        raise UserError(f"{option}: found {value:g}, expected a number above 0")
+
+
 def spoken(request: Request, allowed: Budget, *, own_prices: bool) -> str:
     """What the user reads before anything is rented."""
     count = f"{request.slice.chips} chips, {request.slice.hosts} worker{'s' * (request.slice.hosts > 1)}"
     words = f"{request.slice.name} {request.terms} ({count})"
     if allowed.rate is None:
         return f"{words}: no price known; deleted after {hours(allowed.hours)} at the latest (--max-hours)"
-    dated = "your prices" if own_prices else f"prices of {chips.PRICES_DATE}, the higher where they differ"
+    dated = "your prices" if own_prices else f"prices of {chips.PRICES_DATE}, the highest of the US"
     most = f"at most {hours(allowed.hours)} and ${allowed.dollars:,.2f}"
     return f"{words}: ${allowed.rate:,.2f} an hour by {dated}; {most} (--max-hours, --max-cost)"
 

@@ -2,12 +2,13 @@
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from millrace.errors import UserError
 from millrace.tpu import google
 from millrace.tpu.cloud import LABEL, Rented
-from millrace.tpu.gcp import Gcp, disk_source
+from millrace.tpu.gcp import Gcp, disk_source, same
 
 # Newer TPUs take no persistent disks (docs.cloud.google.com/tpu/docs/attach-durable-block-storage, 2026-11).
 KINDS = {"v6e": "hyperdisk-balanced", "tpu7x": "hyperdisk-balanced"}
@@ -18,10 +19,10 @@ PATIENCE = 300.0
 class Disks:
     """Of one project and zone, through Compute Engine's own API."""
 
-    def __init__(self, project: str, zone: str) -> None:
+    def __init__(self, project: str, zone: str, place: str = "") -> None:
         self.project, self.zone = project, zone
         root = google.address("COMPUTE", google.COMPUTE)
-        self.url = f"{root}/projects/{project}/zones/{zone}"
+        self.url = f"{root}/projects/{project}/{place or f'zones/{zone}'}"
         self.session = google.session(root)
 
     def create(self, name: str, gigabytes: int, kind: str) -> None:
@@ -31,6 +32,9 @@ class Disks:
 
     def delete(self, name: str) -> None:
         self.wait(self.ask("DELETE", f"disks/{name}"))
+
+    def is_ours(self, name: str) -> bool:
+        return LABEL in self.ask("GET", f"disks/{name}").get("labels", {})
 
     def ask(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
         answer = google.ask(self.session, method, f"{self.url}/{path}", body)
@@ -48,6 +52,42 @@ class Disks:
             operation = self.ask("GET", f"operations/{operation['name']}")
         for error in operation.get("error", {}).get("errors", ()):
             raise UserError(f"disk: {error.get('message')}")
+
+
+@dataclass(frozen=True)
+class Made:
+    """A disk that Millrace made."""
+
+    name: str
+    zone: str
+    gigabytes: int
+    kind: str
+
+
+def ours(project: str, zones: Sequence[str] = ()) -> list[Made]:
+    """Of some zones, or of all."""
+    query = f"filter=labels.{LABEL}%3Dyes"
+    if zones:
+        answers = [Disks(project, zone).ask("GET", f"disks?{query}") for zone in zones]
+    else:
+        everywhere = Disks(project, "-", place="aggregated")
+        answers = list(everywhere.ask("GET", f"disks?{query}").get("items", {}).values())
+    told = [one for answer in answers for one in answer.get("items", answer.get("disks", ()))]
+    last = lambda text: text.rpartition("/")[2]
+    found = [Made(one["name"], last(one["zone"]), int(one["sizeGb"]), last(one["type"])) for one in told]
+    return sorted(found, key=lambda one: (one.zone, one.name))
+
+
+def show_unused(cloud: Gcp, used: set[tuple[str, str]]) -> None:
+    """Disks of ours that no slice has: they wait for the next one, or are forgotten."""
+    try:
+        found = [one for one in ours(cloud.project, cloud.zones) if (one.zone, one.name) not in used]
+    except UserError as why:
+        print(f"warning: disks could not be listed: {why}")
+        return
+    for one in found:
+        print(f"no slice has the disk {one.name} ({one.gigabytes} GB in {one.zone}), which costs; delete it?")
+        print(f"  millrace tpu disk delete {one.name} --zone {one.zone}")
 
 
 def check(project: str, zones: Sequence[str], names: Sequence[str]) -> None:
@@ -68,18 +108,18 @@ def attach(cloud: Gcp, rented: Rented, disk: str, *, write: bool) -> int:
     modes, number = cloud.api.AttachedDisk.DiskMode, 0
     for node in cloud.nodes(rented):
         source = disk_source(cloud.project, rented.zone, disk)
-        if all(one.source_disk != source for one in node.data_disks):
+        if all(not same(one.source_disk, source) for one in node.data_disks):
             mode = modes.READ_WRITE if write else modes.READ_ONLY
             node.data_disks.append(cloud.api.AttachedDisk(source_disk=source, mode=mode))
             update(cloud, node)
-        number = 1 + [one.source_disk for one in node.data_disks].index(source)
+        number = 1 + [same(one.source_disk, source) for one in node.data_disks].index(True)
     return number
 
 
 def detach(cloud: Gcp, rented: Rented, disk: str) -> None:
     source = disk_source(cloud.project, rented.zone, disk)
     for node in cloud.nodes(rented):
-        kept = [one for one in node.data_disks if one.source_disk != source]
+        kept = [one for one in node.data_disks if not same(one.source_disk, source)]
         if len(kept) < len(node.data_disks):
             node.data_disks = kept
             update(cloud, node)

@@ -1,10 +1,7 @@
 """How a life of a job ends and what that means, and how a slice is given back."""
 
-import contextlib
 import dataclasses
-import os
 import shlex
-import sys
 import time
 from collections.abc import Callable
 from enum import Enum
@@ -13,9 +10,8 @@ from millrace import supervise
 from millrace.errors import UserError
 from millrace.tpu import gcloud
 from millrace.tpu.cloud import Cloud, State
-
-POLL = float(os.environ.get("MILLRACE_POLL", "10"))  # seconds between two looks at the cloud
-GIVE_UP = 90 * POLL  # seconds of trying to delete
+from millrace.tpu.times import GIVE_UP, POLL
+from millrace.tpu.voice import complain, whisper
 
 
 class End(Enum):
@@ -24,6 +20,8 @@ class End(Enum):
     AGAIN = "the trainer ended and can go on"
     SET_UP = "setting up failed"
     WORN = "a machine of the slice is faulty"
+    UNREACHED = "the workers cannot be reached from here"
+    DELETED = "the slice was deleted by somebody else"
     MISTAKE = "a mistake"
     OVER = "the hours are over"
     STOPPED = "stopped"
@@ -76,12 +74,3 @@ def give_back(cloud: Cloud, name: str, say: Callable[[str], None], zone: str = "
             whisper(complain, f"millrace: {name} COULD NOT BE DELETED AND COSTS MONEY: {command}")
             return False
         time.sleep(min(POLL, 2.0))
-
-
-def whisper(say: Callable[[str], None], words: str) -> None:
-    with contextlib.suppress(OSError, ValueError):  # a pipe that is closed at its other end, or here
-        say(words)
-
-
-def complain(words: str) -> None:
-    print(words, file=sys.stderr, flush=True)

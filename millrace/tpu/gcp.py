@@ -14,6 +14,7 @@ from millrace.tpu.cloud import IDLE, LABEL, SECONDS, LoggedOut, Refused, Rented,
 from millrace.tpu.request import Request
 
 TIMER = Path(__file__).with_name("timer.py")
+VALID = 86400  # seconds that a request may wait: one that nobody remembers comes to nothing
 
 STATES = {
     "CREATING": State.WAITING,
@@ -107,7 +108,7 @@ class Gcp:
     def queued(self, one: Any, nodes: dict[str, Any]) -> Rented:
         said = one.state.state.name
         spec = one.tpu.node_spec[0]
-        own = [node for node in nodes.values() if node.queued_resource == one.name]
+        own = [node for node in nodes.values() if same(node.queued_resource, one.name)]
         own.sort(key=lambda node: (len(node.name), node.name))  # -2 before -10
         state = STATES.get(said, State.WAITING)
         expected = spec.multislice_params.node_count or 1
@@ -117,7 +118,7 @@ class Gcp:
                     state, said = NODE_STATES.get(node.state.name, State.WAITING), node.state.name
                     break
             if len(own) < expected:
-                state, said = (State.LOST, "ACTIVE, but its nodes are gone") if not own else (state, said)
+                state, said = State.LOST, f"ACTIVE, but {expected - len(own)} of {expected} nodes are gone"
         if state is State.FAILED and one.state.failed_data.error.message:
             said = f"FAILED: {one.state.failed_data.error.message}"
         return Rented(
@@ -131,6 +132,7 @@ class Gcp:
             created=min((node.create_time.timestamp() for node in own if node.create_time), default=0.0),
             labels=dict(own[0].labels if own else spec.node.labels),
             slices=expected,
+            disks=disks(own[0] if own else spec.node),
         )
 
     def node(self, node: Any) -> Rented:
@@ -146,6 +148,7 @@ class Gcp:
             created=node.create_time.timestamp() if node.create_time else 0.0,
             labels=dict(node.labels),
             single=True,
+            disks=disks(node),
         )
 
     def create(self, request: Request, zone: str, seconds: float, idle: float | None) -> None:
@@ -162,6 +165,7 @@ class Gcp:
             body["reservation_name"] = f"{parent}/reservations/-"
         else:
             body["guaranteed"] = {}
+        body["queueing_policy"] = dict(valid_until_duration=f"{VALID}s")
         wanted = dict(parent=parent, queued_resource_id=request.name, queued_resource=body)
         with self.asking(), contextlib.suppress(self.errors.Conflict):  # asked before, and not heard
             self.client.create_queued_resource(request=wanted, **self.how)
@@ -172,7 +176,7 @@ class Gcp:
         node: dict[str, Any] = dict(
             accelerator_type=request.accelerator,
             runtime_version=request.image,
-            labels=labels(seconds),
+            labels=labels(seconds, idle),
             metadata=metadata(self.project, request, zone, seconds, idle),
             network_config=network,
             service_account=dict(scope=[google.SCOPE]),
@@ -184,10 +188,11 @@ class Gcp:
             ]
         return node
 
-    def extend(self, rented: Rented, seconds: float) -> None:
+    def extend(self, rented: Rented, seconds: float, idle: float | None) -> None:
         """Written where the timer reads it, and into the label that shows it."""
         for node in self.nodes(rented):
             node.labels[SECONDS] = node.metadata[SECONDS] = str(int(seconds))
+            node.labels[IDLE] = node.metadata[IDLE] = str(int(idle or 0))
             with self.asking():
                 mask = {"paths": ["labels", "metadata"]}
                 self.client.update_node(request=dict(node=node, update_mask=mask), **self.how)
@@ -196,8 +201,8 @@ class Gcp:
         parent = f"projects/{self.project}/locations/{rented.zone}"
         with self.asking():
             nodes = list(self.client.list_nodes(parent=parent, **self.how))
-        whole = f"{parent}/queuedResources/{rented.name}"
-        return [n for n in nodes if n.queued_resource == whole or n.name == f"{parent}/nodes/{rented.name}"]
+        whole, alone = f"{parent}/queuedResources/{rented.name}", f"{parent}/nodes/{rented.name}"
+        return [node for node in nodes if same(node.queued_resource, whole) or same(node.name, alone)]
 
     def delete(self, rented: Rented) -> None:
         parent = f"projects/{self.project}/locations/{rented.zone}"
@@ -236,12 +241,21 @@ def terms(scheduling: Any) -> str:
     return "reserved" if scheduling.reserved else "on-demand"
 
 
+def same(one: str, other: str) -> bool:
+    """Whether two names mean one thing. Google calls a project by its name here and by its number there."""
+    return bool(one) and one.split("/")[-4:] == other.split("/")[-4:]
+
+
+def disks(node: Any) -> tuple[str, ...]:
+    return tuple(disk.source_disk.rpartition("/")[2] for disk in node.data_disks)
+
+
 def addresses(node: Any) -> list[str]:
     return [end.access_config.external_ip or end.ip_address for end in node.network_endpoints]
 
 
-def labels(seconds: float) -> dict[str, str]:
-    return {LABEL: "yes", SECONDS: str(int(seconds))}
+def labels(seconds: float, idle: float | None) -> dict[str, str]:
+    return {LABEL: "yes", SECONDS: str(int(seconds)), IDLE: str(int(idle or 0))}
 
 
 def metadata(project: str, request: Request, zone: str, seconds: float, idle: float | None) -> dict[str, str]:
@@ -250,9 +264,8 @@ def metadata(project: str, request: Request, zone: str, seconds: float, idle: fl
         "startup-script": TIMER.read_text(),
         "millrace-resource": f"projects/{project}/locations/{zone}/queuedResources/{request.name}",
         SECONDS: str(int(seconds)),
+        IDLE: str(int(idle or 0)),
     }
-    if idle is not None:
-        found[IDLE] = str(int(idle))
     if request.public_key:
         found["ssh-keys"] = request.public_key
     return found

@@ -31,7 +31,9 @@ def credentials(url: str) -> tuple[Any, str | None]:
         from google.auth.credentials import AnonymousCredentials
         from google.auth.exceptions import GoogleAuthError
     except ImportError:
-        raise UserError("tpu: google-cloud-tpu is not installed: pip install 'millrace[cloud]'") from None
+        raise UserError(
+            "tpu: google-cloud-tpu is not installed: pip install -e '.[cloud]' in a clone of Millrace"
+        ) from None
     if not url.startswith("https://"):
         return AnonymousCredentials(), None
     try:

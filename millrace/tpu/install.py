@@ -71,10 +71,13 @@ if [ {mode} = rw ]; then sudo chown "$(id -un)" "$place"; fi
 
 def mount(workers: Workers, disk: str, number: int, mode: str, patience: float) -> None:
     """The data disk of that number at /mnt/DISK. One that is new is formatted where it may be written."""
+    workers.each(mounting(disk, number, mode), b"", patience)
+
+
+def mounting(disk: str, number: int, mode: str) -> str:
     assert re.fullmatch(r"[a-z][a-z0-9-]*", disk) and mode in ("ro", "rw")
     options = "ro,noload" if mode == "ro" else "rw,discard"  # noload: no journal on what nobody may write
-    text = MOUNT.format(disk=disk, number=number, after=number + 1, mode=mode, options=options)
-    workers.each(text, b"", patience)
+    return MOUNT.format(disk=disk, number=number, after=number + 1, mode=mode, options=options)
 
 
 def unmount(workers: Workers, disk: str) -> None:

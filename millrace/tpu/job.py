@@ -16,6 +16,11 @@ from typing import Any
 
 from millrace.tpu.workers import UNREACHABLE, Failed, Workers
 
+# What runs on a worker is asked by what is installed there; where nothing is, nothing runs.
+NEW = (
+    'if [ ! -x "$HOME/.millrace/env/bin/python" ] || [ ! -d "$HOME/.millrace/tree" ]; '
+    "then echo '{}'; exit; fi"
+)
 HERE = (
     'cd -P "$HOME/.millrace/tree" && '
     'PYTHONPATH="$PWD" exec "$HOME/.millrace/env/bin/python" -m millrace.tpu.worker'
@@ -63,14 +68,38 @@ def stop(workers: Workers, name: str, how: str = "save") -> None:
         thread.join()
 
 
-def states(workers: Workers, name: str) -> list[dict[str, Any] | None]:
-    """Of each worker; None of one that cannot be reached or knows nothing."""
+@dataclass(frozen=True)
+class State:
+    """Of a job on one worker."""
 
-    def one(worker: int) -> dict[str, Any] | None:
+    identity: str = ""  # of the recipe; nothing where there never was one
+    running: bool = False
+    exit: int | None = None
+    recent: int = 0  # where the last lines of its log begin
+    last: str = ""  # and the last of them
+    unknown: str = ""  # why nothing is known
+
+    @classmethod
+    def read(cls, said: str) -> "State":
+        told = json.loads(said.strip().splitlines()[-1])
+        return cls(**{name: told[name] for name in ("identity", "running", "exit", "recent", "last") if told})
+
+
+def ask(workers: Workers, name: str, patience: float) -> list[State]:
+    """Of each worker; raises Failed where one cannot be asked."""
+    return list(map(State.read, workers.each(f"{NEW}; {HERE} state {name}", b"", patience)))
+
+
+def states(workers: Workers, name: str) -> list[State]:
+    """Of each worker, as far as it is known now."""
+
+    def one(worker: int) -> State:
         try:
-            return json.loads(workers.one(worker, f"{HERE} state {name}"))
-        except (Failed, ValueError):
-            return None
+            return State.read(workers.one(worker, f"{NEW}; {HERE} state {name}"))
+        except Failed as why:
+            return State(unknown=why.said or "cannot be reached")
+        except (ValueError, KeyError, IndexError):
+            return State(unknown="says what nobody understands")
 
     with ThreadPoolExecutor(min(64, len(workers))) as pool:
         return list(pool.map(one, range(len(workers))))
@@ -85,6 +114,7 @@ class Follower:
         self.workers, self.name, self.worker, self.say = workers, name, worker, say
         self.offset, self.code, self.ended = offset, None, threading.Event()
         self.process: Any = None
+        self.broken = False  # whether there is no connection now
         self.thread = threading.Thread(target=self.read, daemon=True)
 
     code: int | None
@@ -101,6 +131,7 @@ class Follower:
             if code != UNREACHABLE:
                 self.code = code
                 return
+            self.broken = True
             if self.offset > before:
                 delay = 0.5
             if self.ended.wait(delay):
@@ -111,6 +142,7 @@ class Follower:
         for line in process.stdout:
             if not line.endswith(b"\n") and process.wait() == UNREACHABLE:
                 break  # the connection broke within it: it comes again as a whole
+            self.broken = False
             self.offset += len(line)
             self.say(self.worker, line.decode(errors="replace").rstrip())
         process.stdout.close()
@@ -165,6 +197,16 @@ class Following:
     @property
     def codes(self) -> list[int | None]:
         return [one.code for one in self.followers]
+
+    @property
+    def some(self) -> bool:
+        """Whether one of them has ended, however."""
+        return any(code is not None for code in self.codes)
+
+    @property
+    def broken(self) -> bool:
+        """Whether one that has not ended cannot be heard."""
+        return any(one.broken and one.code is None for one in self.followers)
 
     @property
     def done(self) -> bool:

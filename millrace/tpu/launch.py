@@ -2,58 +2,45 @@
 and given back at the end, whatever the end is. Nothing of it is only in memory: who runs it again goes on."""
 
 import contextlib
-import dataclasses
-import os
-import signal
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from millrace import supervise
 from millrace.errors import UserError
-from millrace.tpu import bundle, cost, install, job, place
-from millrace.tpu.cloud import Cloud, LoggedOut, Refused, Rented, Silent, State
-from millrace.tpu.ending import POLL, End, Outcome, complain, give_back, verdict, whisper
-from millrace.tpu.request import Request
+from millrace.tpu import bundle, install, job, place, timer
+from millrace.tpu.cloud import Rented, State
+from millrace.tpu.ending import End, Outcome, verdict
+from millrace.tpu.rent import FAILURES, Renter
+from millrace.tpu.times import POLL, REACH, REST
 from millrace.tpu.workers import UNREACHABLE, Failed, Workers
 
-REACH = 30 * POLL  # seconds in which a machine that is said to be ready should answer
-REST = 30 * POLL  # seconds that other workers have to end after the first, and all have to save
-FAILURES = 5  # in a row, before a job is given up; preemptions do not count
-LIVED = 600.0  # seconds of training that end such a row
-QUOTA = 3  # rounds through all zones that all say the quota is used up
-IDLE = 1800.0  # seconds after which a slice whose job has ended gives itself back
+LIVED = 600.0  # seconds of training that end a row of failures; preemptions do not count as such
 
 
 class Launcher:
     def __init__(
         self,
-        cloud: Cloud,
-        request: Request,
+        renter: Renter,
         task: job.Job,
-        budget: cost.Budget,
         *,
         tree: Path,
         connect: Callable[[Rented], Workers],
         extras: Sequence[str] = (),
-        keep: bool = False,
     ) -> None:
-        self.cloud, self.request, self.task, self.budget = cloud, request, task, budget
-        self.tree, self.connect, self.extras, self.keep = tree, connect, extras, keep
-        self.ledger = place.Ledger(request.name, task.run)
-        self.logs = place.folder(request.name)
-        self.asked, self.gentle, self.mine, self.zone, self.shown = 0, False, False, 0, ""
-        self.doing = ""
-        self.created, self.rented, self.where = -60.0, None, request.zones[0]
+        self.renter, self.task = renter, task
+        self.tree, self.connect, self.extras = tree, connect, extras
+        self.cloud, self.request, self.voice = renter.cloud, renter.request, renter.voice
+        self.ledger, self.say = renter.ledger, renter.voice.say
+        self.logs = place.folder(renter.request.name)
+        self.doing, self.rented = "", None
 
     rented: Rented | None  # where a trainer may be at work that nobody follows
 
     def run(self) -> int:
         """Returns the exit code: the trainer's, or 75 where the same command goes on later."""
         code, gone = 1, True
-        with place.watching(self.request.name), self.signals():
+        with place.watching(self.request.name), self.voice.signals():
             try:
                 # Once: what is changed here while it trains does not come into a later life of it.
                 self.packed = bundle.make(self.tree)
@@ -64,12 +51,12 @@ class Launcher:
                 self.say("stopped before it trained; the same command goes on")
                 code = supervise.PREEMPTED
             finally:
-                self.gentle = True
+                self.voice.gentle = True
                 self.spare()
-                if self.mine and not self.keep:
-                    gone = self.delete_and_wait()
+                if self.renter.mine and not self.renter.keep:
+                    gone = self.renter.delete()
                 if self.ledger.lives:
-                    self.say(self.spent())
+                    self.say(self.renter.spent())
                 if code == 0:  # the next job of this name begins anew
                     self.ledger.clear()
         return code if gone else 1
@@ -77,23 +64,17 @@ class Launcher:
     def lives(self) -> int:
         failures, before = 0, ""
         while True:
-            rented = self.ensure()
+            self.rented = rented = self.renter.ensure()
             begun = time.monotonic()
             how = self.live(rented)
             self.rented = None
+            if how.end is End.UNREACHED:
+                return self.left_alone(rented, how)
             self.ledger.seen(rented.zone, rented.created, time.time())
-            if how.end is End.LOST:
+            if how.end in (End.LOST, End.DELETED):
                 self.ledger.close(time.time())
-            if how.end is End.DONE:
-                self.say("done")
-                return 0
-            if how.end is End.MISTAKE:
-                self.say(f"the trainer {how.words}; another try would end the same")
-                return how.code
-            if how.end in (End.OVER, End.STOPPED):
-                self.keep = self.keep and how.end is not End.OVER
-                self.say(f"{how.end.value}{how.words}; the same command goes on{self.advice(how.end)}")
-                return supervise.PREEMPTED
+            if (code := self.ended(how)) is not None:
+                return code
             if how.end is not End.LOST:
                 failures = 1 if time.monotonic() - begun > LIVED else failures + 1
             if how.end is End.SET_UP and how.words == before:
@@ -107,146 +88,55 @@ class Launcher:
                 self.say(f"{how.end.value}{how.words}: starts it again")
             else:
                 self.say(f"{how.end.value}{how.words}: takes another")
-                self.delete_and_wait()
+                self.renter.delete()
 
-    def advice(self, end: End) -> str:
-        return " with a larger --max-hours or --max-cost" if end is End.OVER else ""
-
-    # A slice that is ready, by whatever way that takes.
-
-    def ensure(self) -> Rented:
-        refusals, since, failed = 0, time.monotonic(), 0
-        while True:
-            found = self.look()
-            if found is None:
-                self.ledger.close(time.time())
-                seconds = self.left() * 3600
-                if seconds <= 3600 * min(cost.SOON, self.budget.hours / 5):
-                    raise UserError(
-                        f"{self.spent()}: nothing is left of --max-hours or --max-cost; more goes on"
-                    )
-                refusals = self.create(refusals, seconds)
-                since = time.monotonic()
-                continue
-            self.check_ours(found)
-            if found.state is State.READY:
-                self.show("")
-                self.rented = found
-                return self.timed(found)
-            if found.state in (State.LOST, State.FAILED):
-                failed += found.state is State.FAILED
-                if failed >= FAILURES:
-                    raise UserError(f"{found.name}: {found.said}; given up after {failed} times")
-                self.say(f"{found.name} is {found.said}: deletes it and asks again")
-                self.delete_and_wait()
-                self.zone += found.state is State.FAILED
-            elif found.zone not in self.request.zones and found.said != "PROVISIONING":
-                self.say(f"{found.name} is {found.said} in {found.zone}, which is no --zone now: deletes it")
-                self.delete_and_wait()
-            elif found.said != "PROVISIONING" and self.waited_enough(since):
-                self.say(f"nothing in {found.zone} within {self.request.wait:g} min: tries the next zone")
-                self.delete_and_wait()
-                self.zone += 1
-            else:
-                minutes = (time.monotonic() - since) / 60
-                self.show(f"{found.name} in {found.zone}: {found.said}", f" for {minutes:.0f} min")
-                self.pause(POLL)
-
-    def waited_enough(self, since: float) -> bool:
-        return len(self.request.zones) > 1 and time.monotonic() - since > 60 * self.request.wait
-
-    def create(self, refusals: int, seconds: float) -> int:
-        """Returns how many zones in a row have refused."""
-        zone = self.request.zones[self.zone % len(self.request.zones)]
-        before = self.mine
-        try:
-            self.mine, self.created, self.where = True, time.monotonic(), zone
-            self.cloud.create(self.request, zone, seconds, None if self.keep else IDLE)
-            self.say(f"asked for {self.request.accelerator} {self.request.terms} in {zone}")
-            self.pause(min(POLL, 2.0))  # before it is looked for
+    def ended(self, how: Outcome) -> int | None:
+        """The exit code where that is the end of the job, for now or for ever."""
+        if how.end is End.DONE:
+            self.say("done")
             return 0
-        except Refused as why:
-            refusals += 1
-            rounds = refusals / len(self.request.zones)
-            self.say(f"{zone}: {why}")
-            if why.quota and rounds >= QUOTA:
-                raise UserError(f"{zone}: {why} (asked {refusals} times)") from None
-            self.zone += 1
-            if rounds >= 1:
-                self.pause(min(POLL * 2**rounds, 30 * POLL))
-            return refusals
-        except Silent as why:
-            self.show(f"the cloud does not answer: {why}")
-            self.pause(POLL)
-            return refusals
-        except UserError:  # what was asked for cannot be had: nothing was made
-            self.mine = before
-            raise
+        if how.end is End.MISTAKE:
+            self.say(f"the trainer {how.words}; another try would end the same")
+            return how.code
+        if how.end in (End.OVER, End.STOPPED, End.DELETED):
+            self.renter.keep = self.renter.keep and how.end is not End.OVER
+            more = " with a larger --max-hours or --max-cost" if how.end is End.OVER else ""
+            self.say(f"{how.end.value}{how.words}; the same command goes on{more}")
+            return supervise.PREEMPTED
+        held = "is kept" if self.renter.mine else "is not ours to delete"
+        if how.end is End.WORN and self.renter.keep or how.end is End.LOST and not self.renter.mine:
+            self.say(f"{how.end.value}{how.words}; {self.request.name} {held}: delete it to take another")
+            return how.code or 1
+        return None
 
-    def check_ours(self, found: Rented) -> None:
-        if not found.ours and not self.keep:
-            raise UserError(
-                f"{found.name}: found a slice that Millrace did not make, and would delete at the end; "
-                "--keep uses it and leaves it"
-            )
-        there = (found.slices, found.accelerator, found.terms)
-        asked = (self.request.slice.slices, self.request.accelerator, self.request.terms)
-        if there != asked:
-            raise UserError(
-                f"{found.name}: found a {sold(*there)} of that name in {found.zone}, asked for a "
-                f"{sold(*asked)}; ask for what is there, give another --name, or delete it"
-            )
-        self.mine, self.where = True, found.zone
-
-    def timed(self, found: Rented) -> Rented:
-        """The timer on the slice ends it when what is left now is over; one that it has already stays if
-        nothing else is asked for."""
-        self.ledger.seen(found.zone, found.created, time.time(), found.seconds)
-        before = self.ledger.spent(time.time(), but=found.created)
-        if not self.budget.asked and found.seconds:
-            self.budget = dataclasses.replace(self.budget, hours=before + found.seconds / 3600)
-        seconds = (self.budget.hours - before) * 3600
-        if found.ours and abs((found.seconds or 0.0) - seconds) > 60:
-            try:
-                self.cloud.extend(found, max(seconds, 1.0))
-                self.ledger.seen(found.zone, found.created, time.time(), seconds)
-            except UserError as why:  # it trains all the same, and its timer ends it when it would have
-                self.say(f"the timer of {found.name} stays as it is: {why}")
-        return found
-
-    def look(self) -> Rented | None:
-        """What cannot be put right by waiting is told at once, unless something was rented by then."""
-        until = time.monotonic() + REACH
-        while True:
-            try:
-                return self.cloud.find(self.request.name)
-            except UserError as why:
-                passing = isinstance(why, Silent | Refused) and not isinstance(why, LoggedOut)
-                lasts = not isinstance(why, Silent | Refused) and time.monotonic() > until
-                if lasts or not passing and not self.mine:
-                    raise
-                self.show(f"the cloud does not answer: {why}")
-                self.pause(POLL)
-
-    def delete_and_wait(self) -> bool:
-        # What was asked for a moment ago may not be seen yet.
-        time.sleep(max(0.0, min(POLL, 5.0) - (time.monotonic() - self.created)))
-        gone = give_back(self.cloud, self.request.name, self.say, self.where)
-        if gone:
-            self.ledger.close(time.time())
-        return gone
+    def left_alone(self, rented: Rented, how: Outcome) -> int:
+        """The cloud says that the machines are well: somebody's training may be on them, which is not ended
+        because we do not see it. One that was made here and never heard of us has none, and is given back."""
+        fresh = self.renter.made and not self.renter.keep and rented.created not in self.reached
+        said = f"{how.end.value}{how.words}"
+        if fresh:
+            self.say(f"{said}; looked for: a firewall that lets port 22 through, the key (--ssh-key)")
+            return how.code
+        self.renter.mine = False
+        self.say(f"{said}; it is {rented.said} at the cloud, left alone, and costs money until")
+        self.say(f"  millrace tpu delete {rented.name} --zone {rented.zone}")
+        return how.code
 
     def spare(self) -> None:
         """Lets a trainer save that was found at work, where we end before we follow it. One of another recipe
-        is left alone, with its slice."""
+        is left alone, with its slice, and so is one that cannot be asked."""
         rented, self.rented = self.rented, None
-        if rented is None or not self.mine:
+        if rented is None or not self.renter.mine:
             return
         workers, until, told = self.connect(rented), time.monotonic() + REST, False
-        while time.monotonic() < until and self.asked < 2:
-            running = [state for state in job.states(workers, self.task.name) if state and state["running"]]
-            if any(state["identity"] != self.task.identity for state in running):
-                self.mine = False
+        while time.monotonic() < until and self.voice.asked < 2:
+            states = job.states(workers, self.task.name)
+            if not self.renter.made and any(state.unknown for state in states):
+                self.left_alone(rented, Outcome(End.UNREACHED, 1, f": {told_by(states)}"))
+                return
+            running = [state for state in states if state.running]
+            if any(state.identity != self.task.identity for state in running):
+                self.renter.mine = False
                 return
             if not running:
                 return
@@ -258,36 +148,37 @@ class Launcher:
 
     # One life: from a ready slice to an end.
 
+    reached: frozenset[float] = frozenset()  # when slices were created whose workers all answered
+
     def live(self, rented: Rented) -> Outcome:
         workers = self.connect(rented)
+        workers.trouble = self.trouble
         try:
-            begun = self.set_up(workers)
+            begun = self.set_up(workers, rented)
         except Failed as why:
-            if why.exit_code == UNREACHABLE:
-                return self.gone() or Outcome(End.WORN, 1, f" ({why})")
-            return self.gone() or Outcome(End.SET_UP, 1, f" while {self.doing}: {why.said}")
-        if any(one.how == "other" for one in begun):
-            self.mine = False
-            raise UserError(
-                f"{rented.name}: found another recipe in training there; give another --name, or "
-                f"`millrace tpu delete {rented.name}` first"
-            )
+            return self.gone() or self.failed(why, workers)
         adopted = all(one.how == "running" for one in begun)
         self.say(f"{'found it training' if adopted else 'trains'} on {len(workers)} workers")
+        self.renter.lost = 0
         offsets = [one.offset for one in begun]
-        following = job.Following(workers, self.task.name, offsets, self.put, self.logs)
-        self.gentle = True
+        following = job.Following(workers, self.task.name, offsets, self.voice.put, self.logs)
+        self.voice.gentle = True
         try:
             return self.follow(following, workers, rented)
         except Exception:  # of which nobody thought: what was trained is saved all the same
             self.saved(End.STOPPED, following, workers)
             raise
         finally:
-            self.gentle = False
+            self.voice.gentle = False
             following.end()
 
-    def set_up(self, workers: Workers) -> list[job.Begun]:
-        """Everything that a worker has already is left as it is."""
+    def set_up(self, workers: Workers, rented: Rented) -> list[job.Begun]:
+        """Who is at work there is asked before anything is changed, its timer and our ledger included.
+        Everything that a worker has already is left as it is."""
+        self.doing = "asking what runs there"
+        self.refuse_other(job.ask(workers, self.task.name, REACH), rented)
+        self.reached |= {rented.created}
+        self.renter.timed(rented)
         self.doing = "sending the tree"
         if bundle.push(workers, self.packed, REACH):
             size = len(self.packed.content) / 2**20
@@ -298,17 +189,50 @@ class Launcher:
         for number, disk in enumerate(self.request.disks, 1):
             install.mount(workers, disk, number, "ro", REACH)
         self.doing = "starting the trainer"
-        return self.task.start(workers, REACH)
+        begun = self.task.start(workers, REACH)
+        if any(one.how == "other" for one in begun):  # since a moment
+            self.refuse_other(job.states(workers, self.task.name), rented)
+        self.warn_of_timer(workers, rented)
+        return begun
+
+    def warn_of_timer(self, workers: Workers, rented: Rented) -> None:
+        """The machines have asked by then what their account may do; nobody else can ask that."""
+        with contextlib.suppress(Failed):
+            if rented.ours and timer.NO in workers.one(0, timer.VERDICT):
+                self.say(
+                    "warning: the account of the machines may not delete TPUs, so the slice cannot end "
+                    "itself if this launcher dies: give it the role TPU Admin (roles/tpu.admin)"
+                )
+
+    def refuse_other(self, states: Sequence[job.State], rented: Rented) -> None:
+        if any(state.running and state.identity != self.task.identity for state in states):
+            self.renter.mine = False
+            raise UserError(
+                f"{rented.name}: found another recipe in training there; give another --name, or "
+                f"`millrace tpu delete {rented.name}` first"
+            )
+
+    def failed(self, why: Failed, workers: Workers) -> Outcome:
+        """What setting up came to, where the cloud says that the slice is well."""
+        if why.exit_code != UNREACHABLE:
+            return Outcome(End.SET_UP, 1, f" while {self.doing}: {why.said}")
+        some = 0 < len(workers.reached) < len(workers)
+        if some and self.renter.made and not self.renter.keep:  # others answer: it is that machine
+            return Outcome(End.WORN, 1, f" ({why})")
+        return Outcome(End.UNREACHED, 1, f" ({why})")
+
+    def trouble(self, worker: int, said: str) -> None:
+        self.voice.show(f"w{worker} does not answer yet: {said}")
 
     def follow(self, following: job.Following, workers: Workers, rented: Rented) -> Outcome:
         looked, first = time.monotonic(), 0.0
         while True:
             following.show(min(POLL, 0.5))
-            if self.asked:
+            if self.voice.asked:
                 return self.saved(End.STOPPED, following, workers)
             if following.done:
                 return self.gone_unless_done(following)
-            if any(following.codes) and not first:  # one of them ended badly: the others should soon
+            if following.some and not first:  # one of them ended, well or badly: the others should soon
                 first = time.monotonic()
             if first and time.monotonic() - first > REST:
                 job.stop(workers, self.task.name, "kill")
@@ -320,23 +244,31 @@ class Launcher:
             self.ledger.seen(rented.zone, rented.created, time.time())
             if (gone := self.gone()) is not None:
                 return gone
-            if self.left() * 3600 <= min(REST, 0.05 * self.budget.hours * 3600):
+            if self.renter.left() * 3600 <= min(REST, 0.05 * self.renter.budget.hours * 3600):
                 return self.saved(End.OVER, following, workers)
 
     def gone(self) -> Outcome | None:
-        """That the slice is lost, if it is known to be."""
-        try:
-            found = self.cloud.find(self.request.name)
-        except UserError as why:  # also a login that has run out: training goes on without it
-            self.show(f"the cloud does not answer: {why}")
-            return None
-        if found is not None and found.state in (State.READY, State.WAITING):
-            return None
-        return Outcome(End.LOST, 0, f" ({found.said})" if found else " (it is gone)")
+        """That the slice is lost, if it is known to be. One that is deleted was so by somebody who meant it,
+        or by its own timer."""
+        for _ in range(2):  # that something is not there is believed when it is said twice
+            try:
+                found = self.cloud.find(self.request.name)
+            except UserError as why:  # also a login that has run out: training goes on without it
+                self.voice.show(f"the cloud does not answer: {why}")
+                return None
+            if found is not None and found.state in (State.READY, State.WAITING):
+                return None
+            if found is not None and found.state is not State.DELETING:
+                if not self.voice.gentle:
+                    self.renter.count_loss(found.said)
+                return Outcome(End.LOST, 0, f" ({found.said})")
+            time.sleep(min(POLL, 5.0))
+        return Outcome(End.OVER if self.renter.left() <= 0 else End.DELETED)
 
     def gone_unless_done(self, following: job.Following) -> Outcome:
+        """A trainer that ends with 1 may have seen its machines go; 2 and 3 it says of the recipe."""
         how = verdict([code or 0 for code in following.codes])
-        if how.end is End.DONE or how.end is End.MISTAKE:
+        if how.end is End.DONE or how.end is End.MISTAKE and how.code != 1:
             return how
         return self.gone() or how
 
@@ -345,7 +277,7 @@ class Launcher:
         self.say(f"{end.value}: lets the trainer save")
         job.stop(workers, self.task.name)
         until = time.monotonic() + REST
-        while not following.done and time.monotonic() < until and self.asked < 2:
+        while not following.done and time.monotonic() < until and self.voice.asked < 2:
             following.show(0.2)
         if following.done and not any(following.codes):
             return Outcome(End.DONE)
@@ -353,59 +285,6 @@ class Launcher:
             job.stop(workers, self.task.name, "kill")
         return Outcome(end, supervise.PREEMPTED)
 
-    # What is left, what is said, and signals.
 
-    def left(self) -> float:
-        """Hours."""
-        return self.budget.hours - self.ledger.spent(time.time())
-
-    def spent(self) -> str:
-        hours, lives = self.ledger.spent(time.time()), len(self.ledger.lives)
-        words = f"had {cost.hours(hours)} of the slice in {lives} {'life' if lives == 1 else 'lives'}"
-        return words if self.budget.rate is None else f"{words}, about ${hours * self.budget.rate:,.2f}"
-
-    def put(self, line: str) -> None:
-        self.show("")
-        self.print(line)
-
-    def print(self, words: str, end: str = "\n") -> None:
-        """Where nobody listens any more (`| head`), it ends as by Ctrl-C: saved, and given back."""
-        try:
-            print(words, end=end, flush=True)
-        except OSError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            self.ask(signal.SIGPIPE, None)
-
-    def say(self, words: str) -> None:
-        self.put(f"{time.strftime('%H:%M:%S')} {words}")
-
-    def show(self, words: str, more: str = "") -> None:
-        """What is waited for: in place on a terminal, else a line whenever it changes."""
-        if sys.stdout.isatty():
-            self.print(f"\r\x1b[K{words}{more}", end="" if words else "\r")
-        elif words and words != self.shown:
-            self.print(f"{time.strftime('%H:%M:%S')} {words}")
-        self.shown = words or self.shown
-
-    def pause(self, seconds: float) -> None:
-        time.sleep(seconds)
-
-    @contextlib.contextmanager
-    def signals(self) -> Iterator[None]:
-        before = {number: signal.signal(number, self.ask) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def ask(self, number: int, frame: Any) -> None:
-        """While it trains, a wish that the loop sees; before that, an end; while it deletes, nothing."""
-        self.asked += 1
-        if not self.gentle:
-            raise KeyboardInterrupt
-        whisper(complain, f"\nmillrace: {signal.Signals(number).name} heard; please wait")
-
-
-def sold(slices: int, accelerator: str, terms: str) -> str:
-    return f"{f'{slices}x' if slices > 1 else ''}{accelerator} {terms}"
+def told_by(states: Sequence[job.State]) -> str:
+    return next(f"[w{number}] {state.unknown}" for number, state in enumerate(states) if state.unknown)

@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from millrace.tpu import place
-from millrace.tpu.cloud import LABEL, SECONDS, Rented, State
+from millrace.tpu import place, worker
+from millrace.tpu.cloud import IDLE, LABEL, SECONDS, Rented, State
 from millrace.tpu.request import Request
 
 
@@ -50,7 +50,7 @@ class Local:
         folder = self.root / request.name
         for number in range(request.slice.hosts):
             (folder / f"w{number}").mkdir(parents=True, exist_ok=True)
-        labels = {LABEL: "yes", SECONDS: str(int(seconds))}
+        labels = {LABEL: "yes", SECONDS: str(int(seconds)), IDLE: str(int(idle or 0))}
         told: dict[str, Any] = dict(
             accelerator=request.accelerator, terms=request.terms, state="ready", labels=labels
         )
@@ -64,18 +64,19 @@ class Local:
         new.write_text(json.dumps(told))
         new.replace(folder / "slice.json")
 
-    def extend(self, rented: Rented, seconds: float) -> None:
+    def extend(self, rented: Rented, seconds: float, idle: float | None) -> None:
         folder = self.root / rented.name
         told = json.loads((folder / "slice.json").read_text())
-        told["labels"][SECONDS] = str(int(seconds))
+        told["labels"] |= {SECONDS: str(int(seconds)), IDLE: str(int(idle or 0))}
         self.write(folder, told)
 
     def delete(self, rented: Rented) -> None:
-        """With whatever still runs there."""
-        for file in (self.root / rented.name).glob("w*/.millrace/jobs/*/pid"):
-            with contextlib.suppress(OSError, ValueError):
-                if not (file.parent / "exit").exists():
-                    os.killpg(os.getpgid(int(file.read_text())), signal.SIGKILL)
+        """With whatever still runs there, and nothing else: a number may be another's since."""
+        for job in (self.root / rented.name).glob("w*/.millrace/jobs/*/"):
+            now = worker.state(job)
+            if now["running"]:
+                with contextlib.suppress(OSError):
+                    os.killpg(os.getpgid(now["pid"]), signal.SIGKILL)
         shutil.rmtree(self.root / rented.name, ignore_errors=True)
 
     def coordinator(self, rented: Rented) -> str:

@@ -37,7 +37,7 @@ def add_to(commands: Any) -> None:
     one.add_argument("--force", action="store_true", help="also one that is not ours, or is watched")
     one = at(add(acts, "ls", "list slices, their age, and when they end by themselves"))
     one.add_argument(
-        "--orphans", action="store_true", help="only those that no launcher of this machine watches"
+        "--orphans", action="store_true", help="only those that nobody here watches, and disks without one"
     )
 
     disks(acts)
@@ -47,19 +47,21 @@ def add_to(commands: Any) -> None:
     one.add_argument("--port", type=int, default=6006)
 
 
-def add(group: Any, name: str, summary: str, function: str = "") -> argparse.ArgumentParser:
+def add(
+    group: Any, name: str, summary: str, function: str = "", module: str = "command"
+) -> argparse.ArgumentParser:
     one: argparse.ArgumentParser = group.add_parser(
         name, help=summary, description=summary[0].upper() + summary[1:] + "."
     )
-    one.set_defaults(command=later(function or name))
+    one.set_defaults(command=later(module, function or name))
     return one
 
 
-def later(name: str) -> Callable[[argparse.Namespace], int | None]:
-    """A function of command.py, which is imported when it is called."""
+def later(module: str, name: str) -> Callable[[argparse.Namespace], int | None]:
+    """A function of a module, which is imported when it is called."""
 
     def call(args: argparse.Namespace) -> int | None:
-        return getattr(importlib.import_module("millrace.tpu.command"), name)(args)
+        return getattr(importlib.import_module(f"millrace.tpu.{module}"), name)(args)
 
     return call
 
@@ -114,13 +116,14 @@ def disks(acts: Any) -> None:
     text = "look after data disks, filled once and mounted on every worker"
     group = acts.add_parser("disk", help=text, description=text[0].upper() + text[1:] + ".")
     kinds = group.add_subparsers(metavar="COMMAND", required=True)
+    at(add(kinds, "ls", "list the disks that Millrace made", module="disk_command"))
     for act, summary in (
         ("create", "make a data disk"),
         ("attach", "attach a data disk to a slice, and mount it at /mnt/DISK"),
         ("detach", "take a data disk off a slice"),
         ("delete", "delete a data disk and all that is on it"),
     ):
-        one = add(kinds, act, summary, "disk_")
+        one = add(kinds, act, summary, "change", "disk_command")
         one.add_argument("disk", metavar="DISK", help="its name")
         at(one)
         one.set_defaults(act=act)
@@ -128,6 +131,8 @@ def disks(acts: Any) -> None:
             one.add_argument("--size", type=int, required=True, metavar="GB")
             one.add_argument("--type", metavar="NAME", help="of disk (default: what the TPU takes)")
             one.add_argument("--slice", metavar="NAME", help="what it is for: v6e takes other disks than v5e")
+        if act == "delete":
+            one.add_argument("--force", action="store_true", help="also one that is not ours")
         if act in ("attach", "detach"):
             one.add_argument(
                 "--to" if act == "attach" else "--from", dest="to", required=True, metavar="NAME"

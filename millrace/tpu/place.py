@@ -4,9 +4,10 @@ import contextlib
 import fcntl
 import json
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from millrace.errors import UserError
 
@@ -24,21 +25,34 @@ def folder(name: str) -> Path:
 
 @contextlib.contextmanager
 def watching(name: str) -> Iterator[None]:
-    """While this lasts, no other launcher of this machine takes the job on."""
+    """While this lasts, no other launcher of this machine takes the job on. Tried for a moment: who only asks
+    whether somebody watches holds the lock no longer than that."""
     with open(folder(name) / "lock", "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise UserError(
-                f"{name}: another `millrace tpu run` watches it; `millrace tpu logs {name}` shows it"
-            ) from None
+        until = time.monotonic() + 2.0
+        while not locked(file, fcntl.LOCK_EX):
+            if time.monotonic() > until:
+                raise UserError(
+                    f"{name}: another `millrace tpu run` watches it; `millrace tpu logs {name}` shows it"
+                )
+            time.sleep(0.05)
         yield
 
 
 def watched(name: str) -> bool:
-    with contextlib.suppress(UserError), watching(name):
+    """Makes nothing: many of those who are asked about were never here."""
+    try:
+        with open(home() / "tpu" / name / "lock") as file:
+            return not locked(file, fcntl.LOCK_SH)
+    except FileNotFoundError:
         return False
-    return True
+
+
+def locked(file: IO[str], how: int) -> bool:
+    try:
+        fcntl.flock(file, how | fcntl.LOCK_NB)
+        return True
+    except OSError:
+        return False
 
 
 class Ledger:
@@ -47,7 +61,7 @@ class Ledger:
 
     def __init__(self, name: str, run: str | None = None) -> None:
         """Of a run folder, if one is named: hours that another had are not this one's."""
-        self.path = folder(name) / "lives.json"
+        self.path = home() / "tpu" / name / "lives.json"
         try:
             told = json.loads(self.path.read_text())
         except (OSError, ValueError):
@@ -87,6 +101,7 @@ class Ledger:
         self.save()
 
     def save(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         new = self.path.with_suffix(".new")
         new.write_text(json.dumps(dict(run=self.run, lives=self.lives)))
         new.replace(self.path)

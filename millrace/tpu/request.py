@@ -21,7 +21,7 @@ RUNTIMES = {
 }
 SOLD_AS = {"v5e": "v5litepod"}
 NAME = re.compile(r"[a-z]([a-z0-9-]{0,48}[a-z0-9])?")
-DISK = re.compile(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?")
+THERE = re.compile(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?")
 ZONE = re.compile(r"[a-z]+-[a-z]+\d+-[a-z]")
 
 
@@ -40,15 +40,11 @@ class Request:
     public_key: str = ""  # USER:KEY, by which the workers are reached
 
     def __post_init__(self) -> None:
-        if not NAME.fullmatch(self.name):
-            raise UserError(
-                f"--name: found {self.name}, expected small letters, digits and dashes, 50 at most, "
-                "a letter first"
-            )
+        check_name(self.name)
         if not self.wait > 0:
             raise UserError(f"--wait: found {self.wait:g}, expected minutes above 0")
         for disk in self.disks:
-            check_disk("--disk", disk)
+            check_there("--disk", disk)
 
     @property
     def accelerator(self) -> str:
@@ -73,8 +69,17 @@ def sliced(name: str, runtime: str) -> slices.Slice:
     return found
 
 
-def check_disk(option: str, name: str) -> None:
-    if not DISK.fullmatch(name):
+def check_name(name: str) -> None:
+    """Of what is to be made: several slices that are joined have numbers after it."""
+    if not NAME.fullmatch(name):
+        raise UserError(
+            f"--name: found {name}, expected small letters, digits and dashes, 50 at most, a letter first"
+        )
+
+
+def check_there(option: str, name: str) -> None:
+    """Of what may be there, ours or not."""
+    if not THERE.fullmatch(name):
         raise UserError(
             f"{option}: found {name}, expected small letters, digits and dashes, 63 at most, a letter first"
         )

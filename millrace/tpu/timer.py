@@ -19,8 +19,14 @@ API = os.environ.get("MILLRACE_TIMER_API", "https://tpu.googleapis.com")
 PLACE = Path(os.environ.get("MILLRACE_TIMER_PLACE", "/var/lib/millrace"))
 HOMES = os.environ.get("MILLRACE_TIMER_HOMES", "/home")
 PACE = float(os.environ.get("MILLRACE_TIMER_PACE", "20"))  # seconds between two looks
+IAM = os.environ.get("MILLRACE_TIMER_IAM", "https://cloudresourcemanager.googleapis.com")
 SAVING = 9  # looks that a job has to save itself
-TRIES = 15  # to delete the slice, before the machine is switched off at least
+TRIES = 30  # to delete the slice, before the machine is switched off at least
+NEEDED = "tpu.nodes.delete"  # what the account of the machine must be allowed
+NO = f"no {NEEDED}"
+VERDICT = (
+    'cat "${MILLRACE_TIMER_PLACE:-/var/lib/millrace}/may-delete" 2> /dev/null || true'  # for the launcher
+)
 
 
 def main() -> None:
@@ -32,7 +38,19 @@ def main() -> None:
     log = os.open(PLACE / "timer.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for number, target in ((os.open(os.devnull, os.O_RDONLY), 0), (log, 1), (log, 2)):
         os.dup2(number, target)
-    watch(born())
+    since = born()
+    ask_permission()
+    watch(since)
+
+
+def ask_permission() -> None:
+    """Writes down whether this machine may delete its slice, for who is there to put it right. Where that
+    cannot be asked (the API for it is off), nothing is known."""
+    with contextlib.suppress(Exception):
+        project = attribute("millrace-resource").split("/")[1]
+        url = f"{IAM}/v1/projects/{project}:testIamPermissions"
+        told = json.loads(call("POST", url, json.dumps({"permissions": [NEEDED]}).encode()))
+        (PLACE / "may-delete").write_text(f"yes {NEEDED}" if NEEDED in told.get("permissions", ()) else NO)
 
 
 def born() -> float:
@@ -53,7 +71,7 @@ def watch(since: float) -> None:
         if seconds is not None and time.time() > since + seconds:
             say("the hours of this slice are over")
             break
-        if idle is not None and forgotten(since, idle):
+        if idle and forgotten(since, idle):
             say("the job of this slice has ended, and nobody gave it back")
             break
         time.sleep(PACE)
@@ -109,23 +127,26 @@ def running(job: Path) -> int:
 
 
 def give_back() -> None:
-    for _ in range(TRIES):
+    """Goes on for as long as this machine lives: that a delete was accepted does not mean that it is done."""
+    tries = 0
+    while True:
+        tries += 1
         try:
-            url = f"{API}/v2/{attribute('millrace-resource')}?force=true"
-            request = urllib.request.Request(url, method="DELETE")
-            request.add_header("Authorization", f"Bearer {token()}")
-            urllib.request.urlopen(request, timeout=60).read()
-            say("deleted")
-            return
+            call("DELETE", f"{API}/v2/{attribute('millrace-resource')}?force=true")
+            say("asked to be deleted")
         except urllib.error.HTTPError as error:
             say(f"delete: {error.code} {error.reason}")
-            if error.code == 404:
-                return
         except Exception as error:
             say(f"delete: {type(error).__name__}")
+        if tries >= TRIES:
+            say("this slice is not deleted; switched off")
+            subprocess.call(os.environ.get("MILLRACE_TIMER_OFF", "shutdown -h now").split())
         time.sleep(PACE)
-    say("this slice cannot delete itself; switched off")
-    subprocess.call(os.environ.get("MILLRACE_TIMER_OFF", "shutdown -h now").split())
+
+
+def call(method: str, url: str, body: "bytes | None" = None) -> str:
+    request = urllib.request.Request(url, body, {"Authorization": f"Bearer {token()}"}, method=method)
+    return urllib.request.urlopen(request, timeout=60).read().decode()
 
 
 def token() -> str:

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 KILLED = 137  # the exit code of a job that left none
+BROKEN = 255  # ssh's own, for a connection that broke; a trainer that ends with it is told as the one below
 PACE = 0.2
 RECENT = 4096  # bytes of a log that are shown to who comes later
 
@@ -94,7 +95,7 @@ def exit_code(job: Path) -> int:
     """Written a moment after the trainer is gone, unless who writes it was killed too."""
     for _ in range(10):
         if (code := number(job / "exit")) is not None:
-            return code
+            return min(code, BROKEN - 1)
         time.sleep(PACE)
     return KILLED
 

@@ -7,12 +7,13 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from millrace.errors import UserError
+from millrace.tpu.times import DENIED
 
 UNREACHABLE = 255  # ssh's own exit code
 KEYS = ("google_compute_engine", "id_ed25519", "id_rsa")  # the first is gcloud's
@@ -48,6 +49,8 @@ class Workers:
     def __init__(self, places: Sequence[Place]) -> None:
         self.places = list(places)
         self.live: set[subprocess.Popen[bytes]] = set()
+        self.reached: set[int] = set()
+        self.trouble: Callable[[int, str], None] = lambda worker, said: None  # hears of each failed try
 
     def __len__(self) -> int:
         return len(self.places)
@@ -65,17 +68,23 @@ class Workers:
         )
 
     def one(self, worker: int, script: str, given: bytes = b"", patience: float = 0.0) -> str:
-        """What a script says. A worker that cannot be reached is tried again for so many seconds."""
-        end, delay = time.monotonic() + patience, 0.5
+        """What a script says. A worker that cannot be reached is tried again for so many seconds, and for
+        fewer if it answers that it does not let us in."""
+        begin, delay = time.monotonic(), 0.5
         while True:
             process = self.start(worker, script, stderr=subprocess.PIPE)
             self.live.add(process)
             out, err = process.communicate(given)
             self.live.discard(process)
-            if process.returncode == 0:
+            code, said = process.returncode, (err or out).decode(errors="replace")
+            if code != UNREACHABLE:
+                self.reached.add(worker)
+            if code == 0:
                 return out.decode(errors="replace")
-            if process.returncode != UNREACHABLE or time.monotonic() + delay > end:
-                raise Failed(worker, process.returncode, (err or out).decode(errors="replace"))
+            longest = min(patience, DENIED) if "Permission denied" in said else patience
+            if code != UNREACHABLE or time.monotonic() + delay > begin + longest:
+                raise Failed(worker, code, said)
+            self.trouble(worker, "".join(said.strip().splitlines()[-1:]))
             time.sleep(delay)
             delay = min(2 * delay, 10)
 

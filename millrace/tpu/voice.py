@@ -1,0 +1,65 @@
+"""What the launcher says while it works, and what it hears meanwhile: Ctrl-C, SIGTERM, and that nobody reads
+it any more."""
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+
+class Voice:
+    def __init__(self) -> None:
+        self.asked = 0  # how often it was asked to end
+        self.gentle = False  # whether that is a wish that somebody looks at, and not an end at once
+        self.shown = ""
+
+    def put(self, line: str) -> None:
+        self.show("")
+        self.print(line)
+
+    def print(self, words: str, end: str = "\n") -> None:
+        """Where nobody listens any more (`| head`), it ends as by Ctrl-C: saved, and given back."""
+        try:
+            print(words, end=end, flush=True)
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            self.ask(signal.SIGPIPE, None)
+
+    def say(self, words: str) -> None:
+        self.put(f"{time.strftime('%H:%M:%S')} {words}")
+
+    def show(self, words: str, more: str = "") -> None:
+        """What is waited for: in place on a terminal, else a line whenever it changes."""
+        if sys.stdout.isatty():
+            self.print(f"\r\x1b[K{words}{more}", end="" if words else "\r")
+        elif words and words != self.shown:
+            self.print(f"{time.strftime('%H:%M:%S')} {words}")
+        self.shown = words or self.shown
+
+    @contextlib.contextmanager
+    def signals(self) -> Iterator[None]:
+        before = {number: signal.signal(number, self.ask) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def ask(self, number: int, frame: Any) -> None:
+        """While it trains, a wish that the loop sees; before that, an end; while it deletes, nothing."""
+        self.asked += 1
+        if not self.gentle:
+            raise KeyboardInterrupt
+        whisper(complain, f"\nmillrace: {signal.Signals(number).name} heard; please wait")
+
+
+def whisper(say: Callable[[str], None], words: str) -> None:
+    with contextlib.suppress(OSError, ValueError):  # a pipe that is closed at its other end, or here
+        say(words)
+
+
+def complain(words: str) -> None:
+    print(words, file=sys.stderr, flush=True)

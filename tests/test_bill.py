@@ -1,0 +1,303 @@
+"""What others made or may be using is left alone, and what we made is never forgotten: the launcher in this
+process, against Google's API over HTTP."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from millrace.cli import main
+from millrace.tpu import place
+from tests.test_launch import RECIPE, Story
+
+pytest.importorskip("google.cloud.tpu_v2", reason="needs google-cloud-tpu: pip install -e '.[cloud]'")
+
+ZONE = "projects/project/locations/us-central2-b"
+NODE = f"{ZONE}/nodes/job"
+SPOT = {"acceleratorType": "v4-16", "metadata": {}, "schedulingConfig": {"spot": True}}
+FOREIGN = SPOT | {"labels": {}}
+OURS = SPOT | {"labels": {"millrace": "yes"}}
+TIMES = {"POLL": 0.1, "REACH": 1.5, "DENIED": 0.8, "REST": 1.5, "GIVE_UP": 20.0, "PATIENCE": 1.0}
+
+
+class Here(Story):
+    """A story whose launcher is this process."""
+
+    def quick(self, monkeypatch) -> None:
+        from millrace.tpu import command, ending, launch, rent, workers
+
+        for module in (command, ending, launch, rent, workers):
+            for name in TIMES.keys() & vars(module).keys():
+                monkeypatch.setattr(module, name, TIMES[name])
+        for name, value in self.google.env().items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.chdir(self.root)
+
+    def run(self, *argv: str) -> int:
+        rent = ["--slice", "v4-16", "--name", "job", "--spot", "--zone", "us-central2-b", *self.key]
+        return main(["tpu", "run", *rent, *argv, "recipe.yaml"])
+
+    @property
+    def key(self) -> list[str]:
+        return ["--ssh-key", str(self.root / "key")]
+
+    def trains_alone(self) -> list[int]:
+        """Process numbers of a training whose launcher was killed."""
+        self.trainer("wait wait")
+        first = self.launch()
+        self.until(self.training)
+        first.kill()
+        first.communicate()
+        return self.google.trainers()
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    found = Here(tmp_path / "story")
+    found.quick(monkeypatch)
+    yield found
+    found.close()
+
+
+@contextlib.contextmanager
+def meanwhile(act):
+    """Does that in a thread, which is over in the end."""
+    failed = []
+
+    def run() -> None:
+        try:
+            act()
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    yield
+    thread.join()
+    assert not failed, failed
+
+
+def alive(pids: list[int]) -> list[bool]:
+    return [Path(f"/proc/{pid}/cmdline").read_text() != "" for pid in pids]
+
+
+@pytest.mark.fault(30)
+def test_slices_that_are_lost_as_soon_as_they_are_there_are_counted_and_have_an_end(
+    here, capsys, monkeypatch
+):
+    monkeypatch.setattr("millrace.tpu.rent.LOSSES", 3)
+    here.google.born = ["gone"]
+    assert here.run() == 2
+    said = capsys.readouterr()
+    assert "3 slices in a row were lost before anything trained" in said.err, said
+    assert "ACTIVE, but 1 of 1 nodes are gone: deletes it and asks again" in said.out
+    assert here.nothing_left() and len(here.created()) == 3
+    lives = json.loads((here.root / "launcher/tpu/job/lives.json").read_text())["lives"]
+    assert len(lives) == 3 and not any(life["open"] for life in lives)
+    assert sum(life["seen"] - life["created"] for life in lives) > 0
+
+
+@pytest.mark.parametrize("why", ["blocked", "denied"])
+def test_a_foreign_slice_that_cannot_be_reached_is_left_alone(here, capsys, why):
+    here.google.born = [why, why]
+    here.google.make_node(NODE, FOREIGN)
+    assert here.run("--keep") == 1
+    said = capsys.readouterr().out
+    words = {"blocked": "Connection refused", "denied": "Permission denied (publickey)"}[why]
+    assert words in said and "left alone" in said and "tpu delete job --zone us-central2-b" in said
+    assert NODE in here.google.nodes and not here.created()
+
+
+@pytest.mark.fault(31)
+def test_a_training_that_cannot_be_reached_is_never_ended_by_who_would_adopt_it(here, capsys):
+    pids = here.trains_alone()
+    here.google.block()
+    assert here.run() == 1
+    assert "the workers cannot be reached from here" in capsys.readouterr().out
+    asked = (here.root / "ssh.log").stat().st_size
+
+    def interrupt() -> None:
+        here.until(lambda: (here.root / "ssh.log").stat().st_size > asked)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with meanwhile(interrupt):  # nor by Ctrl-C
+        assert here.run() == 75
+    assert "left alone" in capsys.readouterr().out
+    assert alive(pids) == [True, True] and len(here.created()) == 1 and len(here.google.queued) == 1
+
+
+def test_a_slice_made_here_that_nobody_ever_reached_is_given_back(here, capsys):
+    here.google.born = ["denied", "denied"]
+    assert here.run() == 1 and here.nothing_left() and len(here.created()) == 1
+    said = capsys.readouterr().out
+    assert said.index("does not answer yet: user@127") < said.index("cannot be reached from here")
+
+
+@pytest.mark.fault(30)
+def test_a_new_slice_of_which_one_machine_does_not_answer_is_changed_for_another(here, capsys):
+    here.google.born = ["blocked"]
+    assert here.run() == 0 and here.nothing_left() and len(here.created()) == 2
+    assert "a machine of the slice is faulty" in capsys.readouterr().out
+
+
+def test_a_faulty_machine_of_a_slice_that_is_kept_is_told_and_the_slice_stays(here, capsys):
+    here.trainer("77")
+    here.google.make_node(NODE, OURS)
+    assert here.run("--keep") == 77
+    assert "job is kept: delete it to take another" in capsys.readouterr().out
+    assert NODE in here.google.nodes and not here.created()
+
+
+def test_a_foreign_slice_that_is_lost_or_waits_is_not_deleted(here, capsys):
+    here.google.make_node(NODE, FOREIGN)
+    here.google.nodes[NODE]["state"] = "PREEMPTED"
+    assert here.run("--keep") == 2
+    assert "found it PREEMPTED in us-central2-b, and Millrace did not make it" in capsys.readouterr().err
+    assert NODE in here.google.nodes
+    here.google.nodes[NODE]["state"] = "CREATING"
+    argv = ["tpu", "create", "--slice", "v4-16", "--name", "job", "--spot", "--zone", "us-central2-b"]
+    with meanwhile(lambda: (time.sleep(0.7), os.kill(os.getpid(), signal.SIGINT))):
+        assert main([*argv, *here.key]) == 130
+    assert NODE in here.google.nodes and not [call for call in here.google.calls if call[0] == "DELETE"]
+
+
+def test_one_who_is_refused_has_changed_nothing_of_the_job_that_is_there(here, capsys):
+    pids = here.trains_alone()
+    ledger = here.root / "launcher/tpu/job/lives.json"
+    before = ledger.read_text(), dict(here.google.nodes[NODE]["metadata"])
+    (here.root / "recipe.yaml").write_text(RECIPE.format(run=str(here.root / "other")))
+    pushes = (here.root / "ssh.log").read_text().count("test -d")
+    assert here.run("--max-hours", "0.001") == 2
+    assert "found another recipe in training there" in capsys.readouterr().err
+    assert before == (ledger.read_text(), here.google.nodes[NODE]["metadata"])
+    assert (here.root / "ssh.log").read_text().count("test -d") == pushes and alive(pids) == [True, True]
+
+
+@pytest.mark.fault(30)
+def test_a_worker_that_ends_well_does_not_leave_the_others_running_for_ever(here, capsys):
+    half = f'count="{here.root}/count"; echo >> "$count"; [ "$(wc -l < "$count")" -gt 2 ] && exit 0; '
+    half += "[ $MILLRACE_PROCESS = 0 ] && exit 0; exec sleep 1000"
+    here.google.python(f'case "$*" in *"-m millrace train"*) {half};; *) exec "{sys.executable}" "$@";; esac')
+    assert here.run() == 0 and here.nothing_left()
+    assert "the trainer ended and can go on (w1: 137)" in capsys.readouterr().out
+
+
+@pytest.mark.fault(30)
+def test_a_trainer_that_ends_with_1_when_its_machines_are_taken_away_goes_on(here, capsys):
+    here.trainer("1 0")
+    taken = f'curl -s -o /dev/null "{here.google.url}/vm/take"'
+    text = (here.root / "python").read_text().replace("    *) exit", f"    1) {taken}; exit 1;;\n    *) exit")
+    here.google.python(text.partition("\n")[2])
+    here.google.taken = "job"
+    assert here.run() == 0 and here.nothing_left() and len(here.created()) == 2
+    assert "the slice was taken away (SUSPENDED): takes another" in capsys.readouterr().out
+
+
+def test_a_trainer_that_ends_with_the_code_of_a_broken_connection_has_ended(here, capsys):
+    here.trainer("255 0")
+    assert here.run() == 0 and here.nothing_left()
+    assert "the trainer ended and can go on (w0: 254, w1: 254)" in capsys.readouterr().out
+
+
+def test_half_of_slices_that_are_joined_is_not_ready(here):
+    from millrace.tpu.cloud import State
+    from millrace.tpu.gcp import Gcp
+
+    argv = ["tpu", "create", "--slice", "2xv4-16", "--name", "job", "--zone", "us-central2-b"]
+    assert main([*argv, *here.key]) == 0
+    cloud = Gcp("project", ("us-central2-b",))
+    assert cloud.find("job").state is State.READY and len(cloud.find("job").workers) == 4
+    assert len(cloud.nodes(cloud.find("job"))) == 2
+    here.google.switch_off(f"{NODE}-1")
+    del here.google.nodes[f"{NODE}-1"]
+    assert cloud.find("job").state is State.LOST
+    assert cloud.find("job").said == "ACTIVE, but 1 of 2 nodes are gone"
+
+
+def test_a_slice_that_is_found_far_from_its_bucket_is_refused_and_left(here, capsys):
+    far = "projects/project/locations/us-east1-d/nodes/job"
+    here.google.make_node(far, OURS)
+    (here.root / "recipe.yaml").write_text(RECIPE.format(run="gs://near/run"))
+    assert here.run() == 2
+    assert "gs://near lies in us-central2, the slice in us-east1" in capsys.readouterr().err
+    assert far in here.google.nodes and not here.created()
+    assert here.run("--far-bucket") == 0
+
+
+def test_a_slice_that_somebody_deletes_is_not_rented_again(here, capsys):
+    here.trainer("wait wait")
+
+    def delete() -> None:
+        here.until(here.training)
+        code, said = here.call("delete", "job", MILLRACE_HOME=str(here.root / "elsewhere"))
+        assert code == 0, said
+
+    with meanwhile(delete):
+        assert here.run() == 75
+    assert "the slice was deleted by somebody else; the same command goes on" in capsys.readouterr().out
+    assert here.nothing_left() and len(here.created()) == 1
+
+
+def test_a_slice_that_is_kept_loses_the_timer_that_waits_for_the_end_of_its_job(here):
+    told = OURS | {"labels": {"millrace": "yes", "millrace-seconds": "86400", "millrace-idle": "1800"}}
+    told["metadata"] = {"millrace-idle": "1800"}
+    here.google.make_node(NODE, told)
+    assert here.run("--keep") == 0
+    node = here.google.nodes[NODE]
+    assert node["metadata"]["millrace-idle"] == node["labels"]["millrace-idle"] == "0"
+
+
+def test_logs_end_with_the_slice_and_tell_a_broken_line_from_no_job(here, capsys):
+    here.trains_alone()
+    with meanwhile(lambda: (time.sleep(1), here.google.preempt("job"))):
+        assert main(["tpu", "logs", "job", *here.key]) == 1
+    said = capsys.readouterr().out
+    assert "[w0] step" in said and said.endswith("job: it is SUSPENDED\n")
+    here.google.make_node(f"{ZONE}/nodes/idle", OURS)
+    assert main(["tpu", "logs", "idle", *here.key]) == 2
+    assert "idle: found no job on it" in capsys.readouterr().err
+    here.google.block()
+    assert main(["tpu", "logs", "idle", *here.key]) == 2
+    assert "idle: [w0] cannot be asked: ssh: connect to host" in capsys.readouterr().err
+
+
+def test_what_the_machines_may_not_do_is_told_while_somebody_is_there(here, capsys):
+    here.google.timers, here.google.allowed = True, []
+    here.google.born = []
+    (here.root / "install").write_text(
+        'until [ -e "$MILLRACE_TIMER_PLACE/may-delete" ]; do sleep 0.05; done\n'
+    )
+    assert here.run() == 0
+    assert "warning: the account of the machines may not delete TPUs" in capsys.readouterr().out
+
+
+def test_hours_are_not_forgotten_when_a_delete_failed(here, monkeypatch, capsys):
+    monkeypatch.setattr("millrace.tpu.ending.GIVE_UP", 0.5)
+    here.google.make_node(NODE, OURS)
+    place.Ledger("job", "gs://b/run").seen("us-central2-b", 1000.0, 4600.0)
+    here.google.fault("DELETE", "", 403, "not now", count=99)
+    assert main(["tpu", "delete", "job"]) == 1
+    assert place.Ledger("job").lives and "COULD NOT BE DELETED" in capsys.readouterr().err
+    here.google.faults.clear()
+    assert main(["tpu", "delete", "job"]) == 0 and not place.Ledger("job").lives
+
+
+def test_who_only_looks_does_not_refuse_a_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("MILLRACE_HOME", str(tmp_path))
+    assert not place.watched("never") and not list(tmp_path.iterdir())
+    with place.watching("job"):
+        assert place.watched("job")
+    code = "import fcntl, sys, time; file = open(sys.argv[1]); fcntl.flock(file, fcntl.LOCK_SH)"
+    code += "; print(flush=True); time.sleep(0.5)"
+    look = [sys.executable, "-c", code, str(tmp_path / "tpu/job/lock")]
+    with subprocess.Popen(look, stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline()
+        with place.watching("job"):
+            pass
