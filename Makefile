@@ -62,7 +62,12 @@ lint: .venv/test
 test: lint
 	$(BIN)/python -m pytest -n auto --dist worksteal --quiet
 
-test-all: .venv/libtpu lint
+# lm-evaluation-harness, and the thirty packages that come with it.
+.venv/eval: .venv/test
+	@$(PIP) install --quiet --quiet --constraint constraints.txt --editable '.[eval]'
+	@touch $@
+
+test-all: .venv/libtpu .venv/eval lint
 	$(BIN)/python -m pytest -n auto --dist worksteal --quiet --slow
 
 chaos: .venv/test

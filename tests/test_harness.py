@@ -6,10 +6,13 @@ import json
 import pytest
 import transformers
 
-from millrace import cli, harness, recipe, train
+from millrace import cli, recipe, train
 from millrace.errors import UserError
 from millrace.export import huggingface
 from millrace.folder import open_run
+
+pytest.importorskip("lm_eval", reason="needs millrace[eval]: make test-all installs it")
+from millrace import harness
 
 CHOICE = """
 task: pick
