@@ -81,4 +81,4 @@ def test_the_commands_that_a_dry_run_prints_do_the_job_by_hand(story):
     assert len(story.google.queued) == 1
     story.until(lambda: gcloud(story, describe[: describe.index("|")]) == "ACTIVE\n")
     gcloud(story, [*delete, "--async"])
-    assert story.nothing_left()
+    story.until(story.nothing_left)

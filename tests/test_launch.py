@@ -115,7 +115,9 @@ class Story:
         return len(self.google.trainers()) == len(said) == count
 
     def nothing_left(self) -> bool:
-        return not self.google.nodes and not self.google.queued
+        with self.google.lock:
+            self.google.bury()
+            return not self.google.nodes and not self.google.queued
 
     def created(self) -> list[str]:
         """The zones in which slices were asked for."""
