@@ -6,6 +6,7 @@ from typing import Any
 
 import gguf
 import jax
+import jinja2
 import numpy as np
 import pytest
 import sentencepiece
@@ -17,7 +18,8 @@ from safetensors.numpy import load_file
 from millrace import config, module
 from millrace.checkpoint import Checkpoints
 from millrace.cli import main
-from millrace.data import learn, tokenise
+from millrace.data import chat, learn, tokenise
+from millrace.data.template import remove_marks
 from millrace.errors import UserError
 from millrace.execution import Execution
 from millrace.export import gguf_file, huggingface
@@ -171,7 +173,7 @@ def test_llama3_factors_are_those_of_transformers(make, tmp_path):
 
 
 def test_the_tokenizer_and_its_template_are_in_the_file(make, tokenizer, tmp_path):
-    template = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+    template = chat.PLAIN.read_text()
     own = tokenise.Tokenizer(tokenizer.inner, tokenizer.special, template=template)
     keys = keys_of(gguf.GGUFReader(gguf_file.export(make("tied", own), str(tmp_path / "m.gguf"), "float32")))
     assert keys["tokenizer.ggml.model"] == "gpt2" and keys["tokenizer.ggml.pre"] == "gpt-2"
@@ -183,7 +185,13 @@ def test_the_tokenizer_and_its_template_are_in_the_file(make, tokenizer, tmp_pat
     assert keys["tokenizer.ggml.eos_token_id"] == tokenizer.special.eos
     assert keys["tokenizer.ggml.padding_token_id"] == tokenizer.special.pad
     assert keys["tokenizer.ggml.add_bos_token"] is True
-    assert keys["tokenizer.chat_template"] == "{% for m in messages %}{{ m.content }}{% endfor %}"
+    messages = [{"role": role, "content": f"{role} speaks"} for role in ("user", "assistant", "user")]
+    variables = {"bos_token": "<|bos|>", "eos_token": "<|eos|>", "add_generation_prompt": True}
+    plain = jinja2.Environment(trim_blocks=True, lstrip_blocks=True).from_string(
+        keys["tokenizer.chat_template"]
+    )
+    wanted = chat.make_encoder(own).template.show(messages, None, True)
+    assert plain.render(messages=messages, **variables) == remove_marks(wanted).text
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ import jax
 import numpy as np
 import openai
 import pytest
+import transformers
 
 from millrace import config, generate, mesh, module, recipe
 from millrace.checkpoint import Checkpoints
@@ -152,9 +153,8 @@ def test_a_stream_is_the_same_text_in_pieces(run, client):
 def test_a_conversation_is_written_by_the_template(run, client):
     messages = [{"role": "user", "content": "the wheel"}]
     answer = client.chat.completions.create(model="tiny", messages=messages, temperature=0, max_tokens=12)
-    encoder = chat.make_encoder(run.tokenizer)
-    text = encoder.template.show(messages, None, True)
-    ids = run.tokenizer.inner.encode(text, add_special_tokens=False).ids
+    theirs = transformers.AutoTokenizer.from_pretrained(run.cfg.run)
+    ids = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     wanted = "".join(generate.pieces(run, ids, generate.sample(run, ids, 12, Sampling(0))))
     assert answer.choices[0].message.content == wanted and answer.choices[0].message.role == "assistant"
     assert answer.usage.prompt_tokens == len(ids)

@@ -56,8 +56,17 @@ def add_tokens(writer: Any, run: Opened) -> None:
     begins = tokenizer.inner.encode("a").ids[:1] == [tokenizer.special.bos]
     writer.add_add_bos_token(begins)
     if tokenizer.template is not None:
-        # Marks of what the assistant says are for training, and unknown to llama.cpp.
-        writer.add_chat_template(re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", tokenizer.template))
+        writer.add_chat_template(without_marks(tokenizer.template))
+
+
+def without_marks(template: str) -> str:
+    """A template without {% generation %}, which is for training and unknown to llama.cpp. An `if` that is
+    always true takes its place, since such a tag also takes away the blank space around it."""
+
+    def plain(found: re.Match[str]) -> str:
+        return f"{{%{found[1]} {'endif' if found[2] else 'if true'} {found[3]}%}}"
+
+    return re.sub(r"\{%(-?)\s*(end)?generation\s*(-?)%\}", plain, template)
 
 
 def cut_of(settings: dict[str, Any]) -> str:

@@ -197,7 +197,10 @@ def advance(
 ) -> tuple[Array, Any]:
     """The next token of every slot, and the caches with the last ones."""
     one = lambda token, cache: generate.step(model, token[None, None], cache, cfg, how)
-    logits, caches = jax.vmap(one)(tokens, caches)
+    try:
+        logits, caches = jax.vmap(one)(tokens, caches)
+    except NotImplementedError:  # the products of experts, ragged_dot: jax 0.10 has them one text at a time
+        logits, caches = jax.lax.map(lambda each: one(*each), (tokens, caches))
     keys = jax.vmap(lambda seed, count: jax.random.fold_in(jax.random.key(seed), count))(seeds, counts)
     return jax.vmap(drawn)(generate.capped(logits, cap), keys, temperatures, top_ks, top_ps), caches
 
