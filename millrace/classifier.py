@@ -18,6 +18,7 @@ from millrace import mesh
 from millrace.data.mapped import open_folder
 from millrace.errors import UserError
 from millrace.execution import Execution
+from millrace.export import config_json
 from millrace.layers.bias import biased
 from millrace.module import Array, module, weight, zeros
 from millrace.project import project
@@ -199,17 +200,19 @@ def named(names: Sequence[str]) -> dict[str, Any]:
 
 def names_in(settings: dict[str, Any]) -> list[str]:
     """What a config.json calls its labels."""
-    found = settings.get("id2label") or {}
+    found = settings.get("id2label")
+    found = found if isinstance(found, dict) else {}
     return [str(found.get(str(number), found.get(number))) for number in range(len(found))]
 
 
 def section(found: Any, settings: dict[str, Any]) -> dict[str, Any]:
     """The keys of a model section that tell of a head for labels, for a config.json."""
-    layout, name = layout_of(found), str((settings.get("architectures") or [""])[0])
+    layout, named = layout_of(found), settings.get("architectures")
+    name = str(named[0]) if isinstance(named, list) and named else ""
     for head in (layout.texts, layout.words):
         if fnmatch.fnmatchcase(name, head.architecture):
             names = settings.get("id2label")
-            count = len(names) if isinstance(names, dict) else settings.get("num_labels", 2)
+            count = len(names) if isinstance(names, dict) else config_json.whole(settings, "num_labels", 2)
             said = settings.get(layout.setting or "", next(iter(head.pooled.values())))
             ours = [our for our, theirs in head.pooled.items() if theirs in ("", said)]
             if not ours:

@@ -109,7 +109,7 @@ def test_a_host_that_is_gone_is_noticed_and_all_end_the_same(tiny, tmp_path, hos
     stopped = worker_of(processes[host].pid)
     os.kill(stopped, sent)
     if sent == signal.SIGSTOP:  # a machine that stands still is, in the end, one that is gone
-        while worker_of(processes[1 - host].pid) and "starts again" not in said_by(broken):
+        while processes[1 - host].poll() is None and "starts again" not in said_by(broken):
             time.sleep(0.1)
         os.kill(stopped, signal.SIGKILL)
     codes, said = finish_all(processes, broken)
