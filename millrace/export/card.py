@@ -194,6 +194,9 @@ def drawn(known: Facts) -> str:
         line = " ".join(f"{across(one.x):.1f},{up(one.mean):.1f}" for one in bins)
         colour = COLOURS[number]
         shapes.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        if name == "held out":  # few, and at times one alone
+            dot = '<circle cx="{:.1f}" cy="{:.1f}" r="3" fill="{}"/>'
+            shapes += [dot.format(across(one.x), up(one.mean), colour) for one in bins]
         shapes.append(
             f'<text x="{WIDE - 16}" y="{26 + 18 * number}" text-anchor="end" fill="{colour}">{name}</text>'
         )
