@@ -77,7 +77,7 @@ class Workers:
             out, err = process.communicate(given)
             self.live.discard(process)
             code, said = process.returncode, (err or out).decode(errors="replace")
-            if code != UNREACHABLE:
+            if code != UNREACHABLE and code >= 0:  # an ssh of ours that was killed has reached nobody
                 self.reached.add(worker)
             if code == 0:
                 return out.decode(errors="replace")
