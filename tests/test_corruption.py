@@ -463,9 +463,9 @@ def test_what_is_hidden_is_never_stored(bench):
 
 def test_every_objective_trains(bench):
     """Measured on a batch that is hidden in the same way before and after: diffusion weighs its tokens by
-    chance. Causal and masked modelling are trained with every model already, pairs in test_deberta.py, and
-    heads for labels in test_classify.py."""
-    for use in set(config.names("objectives")) - {"causal", "masked", "rtd", "classify"}:
+    chance. Causal and masked modelling are trained with every model already, pairs in test_deberta.py,
+    heads for labels in test_classify.py, and preferences in test_dpo.py."""
+    for use in set(config.names("objectives")) - {"causal", "masked", "rtd", "classify", "dpo"}:
         its = bench(use)
 
         def loss(state: State, its: Bench = its) -> float:
