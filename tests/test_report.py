@@ -125,7 +125,7 @@ def test_the_cost_is_of_the_chips_that_were_held(run):
     told = facts.read(str(run), NOW)
     spent = facts.cost(told)
     hours = (told.account.total - told.account.seconds["restart"]) / 3600
-    assert spent is not None and spent.on_demand == pytest.approx((1.2 * 4 * hours, 1.2 * 4 * hours))
+    assert spent is not None and spent.on_demand == pytest.approx((1.20 * 4 * hours, 1.42 * 4 * hours))
     whole = facts.cost(told, whole=True)
     assert whole is not None and whole.on_demand is not None
     assert whole.on_demand[0] == pytest.approx(1.2 * 4 * (hours + 1))
