@@ -276,7 +276,7 @@ def test_a_device_is_known_by_its_kind(kind, name):
 
 def test_prices_are_the_catalogues_without_a_file():
     found = prices()
-    assert found["v5p"] == Price(on_demand=(4.2, 4.2), spot=(0.64, 1.53))
+    assert found["v5p"] == Price(on_demand=(4.2, 4.78), spot=(0.64, 1.53))
     assert found["v2"] == Price(on_demand=(1.13, 1.5), spot=None)
     assert found["h200"] == found["tpu7x"] == Price()
     assert list(found) == list(CHIPS)
@@ -286,7 +286,7 @@ def test_a_file_puts_its_own_prices_in_the_place_of_some(tmp_path):
     file = tmp_path / "prices.yaml"
     file.write_text("V5E: {spot: 0.3}\nh200: {on_demand: 3, spot: [1.5, 2]}\n")
     expected = prices() | {
-        "v5e": Price(on_demand=(1.2, 1.2), spot=(0.3, 0.3)),
+        "v5e": Price(on_demand=(1.2, 1.42), spot=(0.3, 0.3)),
         "h200": Price(on_demand=(3.0, 3.0), spot=(1.5, 2.0)),
     }
     assert prices(file) == expected
