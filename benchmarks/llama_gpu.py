@@ -24,7 +24,12 @@ PARTS: dict[str, Part] = {
     "8b": ("recipes/llama3-8b.yaml", {"batch.sequences": 4, "model.layers": 10, "memory.remat": "none"}),
 }
 PEERS = ("torch", "tuned")
-FORMATS = {"millrace": "compute", "fp8": "fp8"}  # memory.products of our rows
+# Settings of our rows: the layers in fp8, and the head as well.
+FORMATS: dict[str, dict[str, str]] = {
+    "millrace": {},
+    "fp8": {"memory.products": "fp8"},
+    "fp8, head too": {"memory.products": "fp8", "loss.split": "fp8"},
+}
 
 
 def main() -> int:
@@ -50,29 +55,32 @@ def parse() -> argparse.Namespace:
     return args
 
 
-def load(name: str, products: str, args: argparse.Namespace) -> Any:
+def load(name: str, row: str, args: argparse.Namespace) -> Any:
     recipe, settings = PARTS[name]
-    common = {"data.sequence_length": LENGTH, "memory.products": products}
-    return steps.load(recipe, common | settings, args.set)
+    common = {"data.sequence_length": LENGTH}
+    return steps.load(recipe, common | settings | FORMATS.get(row, {}), args.set)
 
 
 def compare(name: str, args: argparse.Namespace) -> int:
     """Prints every row of a part; 1 if one failed or a goal is missed."""
-    cfg, rows = load(name, "compute", args), {}
+    cfg, rows = load(name, "millrace", args), {}
     print(f"{cfg.batch.sequences} rows of {LENGTH:,}, {cfg.model.layers} layers, {cfg.model.embed} wide")
     for row in (*PEERS, *FORMATS):
         command = [name, "--only", row, "--steps", str(args.steps), "--set", *args.set]
         rows[row] = steps.alone("llama_gpu", *command)
         print("  " + steps.line(row, rows[row], steps.flops(cfg)), flush=True)
-    ours, torch, fp8 = rows["millrace"], rows["torch"], rows["fp8"]
+    ours, torch = rows["millrace"], rows["torch"]
     print(f"  millrace / transformers + torch.compile: {steps.spoken(ours, torch, GOAL)}")
     print(f"  millrace / the same, tuned: {steps.spoken(ours, rows['tuned'])}")
-    print(f"  fp8 / bf16: {steps.spoken(fp8, ours, GOAL_FP8)}\n")
-    return int((steps.ratio(ours, torch) or 0) < GOAL or (steps.ratio(fp8, ours) or 0) < GOAL_FP8)
+    for narrow in ("fp8", "fp8, head too"):
+        print(f"  {narrow} / bf16: {steps.spoken(rows[narrow], ours, GOAL_FP8)}")
+    print()
+    best = max(steps.ratio(rows[narrow], ours) or 0 for narrow in ("fp8", "fp8, head too"))
+    return int((steps.ratio(ours, torch) or 0) < GOAL or best < GOAL_FP8)
 
 
 def run(args: argparse.Namespace) -> steps.Row:
-    cfg = load(args.parts[0], FORMATS.get(args.only, "compute"), args)
+    cfg = load(args.parts[0], args.only, args)
     if args.only in FORMATS:
         return steps.millrace_steps(cfg, args.steps)
     tuned = args.only == "tuned"

@@ -167,7 +167,7 @@ def plot(found: dict[str, Any], target: Path) -> None:
     """Panels of step times over layers, lengths and vocabularies, and one of what compiling takes."""
     os.environ.setdefault("MPLBACKEND", "Agg")
     import matplotlib.pyplot as pyplot
-    from matplotlib.ticker import FuncFormatter, NullFormatter
+    from matplotlib.ticker import FuncFormatter
 
     figure, axes = pyplot.subplots(1, 4, figsize=(15, 3.6), constrained_layout=True)
     panels = (
@@ -184,15 +184,11 @@ def plot(found: dict[str, Any], target: Path) -> None:
             else:
                 heights = [1e3 * point[key] for point in points]
             panel.plot([point["x"] for point in points], heights, "o-", label=curve)
-            panel.set_xscale("log", base=2)
-            panel.set_xticks([point["x"] for point in points])
+            panel.set_xticks([point["x"] for point in points][-3:])
         panel.xaxis.set_major_formatter(FuncFormatter(lambda x, _: short(x)))
-        panel.xaxis.set_minor_formatter(NullFormatter())
         panel.set(xlabel=x_label, ylabel=y_label)
-        if key == "compiling":
-            panel.set_ylim(bottom=0)
-        else:  # so that what grows in proportion is a straight line
-            panel.set_yscale("log", base=10)
+        panel.set_xlim(left=0)
+        panel.set_ylim(bottom=0)
         panel.grid(alpha=0.3)
         if len(curves) > 1:
             panel.legend()

@@ -40,7 +40,7 @@ from millrace.lock import lock
 from millrace.metrics import Late, Meter, peak_flops
 from millrace.mirror import Mirror
 from millrace.objective import Batch, Task, file, flops, make_task
-from millrace.products.support import emulated
+from millrace.products.support import emulated, multiplies
 from millrace.state import State
 from millrace.stragglers import Pace
 from millrace.tracing import Trace
@@ -208,7 +208,11 @@ def run(cfg: recipe.Run, program: Path | None = None) -> int:
                 abstract, fresh = build.make_state(cfg, task, update, devices)
                 out.event(describe(cfg, task, abstract, devices, begun, steps))
                 if cfg.memory.products != "compute" and not task.how.native:
-                    out.event(emulated(task.how.products, jax.local_devices()[0]), "warning")
+                    out.event(
+                        emulated("memory.products", task.how.products, jax.local_devices()[0]), "warning"
+                    )
+                if cfg.loss.split == "fp8" and not multiplies(jax.local_devices()[0], "fp8"):
+                    out.event(emulated("loss.split", "fp8", jax.local_devices()[0]), "warning")
                 if begun >= steps:
                     out.event(finished(begun, steps))
                     return 0

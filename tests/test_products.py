@@ -238,7 +238,7 @@ def test_a_cpu_multiplies_no_8_bits_and_says_so():
     device = jax.devices()[0]
     for format in FORMATS:
         assert not multiplies(device, format)
-        assert f"{format} brings nothing here: cpu" in emulated(format, device)
+        assert f"{format} brings nothing here: cpu" in emulated("memory.products", format, device)
 
 
 def test_formats_that_do_not_exist_are_refused(tiny):

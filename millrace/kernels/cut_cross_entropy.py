@@ -42,8 +42,10 @@ def cut(
     [v d], multiplied in hidden's dtype and summed in float32. `chunk` is the most tokens, or rows of the
     vocabulary, at a time on one device. A target may be anything where its weight is 0. Only `hidden` and
     `unembed` get gradients. Where kernels can skip it, probabilities below `filter` are left out of them. The
-    token `without` is ruled out; the mean of the logits then means nothing."""
-    return _cut(Head(per_token, soft_cap, chunk, filter, without), split, hidden, unembed, targets, weights)
+    token `without` is ruled out; the mean of the logits then means nothing. Split as fp8, it goes by tokens,
+    and what trains is multiplied in 8 bits; what is only read is not."""
+    head = Head(per_token, soft_cap, chunk, filter, without, narrow=split == "fp8")
+    return _cut(head, "tokens" if head.narrow else split, hidden, unembed, targets, weights)
 
 
 def each(

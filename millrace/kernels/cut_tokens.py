@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from millrace.kernels import head as common
-from millrace.kernels.head import Array, Head, Split, Stats, Totals, add, d_logits, psum, zero
+from millrace.kernels.cut_fp8 import Narrow
+from millrace.kernels.head import Array, Head, Products, Split, Stats, Totals, add, d_logits, psum, zero
 
 # One GiB of float32 logits a chunk: 8,192 tokens at a vocabulary of 32k, 1,024 at 256k; more where a GPU has
 # room. Each chunk reads and writes the float32 gradient of `unembed` once, 8 bytes a weight against 6 x chunk
@@ -52,23 +53,27 @@ def totals_and_gradients(
     head: Head, split: Split, hidden: Array, unembed: Array, targets: Array, weights: Array
 ) -> tuple[Totals, Array, Array]:
     matrix = _whole(unembed, split).astype(hidden.dtype)
+    products = (Narrow if head.narrow else Products)(hidden, matrix)
+    first = common.first_column(len(matrix), split)
 
     def step(carry: tuple[Totals, Array], piece: tuple[Array, Array, Array]) -> Any:
         sums, d_unembed = carry
         x, y, w = piece
-        scores = _logits(head, x, matrix, split)
+        scores = common.finished(head, products.scores(x), first)
         hit = _is_target(scores, y, split)
         stats = _stats(scores, hit, split)
         losses, pull = jax.vjp(head.per_token, stats)
+        (d_stats,) = pull(w)
         vocab = scores.shape[1] * psum(1, split.vocab)
-        d = d_logits(head, scores, hit, stats, pull(w)[0], vocab).astype(x.dtype)
-        d_x = jnp.einsum("cv,vd->cd", d, matrix, preferred_element_type=jnp.float32)
-        d_unembed += jnp.einsum("cv,cd->vd", d, x, preferred_element_type=jnp.float32)
-        return (add(sums, stats, losses, w), d_unembed), psum(d_x, split.vocab).astype(x.dtype)
+        d = d_logits(head, scores, hit, stats, d_stats, vocab)
+        d_x, d_matrix = products.gradients(x, d, d_stats)
+        return (add(sums, stats, losses, w), d_unembed + d_matrix), psum(d_x, split.vocab).astype(
+            hidden.dtype
+        )
 
     # float32: in bf16 a sum over chunks loses whatever is below 1/256 of it.
     start = zero(), jnp.zeros(matrix.shape, jnp.float32)
-    pieces = hidden, targets, weights
+    pieces = products.rows, targets, weights
     (sums, d_unembed), d_hidden = _over_chunks(step, start, pieces, _chunk(head, matrix))
     if split.width:
         # Each device keeps only the columns it stores: half the traffic of a sum that all devices get.

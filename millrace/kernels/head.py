@@ -44,6 +44,7 @@ class Head:
     chunk: int | str = "auto"  # tokens or rows of the vocabulary at a time
     filter: float = 0.0  # probabilities below may be left out of the gradients
     without: int | None = None  # a token that has no probability, whatever its logit
+    narrow: bool = False  # products in fp8 instead of the dtype of the hidden states
 
 
 @dataclass(frozen=True)
@@ -61,16 +62,37 @@ class Split:
         return tuple(axis for axis in self.tokens if axis not in self.width)
 
 
+class Products:
+    """The three products of hidden states [b s d] with the vocabulary's matrix [v d] and the gradients of
+    logits, a chunk of rows at a time, in the dtype of the hidden states and summed in float32."""
+
+    def __init__(self, hidden: Array, matrix: Array) -> None:
+        self.rows, self.matrix = hidden, matrix
+
+    def scores(self, x: Array) -> Array:
+        """Of a chunk of `rows` [c d] with all of the matrix [c v]."""
+        return jnp.einsum("cd,vd->cv", x, self.matrix, preferred_element_type=jnp.float32)
+
+    def gradients(self, x: Array, d: Array, d_stats: Stats) -> tuple[Array, Array]:
+        """Those of the hidden states [c d] and of the matrix [v d], by those of the logits."""
+        d = d.astype(x.dtype)
+        d_x = jnp.einsum("cv,vd->cd", d, self.matrix, preferred_element_type=jnp.float32)
+        return d_x, jnp.einsum("cv,cd->vd", d, x, preferred_element_type=jnp.float32)
+
+
 def logits(head: Head, x: Array, unembed: Array, first: Any) -> Array:
     """Of the tokens from number `first` on."""
-    scores = jnp.einsum("cd,vd->cv", x, unembed, preferred_element_type=jnp.float32)
+    return finished(head, Products(x, unembed).scores(x), first)
+
+
+def finished(head: Head, scores: Array, first: Any) -> Array:
+    """Products of hidden states and the vocabulary's matrix [c v] as logits."""
     if head.soft_cap is not None:
         scores = head.soft_cap * jnp.tanh(scores / head.soft_cap)
     if head.without is None:
         return scores
-    return jnp.where(
-        lax.broadcasted_iota(jnp.int32, (1, len(unembed)), 1) + first == head.without, OUT, scores
-    )
+    columns = lax.broadcasted_iota(jnp.int32, (1, scores.shape[1]), 1) + first
+    return jnp.where(columns == head.without, OUT, scores)
 
 
 def is_target(scores: Array, targets: Array, first: Any) -> Array:

@@ -27,13 +27,14 @@ def multiplies(device: Any, format: str) -> bool:
     return _tried(_Device(device), format)
 
 
-def emulated(format: str, device: Any) -> str:
-    """What is to be said of a format that the chip does not multiply."""
-    others = [other for other in TRIED if multiplies(device, other)]
-    hint = f"memory.products={others[0]}" if others else "memory.products=compute"
+def emulated(key: str, format: str, device: Any) -> str:
+    """What is to be said of a format, the value of a key, that the chip does not multiply."""
+    better = "loss.split=auto"
+    if key == "memory.products":
+        better = f"{key}={next((other for other in TRIED if multiplies(device, other)), 'compute')}"
     return (
-        f"memory.products: {format} brings nothing here: {device.device_kind} does not multiply it faster. "
-        f"Numbers are rounded to {format} and multiplied in the compute dtype, which is slower than {hint}"
+        f"{key}: {format} brings nothing here: {device.device_kind} does not multiply it faster. "
+        f"Numbers are rounded to {format} and multiplied in the compute dtype, which is slower than {better}"
     )
 
 
