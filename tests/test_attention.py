@@ -423,6 +423,7 @@ def test_auto_takes_the_fastest_backend_that_does_not_refuse() -> None:
     assert choose(AUTO, *shapes(1025), mask=causal) == "blockwise"
     near, far = (Mask(causal=False, window=window) for window in (128, 4096))
     assert choose(AUTO, *shapes(8192), mask=near) == "band"
+    assert choose(AUTO, *shapes(64), mask=near) == "xla"  # fewer scores than chunks would have
     assert choose(AUTO, *shapes(8192), mask=near, platform="gpu") == "band"
     assert choose(AUTO, *shapes(8192), mask=near, platform="tpu") == "splash"
     assert choose(AUTO, *shapes(8192), mask=far) == "blockwise"

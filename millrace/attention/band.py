@@ -46,8 +46,7 @@ def _attend(
 ) -> Array:
     b, s, n, h = q.shape
     kv = k.shape[2]
-    before, after = (-(-reach // UNIT) for reach in _reach(mask))
-    units = max(1, before + after)  # of queries: as many as of keys around them
+    before, after, units = _units(mask)
     chunk = units * UNIT
     count = -(-s // chunk)
     short = count * chunk - s
@@ -100,6 +99,21 @@ def refuses(
     if context > 1:
         return "it takes whole sequences, and mesh.context splits them"
     return None
+
+
+def saves(mask: Mask, length: int) -> bool:
+    """Whether a row has fewer scores by chunks than all of its queries have with all of its keys."""
+    if mask.window is None:
+        return False
+    before, after, units = _units(mask)
+    queries = -(-length // (units * UNIT)) * units * UNIT
+    return queries * (before + units + after) * UNIT < length**2
+
+
+def _units(mask: Mask) -> tuple[int, int, int]:
+    """Those of keys before a chunk and after it, and of queries in it: as many as of keys around them."""
+    before, after = (-(-reach // UNIT) for reach in _reach(mask))
+    return before, after, max(1, before + after)
 
 
 def _reach(mask: Mask) -> tuple[int, int]:
