@@ -20,7 +20,7 @@ def main() -> int:
     import jax.numpy as jnp
     import numpy as np
 
-    from millrace import config, module, objective, recipe, step
+    from millrace import config, module, objective, sections, step
     from millrace.execution import Execution
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
@@ -47,7 +47,7 @@ def main() -> int:
             job = objective.Task(
                 model=cfg,
                 objective=config.part_class("objectives", "causal" if cls.causal else "masked")(),
-                loss=config.part_class("losses", "cross_entropy", recipe.Loss)(soft_cap=30.0),
+                loss=config.part_class("losses", "cross_entropy", sections.Loss)(soft_cap=30.0),
                 how=Execution(config.part_class("attention", attention)(), compute, unroll=32),
                 vocabulary=objective.Vocabulary(SIZES["vocab"], pad=0, bos=1, eos=2, mask=3),
             )

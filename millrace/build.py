@@ -10,14 +10,14 @@ import jax
 import optax
 from jax.sharding import Mesh
 
-from millrace import mesh, module, recipe, spikes, state, step
+from millrace import lengths, mesh, module, sections, spikes, state, step
 from millrace.errors import UserError
 from millrace.execution import INIT_OPTIONS, check_offload
 from millrace.objective import Batch, Task, file, turns
 from millrace.state import State
 
 
-def make_mesh(cfg: recipe.Run, devices: Sequence[Any] | None = None) -> Mesh:
+def make_mesh(cfg: sections.Run, devices: Sequence[Any] | None = None) -> Mesh:
     """Lays out these devices, all there are by default."""
     sizes = mesh_sizes(cfg, jax.device_count() if devices is None else len(devices))
     try:
@@ -26,7 +26,7 @@ def make_mesh(cfg: recipe.Run, devices: Sequence[Any] | None = None) -> Mesh:
         raise UserError(f"mesh: {error}") from None
 
 
-def mesh_sizes(cfg: recipe.Run, devices: int, slices: int = 1) -> dict[str, int]:
+def mesh_sizes(cfg: sections.Run, devices: int, slices: int = 1) -> dict[str, int]:
     """The mesh over so many devices, in so many slices, which `data` tells apart. What an axis splits must
     divide by it: a batch that does not would be computed by every device again, in silence."""
     try:
@@ -39,7 +39,7 @@ def mesh_sizes(cfg: recipe.Run, devices: int, slices: int = 1) -> dict[str, int]
             f"{slices} slices; set mesh.data={slices}"
         )
     rows = cfg.batch.sequences // cfg.batch.accumulate
-    over = math.prod(sizes[axis] for axis in recipe.SPLIT_ROWS)
+    over = math.prod(sizes[axis] for axis in sections.SPLIT_ROWS)
     if rows % over:
         whole, parts = cfg.batch.sequences, cfg.batch.accumulate
         fewer = [count for count in range(1, parts + 1) if whole % (count * over) == 0]
@@ -54,18 +54,18 @@ def mesh_sizes(cfg: recipe.Run, devices: int, slices: int = 1) -> dict[str, int]
     return sizes
 
 
-def make_update(cfg: recipe.Run, task: Task) -> step.Update:
+def make_update(cfg: sections.Run, task: Task) -> step.Update:
     axes = module.axes(file("models", task.model).Model, task.model)
-    lengths = recipe.durations(cfg)
-    curves = file("schedules", cfg.schedule).make(dataclasses.replace(cfg.schedule, **lengths))
+    whole = dataclasses.replace(cfg.schedule, **lengths.durations(cfg))
+    curves = file("schedules", cfg.schedule).make(whole)
     still = frozen(cfg, axes)
     tx = make_optimizer(cfg.optimizer, axes, still)
-    ramp = recipe.ramp(cfg) if cfg.batch.ramp_from else None
+    ramp = lengths.ramp(cfg) if cfg.batch.ramp_from else None
     watched = tuple(spikes.names(turns(task)))
     return step.Update(cfg.optimizer, tx, curves, cfg.batch.accumulate, ramp, still, watched)
 
 
-def frozen(cfg: recipe.Run, axes: Any) -> frozenset[str]:
+def frozen(cfg: sections.Run, axes: Any) -> frozenset[str]:
     """The weights that the recipe lets stay as they are."""
     every = dict(module.named(axes))
     still = frozenset(name for name, its in every.items() if its.still)
@@ -90,7 +90,7 @@ def make_optimizer(
 
 
 def make_state(
-    cfg: recipe.Run, task: Task, update: step.Update, devices: Mesh
+    cfg: sections.Run, task: Task, update: step.Update, devices: Mesh
 ) -> tuple[State, Callable[[], State]]:
     """The state as shapes with shardings, and the function that makes it afresh on the devices."""
     family = file("models", task.model)
@@ -124,7 +124,7 @@ def make_state(
 
 
 def lowered(
-    cfg: recipe.Run,
+    cfg: sections.Run,
     train_step: Callable[..., Any],
     abstract: State,
     devices: Mesh,

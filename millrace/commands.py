@@ -312,6 +312,6 @@ def recipe_list(args: argparse.Namespace) -> None:
 def recipe_schema(args: argparse.Namespace) -> None:
     import json
 
-    from millrace import recipe, schema
+    from millrace import schema, sections
 
-    print(json.dumps(schema.schema(recipe.DataRun if args.data else recipe.Run), indent=2))
+    print(json.dumps(schema.schema(sections.DataRun if args.data else sections.Run), indent=2))

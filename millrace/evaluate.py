@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from millrace import classifier, module, recipe
+from millrace import classifier, module, sections
 from millrace.data.stream import Dataset
 from millrace.errors import UserError
 from millrace.folder import Opened
@@ -127,7 +127,7 @@ def spoken(result: dict[str, Any], objective: Any) -> str:
     return said + "".join(f", {name.replace('_', ' ')} {result[name]:.4f}" for name in more)
 
 
-def with_vocabulary(cfg: recipe.Run, dataset: Dataset) -> recipe.Run:
+def with_vocabulary(cfg: sections.Run, dataset: Dataset) -> sections.Run:
     """The vocabulary comes from the data unless the recipe names one, and so do labels."""
     check_data(cfg.objective, cfg.data.path, dataset.index)
     model = cfg.model

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from millrace import mesh, recipe, store
+from millrace import mesh, sections, store
 from millrace.checkpoint import Checkpoints
 from millrace.compress import stored
 from millrace.data import tokenise
@@ -19,7 +19,7 @@ from millrace.objective import file
 
 @dataclass(frozen=True)
 class Opened:
-    cfg: recipe.Run
+    cfg: sections.Run
     params: Any
     step: int
     devices: Mesh
@@ -27,7 +27,7 @@ class Opened:
     tokenizer_sha256: str | None
 
 
-def open_run(cfg: recipe.Run, *, item: Literal["params", "ema"] | None = None) -> Opened:
+def open_run(cfg: sections.Run, *, item: Literal["params", "ema"] | None = None) -> Opened:
     """Restores the weights of the newest checkpoint, or their average, split over all devices there are.
     Unless one of them is named, the average where there is one."""
     if not store.is_url(cfg.run) and stored.settings_of(Path(cfg.run)) is not None:
@@ -49,7 +49,7 @@ def open_run(cfg: recipe.Run, *, item: Literal["params", "ema"] | None = None) -
     return with_tokenizer(cfg, params, step, devices)
 
 
-def open_quantised(cfg: recipe.Run, item: str | None) -> Opened:
+def open_quantised(cfg: sections.Run, item: str | None) -> Opened:
     """A folder that `millrace quantize` wrote: its weights as they are stored, whole on every device."""
     if item == "ema":
         raise UserError(f"{cfg.run}: no average of the weights in it, since it is quantised")
@@ -59,7 +59,7 @@ def open_quantised(cfg: recipe.Run, item: str | None) -> Opened:
     return with_tokenizer(cfg, jax.device_put(params, everywhere), 0, devices)
 
 
-def with_tokenizer(cfg: recipe.Run, params: Any, step: int, devices: Mesh) -> Opened:
+def with_tokenizer(cfg: sections.Run, params: Any, step: int, devices: Mesh) -> Opened:
     with store.near(cfg.run, tokenise.FILES) as folder:
         if not (folder / "tokenizer.json").is_file():
             return Opened(cfg, params, step, devices, None, None)

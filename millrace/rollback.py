@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from millrace import recipe, store
+from millrace import lengths, sections, store
 from millrace.data import tokenise
 from millrace.data.show import visible
 from millrace.data.stream import Dataset
@@ -95,19 +95,19 @@ FILE = "rollbacks.jsonl"
 KEYS = ("step", "to", "first", "rows")
 
 
-def rows_of(cfg: recipe.Run, dataset: Dataset, first: int, last: int) -> list[tuple[int, int]]:
+def rows_of(cfg: sections.Run, dataset: Dataset, first: int, last: int) -> list[tuple[int, int]]:
     """Where the rows of these steps lie, in stretches."""
-    begin, end = (recipe.tokens_until(cfg, step) // cfg.data.sequence_length for step in (first - 1, last))
+    begin, end = (lengths.tokens_until(cfg, step) // cfg.data.sequence_length for step in (first - 1, last))
     return dataset.lie(begin, end - begin, seed=cfg.seed)
 
 
-def stretch(cfg: recipe.Run, dataset: Dataset, first: int, last: int) -> tuple[int, int]:
+def stretch(cfg: sections.Run, dataset: Dataset, first: int, last: int) -> tuple[int, int]:
     """As one, with what lies between and is passed over already."""
     found = rows_of(cfg, dataset, first, last)
     return found[0][0], sum(found[-1]) - found[0][0]
 
 
-def pages(cfg: recipe.Run, near: Path, dataset: Dataset, trouble: Trouble) -> Iterator[str]:
+def pages(cfg: sections.Run, near: Path, dataset: Dataset, trouble: Trouble) -> Iterator[str]:
     """The bad steps, one after the other, with the documents that each was made of. `near` is a folder with
     the run's tokenizer."""
     tokenizer = tokenise.load(near) if (near / "tokenizer.json").is_file() else None

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from millrace import classifier, config, enlarge, matrices, mesh, module, recipe, store
+from millrace import classifier, config, enlarge, matrices, mesh, module, recipe, sections, store
 from millrace.checkpoint import Checkpoints
 from millrace.data.mapped import open_folder
 from millrace.errors import UserError
@@ -80,7 +80,7 @@ def model_of(path: str, wanted: Any = None) -> Any:
             section = own.from_hf(settings)
         else:
             section = huggingface.section_of(settings)
-        return config.part_class("models", section.pop("use"), recipe.Every)(**section)
+        return config.part_class("models", section.pop("use"), sections.Every)(**section)
     return recipe.load_run(path).model
 
 

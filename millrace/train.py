@@ -21,10 +21,11 @@ from millrace import (
     fit,
     goodput,
     hosts,
+    lengths,
     module,
     programs,
-    recipe,
     rollback,
+    sections,
     spikes,
     start,
     step,
@@ -61,7 +62,7 @@ class Spoilt(Exception):
 class Session:
     """What the loop works with."""
 
-    cfg: recipe.Run
+    cfg: sections.Run
     dataset: Dataset
     devices: Mesh
     checkpoints: Checkpoints
@@ -89,7 +90,7 @@ class Session:
             split="train",
             sequences=cfg.batch.sequences,
             seed=cfg.seed,
-            ramp=recipe.ramp(cfg),
+            ramp=lengths.ramp(cfg),
         )
 
     def log(self, rows: list[tuple[int, dict[str, float]]]) -> None:
@@ -171,7 +172,7 @@ class Session:
         return code
 
 
-def run(cfg: recipe.Run, program: Path | None = None) -> int:
+def run(cfg: sections.Run, program: Path | None = None) -> int:
     """Trains until the schedule ends, with the step that lies compiled in a folder, if one does. Returns the
     exit code: 0 done, 75 asked to stop, 1 too many bad steps."""
     started = time.perf_counter()
@@ -188,7 +189,7 @@ def run(cfg: recipe.Run, program: Path | None = None) -> int:
         ledger = held.enter_context(open_ledger(mirror.near, started))
         cfg = with_vocabulary(cfg, dataset)
         task = make_task(cfg, vocabulary(dataset))
-        family, steps = file("models", task.model), recipe.durations(cfg)["steps"]
+        family, steps = file("models", task.model), lengths.durations(cfg)["steps"]
         checkpoints = Checkpoints(cfg.run, keep=cfg.checkpoint.keep, before=mirror.bring)
         latest = checkpoints.resume(ledger.account.saved)
         record = rollback.Record(cfg.run)
@@ -235,7 +236,7 @@ def run(cfg: recipe.Run, program: Path | None = None) -> int:
                     total_steps=steps,
                     devices=devices.size,
                     peak=peak_flops(jax.devices()[0]),
-                    tokens_until=functools.partial(recipe.tokens_until, cfg),
+                    tokens_until=functools.partial(lengths.tokens_until, cfg),
                 )
                 axes = module.axes(family.Model, task.model)
                 one = step.train_step(task, update, axes)
@@ -328,7 +329,7 @@ def loop(session: Session, current: State, start: int) -> int | rollback.Trouble
             session.watchdog.stepped(number)
             last, stopping = number == session.steps, session.stopper.after(number)
             evaluating = last or (not stopping and cfg.eval.every and number % cfg.eval.every == 0)
-            saving = last or stopping or recipe.saves(cfg.checkpoint, number)
+            saving = last or stopping or sections.saves(cfg.checkpoint, number)
             tracing = session.trace.ends(number, stopping=last or stopping)
             if tracing or evaluating or saving:
                 session.watchdog.alive()
@@ -401,7 +402,7 @@ def with_weights(
     return dataclasses.replace(current, params=params, ema=ema), said
 
 
-def check_same(saved: dict[str, Any], cfg: recipe.Run, dataset: Dataset) -> None:
+def check_same(saved: dict[str, Any], cfg: sections.Run, dataset: Dataset) -> None:
     """A run goes on only with the model, the tokenizer and the data it began with, in their order. The rest
     of the recipe may change. What differs is told at once, all of it."""
     before, now = config.flat(saved["recipe"]), config.flat(config.to_dict(cfg))
@@ -432,7 +433,7 @@ def check_same(saved: dict[str, Any], cfg: recipe.Run, dataset: Dataset) -> None
         )
 
 
-def meta(cfg: recipe.Run, dataset: Dataset, number: int) -> dict[str, Any]:
+def meta(cfg: sections.Run, dataset: Dataset, number: int) -> dict[str, Any]:
     """What a checkpoint says of itself. The stream is a function of the step, so the step is its position."""
     return {
         "step": number,
@@ -447,7 +448,7 @@ def meta(cfg: recipe.Run, dataset: Dataset, number: int) -> dict[str, Any]:
     }
 
 
-def open_folder(cfg: recipe.Run, near: Path, start: int, steps: int) -> Writers:
+def open_folder(cfg: sections.Run, near: Path, start: int, steps: int) -> Writers:
     if jax.process_index():
         return Writers()
     log = cfg.log
@@ -465,7 +466,7 @@ def open_ledger(near: Path, started: float) -> Ledger:
     return ledger
 
 
-def keep_recipe(cfg: recipe.Run, near: Path, labels: Sequence[str]) -> None:
+def keep_recipe(cfg: sections.Run, near: Path, labels: Sequence[str]) -> None:
     """Recipe, tokenizer and what labels are called, once nothing stands against going on with them."""
     if jax.process_index() == 0:
         (near / "recipe.yaml").write_text(config.to_yaml(cfg))
@@ -474,7 +475,7 @@ def keep_recipe(cfg: recipe.Run, near: Path, labels: Sequence[str]) -> None:
             classifier.keep_names(near, labels)
 
 
-def describe(cfg: recipe.Run, task: Task, abstract: State, devices: Mesh, start: int, steps: int) -> str:
+def describe(cfg: sections.Run, task: Task, abstract: State, devices: Mesh, start: int, steps: int) -> str:
     size = sum(leaf.size for leaf in jax.tree.leaves(abstract.params))
     split = " x ".join(f"{axis} {n}" for axis, n in devices.shape.items() if n > 1)
     kind = jax.devices()[0].device_kind

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import transformers
 
-from millrace import config, module, objective, recipe, step
+from millrace import config, module, objective, sections, step
 from millrace.execution import Execution
 from millrace.export import huggingface
 from millrace.export.tensors import table_of
@@ -68,7 +68,7 @@ def check(
     job = Task(
         model=cfg,
         objective=config.part_class("objectives", "causal" if cfg.causal else "masked")(),
-        loss=config.part_class("losses", "cross_entropy", recipe.Loss)(chunk=32, soft_cap=cap),
+        loss=config.part_class("losses", "cross_entropy", sections.Loss)(chunk=32, soft_cap=cap),
         how=Execution(config.part_class("attention", "auto")(), "float32"),
         vocabulary=Vocabulary(vocab, pad=0, bos=1, eos=2, mask=3),
     )

@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 
-from millrace import adapters, config, matrices, module, recipe
+from millrace import adapters, config, matrices, module, recipe, sections
 from millrace.errors import UserError
 from millrace.execution import Execution, cast
 from millrace.export import adapter, huggingface
@@ -25,7 +25,7 @@ SIZES = dict(layers=2, embed=32, heads=4, kv_heads=4, mlp=64, vocab=64, window=8
 
 def drawn(name, tmp_path, **keys):
     """A run of a family whose adapters have learnt something, as if."""
-    cls = config.part_class("models", name, recipe.Every)
+    cls = config.part_class("models", name, sections.Every)
     sizes = {key: value for key, value in SIZES.items() if key in cls.__dataclass_fields__}
     sizes |= dict(lora_rank=4, lora_alpha=6.0, **keys)
     causal = cls(**sizes).causal

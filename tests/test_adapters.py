@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from millrace import adapters, build, config, matrices, module, recipe, step, train
+from millrace import adapters, build, config, matrices, module, recipe, sections, step, train
 from millrace.compress import frozen, grid
 from millrace.data.stream import Dataset
 from millrace.draw import Sampling
@@ -53,7 +53,7 @@ def one_layer(w, number=0):
 
 
 def made(axes, w, **keys):
-    cls = config.part_class("models", "llama", recipe.Every)
+    cls = config.part_class("models", "llama", sections.Every)
     cfg = cls(layers=2, embed=64, heads=4, kv_heads=4, mlp=64, lora_rank=4, lora_alpha=12.0, **keys)
     return adapters.made(cfg, axes, w, KEY)
 
@@ -262,7 +262,7 @@ def test_what_is_merged_computes_what_the_adapters_do(plain, tmp_path):
 @pytest.mark.thin(4)
 @pytest.mark.parametrize("name", [name for name in config.names("models") if name not in ("torch", "bitnet")])
 def test_every_family_computes_with_adapters_what_it_does_from_whole_matrices(name):
-    cls = config.part_class("models", name, recipe.Every)
+    cls = config.part_class("models", name, sections.Every)
     sizes = {key: value for key, value in SIZES.items() if key in cls.__dataclass_fields__}
     cfg = cls(**sizes, lora_rank=4, lora_bits=4, lora_dora=True)
     model = file("models", cfg).Model

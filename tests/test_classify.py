@@ -12,7 +12,7 @@ import torch
 import transformers
 from test_labelled import WORDS, lines, prepared
 
-from millrace import classifier, config, evaluate, module, objective, recipe, start, step, train
+from millrace import classifier, config, evaluate, module, objective, recipe, sections, start, step, train
 from millrace.errors import UserError
 from millrace.execution import Execution
 from millrace.export import huggingface
@@ -55,7 +55,7 @@ def task_of(cfg: Any) -> Task:
     return Task(
         model=cfg,
         objective=config.part_class("objectives", "classify")(),
-        loss=config.part_class("losses", "cross_entropy", recipe.Loss)(),
+        loss=config.part_class("losses", "cross_entropy", sections.Loss)(),
         how=Execution(config.part_class("attention", "auto")(), "float32"),
         vocabulary=Vocabulary(cfg.vocab, pad=0, bos=1, eos=2, mask=3),
     )
@@ -77,7 +77,7 @@ def test_logits_are_those_of_transformers_and_tensors_come_back(name: str, tmp_p
     theirs.save_pretrained(tmp_path)
     settings = huggingface.read_config(tmp_path)
     section = huggingface.section_of(settings)
-    cfg = config.part_class("models", section.pop("use"), recipe.Every)(**section)
+    cfg = config.part_class("models", section.pop("use"), sections.Every)(**section)
     assert (cfg.labels, cfg.pooling) == (3, pooling)
     family = objective.file("models", cfg)
     table = table_of(family, cfg)
@@ -136,7 +136,7 @@ def test_texts_packed_in_a_row_give_the_loss_and_gradients_of_the_texts_one_by_o
     use: str, pooling: str
 ) -> None:
     more = dict(kv_heads=2, head_dim=8) if use == "llama" else {}
-    cfg = config.part_class("models", use, recipe.Every)(
+    cfg = config.part_class("models", use, sections.Every)(
         layers=2, embed=32, heads=4, mlp=40, vocab=96, labels=3, pooling=pooling, **more
     )
     task, family = task_of(cfg), objective.file("models", cfg)
@@ -195,7 +195,7 @@ def test_judgement_is_that_of_the_definitions() -> None:
     assert found["majority"] == np.bincount(wanted).max() / 200
 
 
-def make_run(tmp_path: Path, name: str, path: Path, **sections: Any) -> recipe.Run:
+def make_run(tmp_path: Path, name: str, path: Path, **sections: Any) -> sections.Run:
     tree = dict(
         run=str(tmp_path / name),
         model=dict(use="modernbert", layers=2, embed=32, heads=4, mlp=48, window=16),
@@ -279,7 +279,7 @@ def test_of_a_pair_the_finder_is_fine_tuned_with_its_whole_embedding(
     )
     assert train.run(before) == 0
     pair = open_run(recipe.load_run(str(tmp_path / "before")))
-    model = config.part_class("models", "deberta", recipe.Every)(
+    model = config.part_class("models", "deberta", sections.Every)(
         **{key: value for key, value in sizes.items() if key != "use"},
         vocab=pair.cfg.model.vocab, labels=3, pooling="first",
     )  # fmt: skip

@@ -13,7 +13,7 @@ import jsonschema
 import pytest
 import yaml
 
-from millrace import cli, config, recipe, schema
+from millrace import cli, config, recipe, schema, sections
 from millrace.cli import main
 
 ROOT = Path(__file__).parent.parent
@@ -175,13 +175,13 @@ def test_list_prints_every_file_with_its_head(capsys: pytest.CaptureFixture[str]
     assert lines == ["recipes/binary.yaml", "recipes/deep/two.yaml", "recipes/one.yaml       the first"]
 
 
-@pytest.mark.parametrize("flags, cls", [([], recipe.Run), (["--data"], recipe.DataRun)])
+@pytest.mark.parametrize("flags, cls", [([], sections.Run), (["--data"], sections.DataRun)])
 def test_schema_prints_json(flags: list[str], cls: type, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["recipe", "schema", *flags]) == 0
     assert json.loads(capsys.readouterr().out) == schema.schema(cls)
 
 
-@pytest.mark.parametrize("cls", [recipe.Run, recipe.DataRun])
+@pytest.mark.parametrize("cls", [sections.Run, sections.DataRun])
 def test_the_schema_has_every_key(cls: type) -> None:
     found = set()
     for name, section in schema.schema(cls)["properties"].items():

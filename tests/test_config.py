@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from millrace import config, recipe
+from millrace import config, lengths, recipe, sections
 from millrace.errors import UserError
 
 ROOT = Path(__file__).parent.parent
@@ -185,7 +185,7 @@ def message(text: str, *overrides: str) -> str:
     return said
 
 
-def load(*overrides: str, text: str = TRAINING) -> recipe.Run:
+def load(*overrides: str, text: str = TRAINING) -> sections.Run:
     Path("recipe.yaml").write_text(text)
     return recipe.load("recipe.yaml", overrides)
 
@@ -404,8 +404,8 @@ def test_a_damaged_index_is_left_to_those_who_open_it() -> None:
 
 
 def test_lengths_in_tokens_and_shares_become_steps() -> None:
-    lengths = recipe.durations(load("schedule.steps=1M tokens", "schedule.warmup=10 %"))
-    assert lengths == {"steps": 1954, "warmup": 196}  # a step is 8 x 64 tokens
+    found = lengths.durations(load("schedule.steps=1M tokens", "schedule.warmup=10 %"))
+    assert found == {"steps": 1954, "warmup": 196}  # a step is 8 x 64 tokens
 
 
 @pytest.mark.parametrize("path", WHOLE, ids=lambda path: str(path.relative_to(ROOT)))
@@ -423,7 +423,7 @@ def test_a_section_file_fits_the_section_its_folder_is_named_after(path: Path) -
 
 @pytest.mark.parametrize("path", WHOLE, ids=lambda path: str(path.relative_to(ROOT)))
 def test_a_recipe_is_headed_by_its_command(path: Path) -> None:
-    verb = "train" if isinstance(recipe.load_any(path), recipe.Run) else "data prepare"
+    verb = "train" if isinstance(recipe.load_any(path), sections.Run) else "data prepare"
     assert path.read_text().startswith(f"# millrace {verb} {path.relative_to(ROOT)}   ")
 
 
@@ -441,7 +441,7 @@ def fields(cls: Any) -> list[tuple[str, Any, Any]]:
 
 
 def test_there_are_at_most_101_keys_and_20_of_a_model() -> None:
-    every = set(config.keys(recipe.Run)) | set(config.keys(recipe.DataRun))
+    every = set(config.keys(sections.Run)) | set(config.keys(sections.DataRun))
     # 100, and what a method cannot do without: the beta of dpo.
     assert len({key for key in every if not key.startswith("model.")}) <= 101
     for name in config.names("models"):

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from test_step import ENCODER, Bench, assert_close
 
-from millrace import config, mesh, recipe
+from millrace import config, mesh, sections
 from millrace.corruption import choosable, choose, choose_spans, diffuse, most_chosen, replace
 from millrace.errors import UserError
 from millrace.execution import Execution
@@ -227,7 +227,7 @@ def task(objective: str, vocabulary: Vocabulary = VOCABULARY, **keys: float) -> 
     model = config.part_class("models", "eurobert")(
         vocab=40, layers=1, embed=16, heads=2, kv_heads=2, mlp=32, rope_theta=10000.0
     )
-    loss = config.part_class("losses", "cross_entropy", recipe.Loss)()
+    loss = config.part_class("losses", "cross_entropy", sections.Loss)()
     how = Execution(config.part_class("attention", "xla")(), "float32")
     return Task(model, config.part_class("objectives", objective)(**keys), loss, how, vocabulary)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace import module, recipe
+from millrace import module, recipe, sections
 from millrace.objective import file
 
 ROOT = Path(__file__).parent.parent
@@ -34,7 +34,7 @@ BODIES = {
 }
 
 
-def size(run: recipe.Run) -> int:
+def size(run: sections.Run) -> int:
     return module.count(file("models", run.model).Model, run.model)
 
 

@@ -14,7 +14,7 @@ import torch
 import transformers
 from hypothesis import strategies as st
 
-from millrace import config, mesh, module, recipe, train
+from millrace import config, mesh, module, recipe, sections, train
 from millrace.errors import UserError
 from millrace.execution import Execution
 from millrace.export import huggingface, tensors
@@ -261,7 +261,7 @@ def test_both_begin_with_the_same_embedding_and_only_the_generator_moves_it():
     task = Task(
         model=cfg,
         objective=config.part_class("objectives", "rtd")(),
-        loss=config.part_class("losses", "cross_entropy", recipe.Loss)(),
+        loss=config.part_class("losses", "cross_entropy", sections.Loss)(),
         how=HOW,
         vocabulary=Vocabulary(64, pad=0, bos=1, eos=2, mask=3),
     )

@@ -12,7 +12,7 @@ import pytest
 from test_contracts import LENGTH, SIZES
 from test_step import Bench, assert_close
 
-from millrace import config, depth, module, recipe, train
+from millrace import config, depth, module, sections, train
 from millrace.cli import main
 from millrace.depth import Rounds
 from millrace.errors import UserError
@@ -31,7 +31,7 @@ class Case:
     """A small model of one family: one layer before the rounds, two in them, one after."""
 
     def __init__(self, name: str, rounds: int = 3):
-        cls = config.part_class("models", name, recipe.Depth)
+        cls = config.part_class("models", name, sections.Depth)
         known = {f.name for f in dataclasses.fields(cls)}
         sizes = {key: value for key, value in SIZES.items() if key in known}
         self.cfg = cls(**sizes, recurrence=rounds, backprop=2)
@@ -207,7 +207,7 @@ def test_what_the_backward_pass_keeps_changes_nothing(tiny, remat):
 
 
 def test_flops_count_every_round_and_backward_those_with_gradients():
-    cfg = config.part_class("models", "llama", recipe.Depth)(
+    cfg = config.part_class("models", "llama", sections.Depth)(
         **LLAMA | dict(layers=4), recurrence=8, backprop=2
     )
     plain = file("models", dataclasses.replace(cfg, recurrence=0, backprop=8)).flops

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 from jax.extend.core import jaxprs_in_params
 
-from millrace import config, execution, mesh, module, recipe, step
+from millrace import config, execution, mesh, module, sections, step
 from millrace.build import lowered, make_mesh, make_state, make_update
 from millrace.errors import UserError
 from millrace.execution import Execution
@@ -151,6 +151,6 @@ def test_a_compiler_without_the_hosts_memory_is_told(monkeypatch: pytest.MonkeyP
 
 def test_every_policy_of_recipes_is_one_of_execution() -> None:
     names = {"none", *execution.REMAT}
-    remat = next(f for f in dataclasses.fields(recipe.Memory) if f.name == "remat")
+    remat = next(f for f in dataclasses.fields(sections.Memory) if f.name == "remat")
     assert set(remat.type.__args__) == names == set(arithmetic.KEPT)  # type: ignore[union-attr]
     assert set(search.REMATS) == names - {"offload"}

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from millrace import config, recipe, train
+from millrace import config, recipe, sections, train
 from millrace.checkpoint import Checkpoints
 from millrace.data.prepare import prepare
 from millrace.folder import open_run
@@ -31,14 +31,14 @@ def test_every_family_has_a_tiny_recipe():
 
 @pytest.mark.parametrize("path", TINY, ids=lambda path: path.stem)
 def test_a_tiny_run_learns_and_goes_on_bit_for_bit(path, demo, tmp_path):
-    def load(name: str) -> recipe.Run:
+    def load(name: str) -> sections.Run:
         return recipe.load(path, [f"run={tmp_path}/{name}", f"data.path={demo}"])
 
-    def losses(cfg: recipe.Run, name: str) -> dict[int, Any]:
+    def losses(cfg: sections.Run, name: str) -> dict[int, Any]:
         rows = map(json.loads, (Path(cfg.run) / "metrics.jsonl").read_text().splitlines())
         return {row["step"]: row[name] for row in rows if name in row}
 
-    def weights(cfg: recipe.Run) -> Any:
+    def weights(cfg: sections.Run) -> Any:
         return jax.device_get(open_run(recipe.load_run(cfg.run)).params)
 
     whole, again = load("whole"), load("again")

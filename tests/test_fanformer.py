@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from millrace import config, module, recipe, step
+from millrace import config, module, recipe, sections, step
 from millrace.checkpoint import Checkpoints
 from millrace.execution import Execution
 from millrace.export import huggingface
@@ -108,7 +108,7 @@ def test_parity_of_fanformer_with_its_formulas(cfg, length, seed):
     job = Task(
         model=cfg,
         objective=config.part_class("objectives", "causal")(),
-        loss=config.part_class("losses", "cross_entropy", recipe.Loss)(chunk=32),
+        loss=config.part_class("losses", "cross_entropy", sections.Loss)(chunk=32),
         how=how,
         vocabulary=Vocabulary(cfg.vocab, pad=0, bos=1, eos=2, mask=3),
     )

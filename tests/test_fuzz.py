@@ -17,7 +17,7 @@ import pytest
 import yaml
 from etils import epath
 
-from millrace import cli, config, goodput, manifest, module, recipe, saved
+from millrace import cli, config, goodput, manifest, module, recipe, saved, sections
 from millrace.data import show, tokenise
 from millrace.data.documents import Problems
 from millrace.data.prepare import prepare
@@ -59,7 +59,7 @@ def kitchen(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def settings(random: Random) -> list[str]:
     """Overrides of the command line, most of keys that exist."""
-    known = [*config.keys(recipe.Run), *config.keys(recipe.DataRun)]
+    known = [*config.keys(sections.Run), *config.keys(sections.DataRun)]
     odd_keys = ["", ".", "model.", ".x", "model.layers.x", "é", "a.b.c.d", "sources.x.path", "model", "data"]
     found = []
     for _ in range(random.choice([0, 0, 1, 1, 2])):

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from millrace import goodput, recipe
+from millrace import goodput, sections
 from millrace.data.stream import read_ahead
 from millrace.goodput import Idle, Ledger, note_exit, read
 from tests.test_train import finish, save_recipe, start
@@ -188,7 +188,7 @@ class Week:
     step, blocked, behind, gone = 1.0, 0.3, 10.0, 10.0
     start = {"initialization": 8.0, "preparation": 4.0, "checkpoint_restore": 8.0, "compilation": 10.0}
 
-    def __init__(self, checkpoint: recipe.Checkpoint, log: recipe.Log) -> None:
+    def __init__(self, checkpoint: sections.Checkpoint, log: sections.Log) -> None:
         self.checkpoint, self.log, self.clock = checkpoint, log, Clock()
         self.account, self.whole, self.most_lost = goodput.Account(), 0, 0
 
@@ -209,7 +209,7 @@ class Week:
                 ledger.step(number)
             if self.clock.now >= saving[1]:
                 self.whole, saving = saving[0], (0, float("inf"))
-            if recipe.saves(self.checkpoint, number):
+            if sections.saves(self.checkpoint, number):
                 with ledger.during("checkpoint_save"):
                     self.clock.pass_(self.blocked)
                 saving = number, self.clock.now + self.behind
@@ -225,7 +225,7 @@ class Week:
 
 @pytest.mark.parametrize("told", [True, False], ids=["SIGTERM", "SIGKILL"])
 def test_a_week_with_a_preemption_an_hour_is_97_percent_good(told, record_property):
-    week, random = Week(recipe.Checkpoint(every=64), recipe.Log()), np.random.default_rng(0)
+    week, random = Week(sections.Checkpoint(every=64), sections.Log()), np.random.default_rng(0)
     begun = week.clock.now
     for hour in range(7 * 24):  # at any moment of each hour
         week.live(begun + (hour + random.uniform(0.2, 1.0)) * HOUR, told=told)

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from millrace import config, hosts, recipe, supervise
+from millrace import config, hosts, recipe, sections, supervise
 from millrace.checkpoint import Checkpoints
 from millrace.errors import UserError
 from millrace.folder import open_run
@@ -65,7 +65,7 @@ sys.exit(cli.main(["train", *sys.argv[2:]]))
 """
 
 
-def save_recipe(cfg: recipe.Run, path: Path) -> Path:
+def save_recipe(cfg: sections.Run, path: Path) -> Path:
     path.write_text(config.to_yaml(cfg))
     return path
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 
-from millrace import config, module, objective, recipe, state, step
+from millrace import config, module, objective, sections, state, step
 from millrace.execution import REMAT, Execution
 from millrace.export import huggingface
 from millrace.export.tensors import table_of
@@ -121,7 +121,7 @@ def task(cfg: Any, how: Execution) -> Task:
     return Task(
         model=cfg,
         objective=config.part_class("objectives", "causal" if cfg.causal else "masked")(),
-        loss=config.part_class("losses", "cross_entropy", recipe.Loss)(chunk=32),
+        loss=config.part_class("losses", "cross_entropy", sections.Loss)(chunk=32),
         how=how,
         vocabulary=Vocabulary(VOCAB, pad=0, bos=1, eos=2, mask=3),
     )
@@ -295,7 +295,7 @@ def test_whole_updates_follow_torch(pair):
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": norms, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), eps=1e-8)
 
-    cfg = config.part_class("optim", "adamw", recipe.Optimizer)(
+    cfg = config.part_class("optim", "adamw", sections.Optimizer)(
         learning_rate=1e-3, weight_decay=0.1, clip=1.0
     )
     axes = module.axes(ours.family.Model, ours.cfg)

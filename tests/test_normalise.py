@@ -18,7 +18,7 @@ from millrace.data import duplicates, filters, fingerprints, normalise, words
 from millrace.data.documents import SCHEMA, Part
 from millrace.data.shards import write_json
 from millrace.errors import UserError
-from millrace.recipe import Normalize
+from millrace.sections import Normalize
 
 GOOD = {
     "English": (

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from millrace import cli, recipe
+from millrace import cli, recipe, sections
 from millrace.errors import UserError
 from millrace.plan import advise, arithmetic, chips, compiler, memory, search, slices
 
@@ -230,9 +230,9 @@ def test_settings_that_the_compiler_refuses_are_tried_in_more_parts_and_the_best
     tmp_path: Path,
 ) -> None:
     cfg, where = recipe.load("recipes/llama3-8b.yaml"), slices.parse("v5p-32")
-    asked: list[recipe.Run] = []
+    asked: list[sections.Run] = []
 
-    def judge(tried: recipe.Run, folder: Path) -> float | None:
+    def judge(tried: sections.Run, folder: Path) -> float | None:
         asked.append(tried)
         if tried.batch.accumulate < 32:
             return None

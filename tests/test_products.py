@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from millrace import recipe
+from millrace import sections
 from millrace.errors import UserError
 from millrace.execution import Execution, cast, layers
 from millrace.module import Axes
@@ -245,7 +245,7 @@ def test_formats_that_do_not_exist_are_refused(tiny):
     with pytest.raises(UserError, match="memory.products: found .fp4., expected one of compute, fp8, int8"):
         tiny("memory.products=fp4")
     assert tiny().memory.products == "compute"
-    assert recipe.Memory(products="fp8").compute == "bfloat16"
+    assert sections.Memory(products="fp8").compute == "bfloat16"
 
 
 @pytest.mark.parametrize(("remat", "count"), [("dots", 3), ("full", 4)])

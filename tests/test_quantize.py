@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from millrace import config, module, recipe
+from millrace import config, module, recipe, sections
 from millrace.compress import bits, command, grid, integers, kmeans, second_order, stored, vectors
 from millrace.errors import UserError
 from millrace.evaluate import evaluate_run
@@ -325,7 +325,7 @@ CONTRACT = dict(layers=2, embed=64, heads=2, kv_heads=2, mlp=64, vocab=64, windo
 @pytest.mark.thin(4)
 @pytest.mark.parametrize("name", [name for name in config.names("models") if name != "torch"])
 def test_every_family_computes_the_same_from_stored_matrices_as_from_whole_ones(name):
-    cls = config.part_class("models", name, recipe.Depth)
+    cls = config.part_class("models", name, sections.Depth)
     known = cls.__dataclass_fields__
     cfg = cls(**{key: value for key, value in CONTRACT.items() if key in known})
     family = file("models", cfg)

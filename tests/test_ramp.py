@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace import mesh, recipe, train
+from millrace import lengths, mesh, recipe, train
 from millrace.checkpoint import Checkpoints
 from millrace.data.stream import Dataset
 from millrace.errors import UserError
@@ -36,15 +36,15 @@ def test_what_was_read_before_a_step_is_the_sum_of_the_steps(first, more, each, 
 
 def test_every_size_has_as_many_steps_and_the_ramp_its_tokens():
     cfg = recipe.load(ROOT / "recipes/modernbert-base.yaml")
-    ramp = recipe.ramp(cfg)
+    ramp = lengths.ramp(cfg)
     assert (ramp.first * 256, ramp.last * 256) == (768, 4608)
     whole = ramp.before(15 * ramp.each) * 256 * 1024
     assert 50e9 <= whole < 50e9 * 1.001
-    lengths = recipe.durations(cfg)
+    steps = lengths.durations(cfg)
     for name, tokens in (("steps", 1.7e12), ("warmup", 3e9)):
-        assert tokens <= recipe.tokens_until(cfg, lengths[name]) < tokens + 4608 * 1024
+        assert tokens <= lengths.tokens_until(cfg, steps[name]) < tokens + 4608 * 1024
     later = recipe.load(ROOT / "recipes/modernbert-base.yaml", ["schedule.decay=50B tokens"])
-    assert recipe.durations(later)["decay"] == duration("50B tokens", 4608 * 1024)
+    assert lengths.durations(later)["decay"] == duration("50B tokens", 4608 * 1024)
 
 
 def test_steps_read_the_rows_in_order_and_none_twice(tiny):
@@ -55,7 +55,7 @@ def test_steps_read_the_rows_in_order_and_none_twice(tiny):
         devices = mesh.make(sizes, jax.devices()[: 2 if sizes else 1])
         read = []
         for number in range(12):
-            got = place(dataset, devices, number, split="train", sequences=8, seed=0, ramp=recipe.ramp(cfg))
+            got = place(dataset, devices, number, split="train", sequences=8, seed=0, ramp=lengths.ramp(cfg))
             groups = np.asarray(got.tokens).reshape(2, 4, 64)
             now = min(1 + number // 2, 4)
             assert (groups[:, now:] == 0).all() and (
@@ -63,14 +63,14 @@ def test_steps_read_the_rows_in_order_and_none_twice(tiny):
             ).all()
             read += list(groups[:, :now].reshape(-1, 64))
         np.testing.assert_array_equal(read, flat[: len(read)])
-        assert len(read) == recipe.tokens_until(cfg, 12) // 64 == 2 * (1 + 1 + 2 + 2 + 3 + 3 + 4 * 6)
+        assert len(read) == lengths.tokens_until(cfg, 12) // 64 == 2 * (1 + 1 + 2 + 2 + 3 + 3 + 4 * 6)
 
 
 def test_a_step_of_a_growing_batch_is_that_of_a_batch_of_its_size(tiny):
     sgd = ("optimizer.use=sgd", "optimizer.learning_rate=0.5")
     grown = Bench(tiny(*sgd, *GROWING))
     plain = Bench(tiny(*sgd, "batch.sequences=4", "batch.accumulate=2"))
-    whole = recipe.ramp(grown.cfg)
+    whole = lengths.ramp(grown.cfg)
     state, other = (
         dataclasses.replace(b.state(), step=jax.numpy.asarray(2, "int32")) for b in (grown, plain)
     )

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace import recipe, rollback, spikes, train
+from millrace import recipe, rollback, sections, spikes, train
 from millrace.checkpoint import Checkpoints
 from millrace.data.shards import Index, checksum
 from millrace.data.stream import Dataset, around, united
@@ -133,7 +133,7 @@ def small(sound, tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(spikes, "WINDOW", 32)
     monkeypatch.setattr(spikes, "ENOUGH", 24)
 
-    def make(name: str, *overrides: str) -> recipe.Run:
+    def make(name: str, *overrides: str) -> sections.Run:
         data = tmp_path / f"{name}-data"
         if not data.exists():
             shutil.copytree(sound, data)
@@ -146,13 +146,13 @@ def small(sound, tiny, tmp_path, monkeypatch):
     return make
 
 
-def weights(cfg: recipe.Run) -> dict[str, bytes]:
+def weights(cfg: sections.Run) -> dict[str, bytes]:
     return {
         name: np.asarray(leaf).tobytes() for name, leaf in named(open_run(recipe.load_run(cfg.run)).params)
     }
 
 
-def losses(cfg: recipe.Run) -> dict[int, float]:
+def losses(cfg: sections.Run) -> dict[int, float]:
     lines = (Path(cfg.run) / "metrics.jsonl").read_text().splitlines()
     return {row["step"]: row["loss"] for row in map(json.loads, lines) if "loss" in row}
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from millrace import build, config, matrices, module, recipe, rounding, step, train
+from millrace import build, config, matrices, module, recipe, rounding, sections, step, train
 from millrace.compress import command, grid, stored
 from millrace.data.stream import Dataset
 from millrace.errors import UserError
@@ -184,7 +184,7 @@ def test_frozen_weights_take_less_memory_by_as_much_as_the_paper_says(plain):
     "name", [name for name in config.names("models") if name not in ("torch", "moe", "bitnet")]
 )
 def test_every_family_computes_from_frozen_weights_what_it_does_from_whole_ones(name):
-    cls = config.part_class("models", name, recipe.Every)
+    cls = config.part_class("models", name, sections.Every)
     sizes = {key: value for key, value in SIZES.items() if key in cls.__dataclass_fields__}
     cfg = cls(**sizes, bits=4, bits_rank=4)
     model = file("models", cfg).Model

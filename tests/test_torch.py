@@ -16,7 +16,7 @@ import transformers
 from hypothesis import strategies as st
 from parity import ANEW
 
-from millrace import build, config, module, recipe, step, train
+from millrace import build, config, module, recipe, sections, step, train
 from millrace.checkpoint import Checkpoints
 from millrace.data.stream import Dataset
 from millrace.errors import UserError
@@ -77,7 +77,7 @@ class Averaging(nn.Module):
 
 
 def section(vocab: int = 64, **more: Any) -> Any:
-    return config.part_class("models", "torch", recipe.Depth)(vocab=vocab, **more)
+    return config.part_class("models", "torch", sections.Depth)(vocab=vocab, **more)
 
 
 @pytest.fixture
@@ -179,7 +179,7 @@ def test_parity_with_our_own_llama(tmp_path) -> None:
     assert flops[0] == flops[1]
 
 
-def load(tmp_path: Path, packed: str, model: dict[str, Any], *overrides: str) -> recipe.Run:
+def load(tmp_path: Path, packed: str, model: dict[str, Any], *overrides: str) -> sections.Run:
     tree = {
         "run": f"{tmp_path}/run",
         "model": {"use": "torch"} | model,
@@ -200,7 +200,7 @@ def load(tmp_path: Path, packed: str, model: dict[str, Any], *overrides: str) ->
 class Trained:
     """A few steps of a recipe on so many devices: losses, first and last weights, the batches."""
 
-    def __init__(self, cfg: recipe.Run, devices: int = 8):
+    def __init__(self, cfg: sections.Run, devices: int = 8):
         data = Dataset.open(cfg.data.path, sequence_length=64)
         self.cfg = with_vocabulary(cfg, data)
         task, laid = make_task(self.cfg, vocabulary(data)), build.make_mesh(cfg, jax.devices()[:devices])
@@ -252,7 +252,7 @@ def test_parity_of_training_with_torch_and_of_eight_devices_with_one(tmp_path, p
     eight = Trained(cfg)
     np.testing.assert_allclose(eight.losses, by_torch(eight), rtol=1e-5)
     assert max(eight.shards.values()) <= 1 / 4 and min(eight.shards.values()) == 1 / 8
-    single = Trained(dataclasses.replace(cfg, mesh=recipe.Mesh()), devices=1)
+    single = Trained(dataclasses.replace(cfg, mesh=sections.Mesh()), devices=1)
     np.testing.assert_allclose(single.losses, eight.losses, rtol=1e-5)
 
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from millrace import config, mesh, recipe, rollback, tracing, train
+from millrace import config, mesh, recipe, rollback, sections, tracing, train
 from millrace.checkpoint import Checkpoints
 from millrace.data.stream import Dataset
 from millrace.errors import UserError
@@ -26,12 +26,12 @@ from millrace.folder import open_run
 from millrace.module import named
 
 
-def rows(cfg: recipe.Run) -> list[dict]:
+def rows(cfg: sections.Run) -> list[dict]:
     lines = (Path(cfg.run) / "metrics.jsonl").read_text().splitlines()
     return [row for row in map(json.loads, lines) if "loss" in row]
 
 
-def weights(cfg: recipe.Run) -> dict[str, np.ndarray]:
+def weights(cfg: sections.Run) -> dict[str, np.ndarray]:
     return {name: np.asarray(leaf) for name, leaf in named(open_run(recipe.load_run(cfg.run)).params)}
 
 
@@ -47,7 +47,7 @@ def finish(process: subprocess.Popen) -> tuple[int, str]:
     return process.returncode, said
 
 
-def save_recipe(cfg: recipe.Run, path: Path) -> Path:
+def save_recipe(cfg: sections.Run, path: Path) -> Path:
     path.write_text(config.to_yaml(cfg))
     return path
 
@@ -81,7 +81,7 @@ def test_a_run_stopped_by_sigterm_goes_on_as_if_never_stopped(tiny, tmp_path):
 
 
 def test_the_layout_on_disk_does_not_depend_on_mesh_or_unrolling(tiny, tmp_path):
-    def layout(cfg: recipe.Run) -> dict[str, tuple]:
+    def layout(cfg: sections.Run) -> dict[str, tuple]:
         stored = Checkpoints(cfg.run)
         return {
             path: tuple(leaf.shape)

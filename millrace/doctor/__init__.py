@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from millrace import recipe, secret
+from millrace import secret, sections
 
 State = Literal["ok", "warn", "fail"]
 STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
@@ -27,7 +27,7 @@ class Line:
 Check = Callable[[], Sequence[Line]]
 
 
-def examine(cfg: recipe.Run | None, path: str | None, overrides: Sequence[str]) -> int:
+def examine(cfg: sections.Run | None, path: str | None, overrides: Sequence[str]) -> int:
     """Looks at everything at once, since most of it is waiting, and tells it in order. The exit code."""
     from millrace.doctor import devices, google, here
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from millrace import recipe, store
+from millrace import recipe, sections, store
 from millrace.doctor import Line, here
 from millrace.doctor.google import Instance
 from millrace.writers.terminal import size
@@ -19,7 +19,7 @@ WAIT = 120.0  # seconds: large slices take one of them
 
 
 def check(
-    cfg: recipe.Run | None, path: str | None, overrides: Sequence[str], where: Instance | None
+    cfg: sections.Run | None, path: str | None, overrides: Sequence[str], where: Instance | None
 ) -> list[Line]:
     command = [sys.executable, "-m", "millrace.doctor.devices", *([path, *overrides] if path else [])]
     try:
@@ -67,7 +67,7 @@ def has_gpu() -> bool:
     return shutil.which("nvidia-smi") is not None and bool(here.gpus())
 
 
-def room(cfg: recipe.Run | None, checkpoint: int | None) -> list[Line]:
+def room(cfg: sections.Run | None, checkpoint: int | None) -> list[Line]:
     """For a checkpoint beside the newest one, as a run asks for, and for as many as are kept."""
     if cfg is None:
         return []
@@ -102,7 +102,7 @@ def main() -> None:
     print(json.dumps(found))
 
 
-def checkpoint_bytes(cfg: recipe.Run) -> int | None:
+def checkpoint_bytes(cfg: sections.Run) -> int | None:
     """None where the model's size is not known yet: no vocabulary, or a module of torch."""
     from millrace import mesh
     from millrace.data.mapped import open_folder, read_index

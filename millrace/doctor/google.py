@@ -12,7 +12,7 @@ from email.utils import parsedate_to_datetime
 from functools import partial
 from typing import Any
 
-from millrace import recipe, store
+from millrace import sections, store
 from millrace.doctor import Line
 from millrace.errors import UserError
 
@@ -62,13 +62,13 @@ def ahead(date: str | None) -> float | None:
     return time.time() - parsedate_to_datetime(date).timestamp() - 0.5 if date else None
 
 
-def buckets(cfg: recipe.Run | None) -> list[str]:
+def buckets(cfg: sections.Run | None) -> list[str]:
     """Those that a recipe names."""
     paths = [] if cfg is None else [cfg.run, cfg.data.path, cfg.start or ""]
     return sorted({path.split("://")[1].partition("/")[0] for path in paths if store.is_bucket(path)})
 
 
-def regions(cfg: recipe.Run | None, where: Instance | None) -> list[Line]:
+def regions(cfg: sections.Run | None, where: Instance | None) -> list[Line]:
     named = buckets(cfg)
     if where is None:
         told = "this is no machine of Google Cloud, which charges for what leaves it"
@@ -104,7 +104,7 @@ def about(bucket: str) -> dict[str, Any]:
     return store.ask(f"gs://{bucket}", lambda: json.loads(files.call("GET", "b/{}", bucket)[1]))
 
 
-def clock(cfg: recipe.Run | None, where: Instance | None) -> list[Line]:
+def clock(cfg: sections.Run | None, where: Instance | None) -> list[Line]:
     """Against a bucket's or the metadata server's."""
     skew, whose = (where.skew, "the metadata server's") if where is not None else (None, "")
     for bucket in buckets(cfg)[:1]:

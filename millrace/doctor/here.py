@@ -16,7 +16,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from millrace import recipe, store
+from millrace import sections, store
 from millrace.doctor import Line, State
 from millrace.errors import UserError
 from millrace.writers.terminal import size
@@ -148,7 +148,7 @@ def ports() -> list[Line]:
     return [Line("ok", "ports", f"{port} is free for the other hosts")]
 
 
-def storage(cfg: recipe.Run | None) -> list[Line]:
+def storage(cfg: sections.Run | None) -> list[Line]:
     """Whether the run folder can be written, the data read, and the cache has room."""
     if cfg is None:
         free = shutil.disk_usage(".").free

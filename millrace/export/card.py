@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from millrace import config, recipe, secret
+from millrace import config, lengths, secret
 from millrace.data.mapped import open_folder
 from millrace.data.shards import Index
 from millrace.errors import UserError
@@ -79,7 +79,7 @@ def about(run: Opened, settings: dict[str, Any]) -> str:
     size = sum(leaf.size for leaf in jax.tree.leaves(run.params))
     cfg = run.cfg
     start = f", begun with the weights of `{cfg.start}`" if cfg.start else ""
-    seen = recipe.tokens_until(cfg, run.step)
+    seen = lengths.tokens_until(cfg, run.step)
     learnt = f" It was trained for {run.step:,} steps, {seen:,} tokens{start}." if run.step else ""
     what = (
         f"A {cfg.model.use} with {size:,} parameters that {kind(settings).does}.{learnt} Made with Millrace."

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save_file
 
-from millrace import classifier, config, matrices, module, recipe, store
+from millrace import classifier, config, matrices, module, recipe, sections, store
 from millrace.checkpoint import Checkpoints
 from millrace.compress import stored
 from millrace.data import tokenise
@@ -141,7 +141,7 @@ def shards(tensors: Iterator[tuple[str, np.ndarray]]) -> Iterator[dict[str, np.n
     yield shard
 
 
-def import_(folder: str, run: str) -> recipe.Run:
+def import_(folder: str, run: str) -> sections.Run:
     """Makes a run folder of a Hugging Face one: a recipe and a checkpoint at step 0, from which to train."""
     source = Path(folder)
     settings = read_config(source)

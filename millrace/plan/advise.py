@@ -4,7 +4,7 @@ and which slice to rent for so many tokens, days and dollars."""
 import math
 from dataclasses import dataclass
 
-from millrace import recipe
+from millrace import sections
 from millrace.plan import arithmetic, outcome, search
 from millrace.plan.chips import TPUS, Chip, Price, Range
 from millrace.plan.slices import Slice, sizes
@@ -44,7 +44,7 @@ def optimal(where: Slice, days: float) -> Optimal:
     return Optimal(min(best, room), compute / (6 * min(best, room)), best > room)
 
 
-def offer(cfg: recipe.Run, where: Slice, price: Price) -> Offer | None:
+def offer(cfg: sections.Run, where: Slice, price: Price) -> Offer | None:
     found = min(search.candidates(cfg, where, room=1.0), key=lambda one: one[0], default=None)
     if found is None:
         return None
@@ -60,13 +60,13 @@ def offer(cfg: recipe.Run, where: Slice, price: Price) -> Offer | None:
     return Offer(where, guess.step_seconds, mfu, days, dollars, settings)
 
 
-def smallest(cfg: recipe.Run, chip: Chip) -> Slice | None:
+def smallest(cfg: sections.Run, chip: Chip) -> Slice | None:
     """The smallest slice of a generation that holds a recipe, if any does."""
     return next((where for where in sizes(chip) if any(search.candidates(cfg, where, room=1.0))), None)
 
 
 def offers(
-    cfg: recipe.Run, prices: dict[str, Price], *, days: float | None, budget: float | None
+    cfg: sections.Run, prices: dict[str, Price], *, days: float | None, budget: float | None
 ) -> list[Offer]:
     """Slices that train a recipe in time and for the money, the cheapest first."""
     found = []

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType
 
-from millrace import build, fit, mesh, module, objective, recipe, state
+from millrace import build, fit, mesh, module, objective, sections, state
 from millrace.execution import products_of
 from millrace.layers.experts import SLACK
 from millrace.objective import file
@@ -70,7 +70,7 @@ class Estimate:
         return self.argument_bytes + self.temp_bytes
 
 
-def estimate(cfg: recipe.Run, where: Slice) -> Estimate:
+def estimate(cfg: sections.Run, where: Slice) -> Estimate:
     sizes = build.mesh_sizes(cfg, where.devices, where.slices if where.chip.is_tpu else 1)
     there = held(cfg, sizes)
     flops = objective.flops(cfg)
@@ -108,7 +108,7 @@ class Held:
     parameters: int  # in all
 
 
-def held(cfg: recipe.Run, sizes: dict[str, int]) -> Held:
+def held(cfg: sections.Run, sizes: dict[str, int]) -> Held:
     still = build.frozen(cfg, module.axes(file("models", cfg.model).Model, cfg.model))
     return _held(cfg.model, cfg.optimizer, tuple(sizes[axis] for axis in mesh.AXES), still)
 
@@ -150,13 +150,13 @@ class Local:
     expert: int
 
     @classmethod
-    def of(cls, cfg: recipe.Run, sizes: dict[str, int]) -> "Local":
-        over = math.prod(sizes[axis] for axis in recipe.SPLIT_ROWS)
+    def of(cls, cfg: sections.Run, sizes: dict[str, int]) -> "Local":
+        over = math.prod(sizes[axis] for axis in sections.SPLIT_ROWS)
         rows = cfg.batch.sequences // cfg.batch.accumulate // over
         tokens = rows * cfg.data.sequence_length // sizes["context"]
         return cls(tokens, sizes["tensor"], sizes["fsdp"], sizes["expert"])
 
-    def temporaries(self, cfg: recipe.Run, there: Held) -> int:
+    def temporaries(self, cfg: sections.Run, there: Held) -> int:
         """All but the state at the worst moment, which is either at the head, or amid the layers with all
         gradients made. Sums of gradients over parts of the batch come on top."""
         cast = there.weights // 2 if cfg.memory.compute == "bfloat16" else 0
@@ -165,16 +165,16 @@ class Local:
         layers = gradients + self.work(cfg) + self.gathered(cfg)
         return self.kept(cfg) + cast + sums + max(self.head(cfg), layers)
 
-    def kept(self, cfg: recipe.Run) -> int:
+    def kept(self, cfg: sections.Run) -> int:
         """For the backward pass: the inputs of all layers, and what else `memory.remat` lets stay."""
         moving = self.offloaded(cfg) * min(IN_FLIGHT, cfg.model.layers) // cfg.model.layers
         return self.numbers(cfg, KEPT[cfg.memory.remat], inputs=1) * cfg.model.layers + moving
 
-    def offloaded(self, cfg: recipe.Run) -> int:
+    def offloaded(self, cfg: sections.Run) -> int:
         """For the backward pass, in the host's memory."""
         return self.numbers(cfg, OFFLOADED.get(cfg.memory.remat, KEPT["full"])) * cfg.model.layers
 
-    def work(self, cfg: recipe.Run) -> int:
+    def work(self, cfg: sections.Run) -> int:
         """On one layer. Of experts also rows for each, and the tokens of all devices that share them, with
         what becomes of these in float32."""
         model, item = cfg.model, 2 if cfg.memory.compute == "bfloat16" else 4
@@ -182,14 +182,14 @@ class Local:
         shared = 2 * (item + 4) * self.expert if self.expert > 1 else 0
         return self.numbers(cfg, KEPT["none"]) + int(self.tokens * model.embed * (rows + shared))
 
-    def numbers(self, cfg: recipe.Run, units: tuple[float, float, float], inputs: int = 0) -> int:
+    def numbers(self, cfg: sections.Run, units: tuple[float, float, float], inputs: int = 0) -> int:
         model, item = cfg.model, 2 if cfg.memory.compute == "bfloat16" else 4
         heads = (model.heads + 2 * model.kv_heads) * model.head_dim
         d, m, q = units
         each = (inputs + d) * model.embed + (m * hidden_units(model) + q * heads) / self.tensor
         return int(item * self.tokens * each)
 
-    def head(self, cfg: recipe.Run) -> int:
+    def head(self, cfg: sections.Run) -> int:
         """By tokens logits of a chunk and, twice, the gradient of the vocabulary's matrix; by the vocabulary,
         where the matrix is split, logits and their gradient, and the hidden states' in float32."""
         vocab = cfg.model.vocab // self.tensor
@@ -197,7 +197,7 @@ class Local:
             return 2 * 2**26 + 4 * self.tokens * cfg.model.embed
         return min(2**30, 4 * vocab * self.tokens) + 2 * 4 * vocab * cfg.model.embed
 
-    def gathered(self, cfg: recipe.Run) -> int:
+    def gathered(self, cfg: sections.Run) -> int:
         """The weights of two layers, whole, and of the experts one device's."""
         idle = expert_weights(cfg.model) // cfg.model.layers
         return 2 * 2 * (layer_weights(cfg.model) + idle // self.expert) // self.tensor
@@ -222,7 +222,7 @@ def layer_weights(model: Any) -> int:
     return model.embed * (2 * (model.heads + model.kv_heads) * model.head_dim + 3 * hidden_units(model))
 
 
-def matrix_seconds(cfg: recipe.Run, where: Slice, flops_per_token: float) -> float:
+def matrix_seconds(cfg: sections.Run, where: Slice, flops_per_token: float) -> float:
     """Forward, backward and what is computed again, at the share of the peak that products reach; those that
     are in 8 bits at theirs. What matrices give is kept by some policies, what attention gives by others."""
     model, chip, remat = cfg.model, where.chip, cfg.memory.remat
@@ -238,7 +238,7 @@ def matrix_seconds(cfg: recipe.Run, where: Slice, flops_per_token: float) -> flo
     return tokens * seconds / (where.chips * MATRIX)
 
 
-def traffic_seconds(cfg: recipe.Run, where: Slice, sizes: dict[str, int], parameters: int) -> float:
+def traffic_seconds(cfg: sections.Run, where: Slice, sizes: dict[str, int], parameters: int) -> float:
     """Weights gathered for the forward and the backward pass in the compute dtype, gradients summed in
     float32, tokens on their way to experts, activations of tensor parallelism, keys and values of context
     parallelism."""
@@ -264,7 +264,7 @@ def traffic_seconds(cfg: recipe.Run, where: Slice, sizes: dict[str, int], parame
     return seconds
 
 
-def state_needs(cfg: recipe.Run, where: Slice) -> int:
+def state_needs(cfg: sections.Run, where: Slice) -> int:
     """Bytes a device that no setting but another optimizer or slice can do without: the state and gradients
     shared out over all devices."""
     whole = held(cfg, dict.fromkeys(mesh.AXES, 1))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from millrace import config, recipe
+from millrace import config, sections
 from millrace.errors import UserError
 from millrace.plan import advise, arithmetic, chips, compiler, memory, outcome, search, show
 from millrace.plan.outcome import Outcome
@@ -16,7 +16,7 @@ from millrace.plan.slices import Slice, parse
 DOES_NOT_FIT = 3
 
 
-def sized(cfg: recipe.Run) -> recipe.Run:
+def sized(cfg: sections.Run) -> sections.Run:
     """The recipe with the vocabulary of its data, where that is there."""
     if getattr(cfg.model, "heads", None) is None:
         raise UserError(
@@ -36,7 +36,7 @@ def sized(cfg: recipe.Run) -> recipe.Run:
 
 
 def run(
-    cfg: recipe.Run,
+    cfg: sections.Run,
     names: Sequence[str],
     *,
     fast: bool = False,
@@ -60,7 +60,7 @@ def run(
 
 
 def tune(
-    cfg: recipe.Run,
+    cfg: sections.Run,
     name: str,
     *,
     fast: bool,
@@ -72,9 +72,9 @@ def tune(
     """Looks for the settings that make a step shortest on a slice, and writes the recipe with them."""
     where = parse(name)
     price = chips.prices(prices)[where.chip.name]
-    outcomes: dict[recipe.Run, Outcome] = {}
+    outcomes: dict[sections.Run, Outcome] = {}
 
-    def judge(tried: recipe.Run, folder: Path) -> float | None:
+    def judge(tried: sections.Run, folder: Path) -> float | None:
         settings = " ".join(search.overrides(cfg, tried)) or "as it is"
         try:
             outcomes[tried] = plan(tried, where, price, fast=fast, save=folder)
@@ -104,7 +104,7 @@ def tune(
 
 
 def recommend(
-    cfg: recipe.Run,
+    cfg: sections.Run,
     names: Sequence[str],
     *,
     tokens: str | None,
@@ -130,7 +130,7 @@ def recommend(
     return 0
 
 
-def plan(cfg: recipe.Run, where: Slice, price: chips.Price, *, fast: bool, save: Path | None) -> Outcome:
+def plan(cfg: sections.Run, where: Slice, price: chips.Price, *, fast: bool, save: Path | None) -> Outcome:
     """By the compiler if there is one for the chip and the state alone does not fill it."""
     hopeless = arithmetic.state_needs(cfg, where) * where.chip.devices > where.chip.usable
     if fast or hopeless or not where.chip.is_tpu:
@@ -140,7 +140,7 @@ def plan(cfg: recipe.Run, where: Slice, price: chips.Price, *, fast: bool, save:
         return by_compiler(cfg, where, price, folder)
 
 
-def by_arithmetic(cfg: recipe.Run, where: Slice, price: chips.Price) -> Outcome:
+def by_arithmetic(cfg: sections.Run, where: Slice, price: chips.Price) -> Outcome:
     guess = arithmetic.estimate(cfg, where)
     fits = guess.hbm_bytes * where.chip.devices <= where.chip.usable
     parts = {
@@ -161,7 +161,7 @@ def by_arithmetic(cfg: recipe.Run, where: Slice, price: chips.Price) -> Outcome:
     )
 
 
-def by_compiler(cfg: recipe.Run, where: Slice, price: chips.Price, folder: Path) -> Outcome:
+def by_compiler(cfg: sections.Run, where: Slice, price: chips.Price, folder: Path) -> Outcome:
     made = compiler.compile(cfg, where, folder)
     return Outcome(
         where=where,
@@ -179,7 +179,9 @@ def by_compiler(cfg: recipe.Run, where: Slice, price: chips.Price, folder: Path)
     )
 
 
-def of_both(found: arithmetic.Estimate | compiler.Compiled, cfg: recipe.Run, where: Slice) -> dict[str, Any]:
+def of_both(
+    found: arithmetic.Estimate | compiler.Compiled, cfg: sections.Run, where: Slice
+) -> dict[str, Any]:
     """What arithmetic and the compiler both tell, of a chip rather than a device."""
     tokens, tokens_per_step = outcome.tokens_of(cfg)
     known = {name: getattr(found, name) for name in ("mesh", "parameters", "flops_per_token")}

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from millrace import config, recipe
+from millrace import config, recipe, sections
 from millrace.errors import UserError
 from millrace.plan.slices import Slice, parse
 
@@ -55,7 +55,7 @@ class Compiled:
     doubts: tuple[str, ...] = ()  # what in the program could not be counted
 
 
-def compile(cfg: recipe.Run, where: Slice, folder: Path) -> Compiled:
+def compile(cfg: sections.Run, where: Slice, folder: Path) -> Compiled:
     """Compiles the step for a slice. What the compiler writes down lies in `folder` afterwards."""
     if " " in str(folder):
         raise UserError(
@@ -98,7 +98,7 @@ def main(folder: Path) -> int:
     return 0
 
 
-def compiled(cfg: recipe.Run, where: Slice, folder: Path) -> Compiled:
+def compiled(cfg: sections.Run, where: Slice, folder: Path) -> Compiled:
     import jax
     from jax.experimental import topologies
 

@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from millrace import recipe
+from millrace import sections
 from millrace.layers.experts import even_share
 
 BYTES = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "s16": 2, "s8": 1, "u8": 1, "pred": 1}
@@ -27,7 +27,7 @@ class Buffer:
     key: str  # of the recipe, that shrinks it; empty where none does
 
 
-def largest(dump: Path, cfg: recipe.Run, mesh: dict[str, int], count: int = 6) -> list[Buffer]:
+def largest(dump: Path, cfg: sections.Run, mesh: dict[str, int], count: int = 6) -> list[Buffer]:
     """The largest buffers of a compiled step."""
     # The first paragraph is the heap in HBM; arguments, and what lies beside the matrix units, come after it.
     heaps = [file.read_text().partition("\n\n")[0] for file in reports(dump)]
@@ -45,7 +45,7 @@ def reports(dump: Path) -> list[Path]:
     return sorted(dump.glob("*memory-usage-report.txt"))
 
 
-def describe(shapes: str, cfg: recipe.Run, mesh: dict[str, int]) -> Buffer:
+def describe(shapes: str, cfg: sections.Run, mesh: dict[str, int]) -> Buffer:
     """A buffer by the largest of the values that share it."""
     values = []
     for _, dtype, sides in SHAPE.findall(shapes):
@@ -56,10 +56,10 @@ def describe(shapes: str, cfg: recipe.Run, mesh: dict[str, int]) -> Buffer:
     return Buffer(size, 1, f"{dtype}[{','.join(map(str, shape))}]", what, key)
 
 
-def meaning(dtype: str, shape: tuple[int, ...], cfg: recipe.Run, mesh: dict[str, int]) -> tuple[str, str]:
+def meaning(dtype: str, shape: tuple[int, ...], cfg: sections.Run, mesh: dict[str, int]) -> tuple[str, str]:
     """What a value of this shape is in a step, and the key that shrinks it."""
     model, tensor = cfg.model, mesh["tensor"]
-    over = math.prod(mesh[axis] for axis in recipe.SPLIT_ROWS)
+    over = math.prod(mesh[axis] for axis in sections.SPLIT_ROWS)
     rows = cfg.batch.sequences // cfg.batch.accumulate // over
     length = cfg.data.sequence_length // mesh["context"]
     sides, tokens, size = set(shape), rows * length, math.prod(shape)

@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from millrace import recipe
+from millrace import lengths, sections
 from millrace.plan.chips import PRICES_DATE, Price, Range
 from millrace.plan.memory import Buffer
 from millrace.plan.slices import Slice
@@ -95,7 +95,7 @@ class Outcome:
         }
 
 
-def tokens_of(cfg: recipe.Run) -> tuple[int, int]:
+def tokens_of(cfg: sections.Run) -> tuple[int, int]:
     """Of the whole recipe, and of a step."""
     each = cfg.batch.sequences * cfg.data.sequence_length
-    return recipe.tokens_until(cfg, recipe.durations(cfg)["steps"]), each
+    return lengths.tokens_until(cfg, lengths.durations(cfg)["steps"]), each

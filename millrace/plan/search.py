@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal
 
-from millrace import config, recipe
+from millrace import config, sections
 from millrace.errors import UserError
 from millrace.plan import arithmetic
 from millrace.plan.slices import Slice
@@ -25,12 +25,12 @@ class NoneFits(UserError):
 Remat = Literal["none", "dots", "offload", "attention", "full"]
 # The host's memory, which slices say nothing of, is taken only by recipes that ask for it.
 REMATS: tuple[Remat, ...] = ("none", "dots", "attention", "full")
-Judge = Callable[[recipe.Run, Path], float | None]  # seconds of a step, or None if it does not fit
+Judge = Callable[[sections.Run, Path], float | None]  # seconds of a step, or None if it does not fit
 
 
 def search(
-    cfg: recipe.Run, where: Slice, judge: Judge, folder: Path, *, exact: bool
-) -> tuple[recipe.Run, float]:
+    cfg: sections.Run, where: Slice, judge: Judge, folder: Path, *, exact: bool
+) -> tuple[sections.Run, float]:
     """The recipe with the settings that make a step shortest, and its seconds. `judge` compiles one and keeps
     what the compiler writes down in a folder; with `exact` arithmetic has the last word, not a compiler."""
     found = sorted(candidates(cfg, where, 1.0 if exact else ROOM), key=lambda one: one[0])
@@ -39,7 +39,7 @@ def search(
             f"plan: no mesh, remat and batch.accumulate make the recipe fit {where.name}; "
             "take a larger slice, or --slice alone to see what fills it"
         )
-    best: tuple[recipe.Run, float] | None = None
+    best: tuple[sections.Run, float] | None = None
     asked = tried_all = 0
     while found and asked < ASKED:
         _, tried = found.pop(0)
@@ -61,7 +61,7 @@ def search(
     return best
 
 
-def finer(cfg: recipe.Run, where: Slice) -> list[tuple[float, recipe.Run]]:
+def finer(cfg: sections.Run, where: Slice) -> list[tuple[float, sections.Run]]:
     """The same settings with the batch in the next larger number of parts, if there is one."""
     over = int(cfg.mesh.data) * int(cfg.mesh.fsdp) * int(cfg.mesh.expert)
     parts = next((parts for parts in parts_of(cfg, over) if parts > cfg.batch.accumulate), None)
@@ -71,7 +71,7 @@ def finer(cfg: recipe.Run, where: Slice) -> list[tuple[float, recipe.Run]]:
     return [(arithmetic.estimate(tried, where).step_seconds, tried)]
 
 
-def candidates(cfg: recipe.Run, where: Slice, room: float = ROOM) -> Iterator[tuple[float, recipe.Run]]:
+def candidates(cfg: sections.Run, where: Slice, room: float = ROOM) -> Iterator[tuple[float, sections.Run]]:
     """Settings that fit by arithmetic, with the seconds of a step, the fewest parts of the batch of each
     mesh and remat."""
     limit = room * where.chip.usable / where.chip.devices
@@ -85,7 +85,7 @@ def candidates(cfg: recipe.Run, where: Slice, room: float = ROOM) -> Iterator[tu
             continue
         if context > 1 and cfg.data.sequence_length % (2 * 128 * context):  # two chunks on each device
             continue
-        mesh = recipe.Mesh(where.slices, over, tensor, context, expert)
+        mesh = sections.Mesh(where.slices, over, tensor, context, expert)
         memory = dataclasses.replace(cfg.memory, remat=remat)
         split = dataclasses.replace(cfg, mesh=mesh, memory=memory)
         numbers = list(parts_of(cfg, over * expert * where.slices))
@@ -97,14 +97,14 @@ def candidates(cfg: recipe.Run, where: Slice, room: float = ROOM) -> Iterator[tu
                 break
 
 
-def fits(cfg: recipe.Run, where: Slice, parts: int, limit: float) -> tuple[float, recipe.Run] | None:
+def fits(cfg: sections.Run, where: Slice, parts: int, limit: float) -> tuple[float, sections.Run] | None:
     """The recipe with its batch in so many parts, and the seconds of a step; None where that is too large."""
     tried = dataclasses.replace(cfg, batch=dataclasses.replace(cfg.batch, accumulate=parts))
     guess = arithmetic.estimate(tried, where)
     return (guess.step_seconds, tried) if guess.hbm_bytes <= limit else None
 
 
-def tiled(cfg: recipe.Run) -> Iterator[recipe.Run]:
+def tiled(cfg: sections.Run) -> Iterator[sections.Run]:
     """The recipe with other tiles of attention, where the kernel for TPUs has to do it."""
     splash = config.part_class("attention", "splash")
     for side in TILES if cfg.attention.use in ("auto", "splash") else ():
@@ -115,7 +115,7 @@ def tiled(cfg: recipe.Run) -> Iterator[recipe.Run]:
             yield dataclasses.replace(cfg, attention=attention)
 
 
-def parts_of(cfg: recipe.Run, over: int) -> Iterator[int]:
+def parts_of(cfg: sections.Run, over: int) -> Iterator[int]:
     """Numbers of parts that the batch can be in, each with a whole number of rows a device."""
     each, rest = divmod(cfg.batch.sequences, over)
     for parts in range(1, each + 1):
@@ -123,7 +123,7 @@ def parts_of(cfg: recipe.Run, over: int) -> Iterator[int]:
             yield parts
 
 
-def overrides(before: recipe.Run, after: recipe.Run) -> list[str]:
+def overrides(before: sections.Run, after: sections.Run) -> list[str]:
     """What to write on a command line to get from one recipe to the other."""
     found = []
     for section in ("mesh", "memory", "batch", "attention"):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from rich.console import Console
 
-from millrace import recipe
+from millrace import sections
 from millrace.plan import advise, arithmetic, search
 from millrace.plan import outcome as outcomes
 from millrace.plan.chips import PRICES_DATE, TPUS, Chip, Range
@@ -18,7 +18,7 @@ SHOWN = 12  # offers
 MONTH = 30.0  # days, where nobody has said how many there are
 
 
-def outcome(one: Outcome, cfg: recipe.Run, days: float | None, *, own_prices: bool = False) -> None:
+def outcome(one: Outcome, cfg: sections.Run, days: float | None, *, own_prices: bool = False) -> None:
     """`days` are those that there are, if that was said."""
     console = Console(highlight=False, soft_wrap=True)
     for line in lines(one, cfg, days, own_prices=own_prices):
@@ -29,7 +29,7 @@ def say(line: str) -> None:
     Console(highlight=False, soft_wrap=True).print(line, markup=False)
 
 
-def offers(found: list[advise.Offer], every: list[advise.Offer], cfg: recipe.Run, wish: str) -> None:
+def offers(found: list[advise.Offer], every: list[advise.Offer], cfg: sections.Run, wish: str) -> None:
     """`every` offer, whatever it takes, is for a wish that none fulfils."""
     console = Console(highlight=False, soft_wrap=True)
     tokens, _ = tokens_of(cfg)
@@ -52,7 +52,7 @@ def optimal(where: Slice, days: float) -> None:
     console.print(best(where, days))
 
 
-def lines(one: Outcome, cfg: recipe.Run, days: float | None, *, own_prices: bool = False) -> Iterator[str]:
+def lines(one: Outcome, cfg: sections.Run, days: float | None, *, own_prices: bool = False) -> Iterator[str]:
     where, chip = one.where, one.where.chip
     split = " x ".join(f"{axis} {size}" for axis, size in one.mesh.items() if size > 1) or "one device"
     chips = f"{where.chips} chip{'s' * (where.chips > 1)} of {chip.name}"
@@ -126,7 +126,7 @@ def costs(dollars: dict[str, Range | None]) -> str:
     return " or ".join(f"{money(cost)} {name}" for name, cost in named if cost) or "price not known"
 
 
-def refusal(one: Outcome, cfg: recipe.Run, days: float) -> Iterator[str]:
+def refusal(one: Outcome, cfg: sections.Run, days: float) -> Iterator[str]:
     """What to change where it does not fit; where nothing helps, the arithmetic of it."""
     where = one.where
     need = arithmetic.state_needs(cfg, where) * where.devices
@@ -159,7 +159,7 @@ def best(where: Slice, days: float) -> str:
     )
 
 
-def advice(one: Outcome, cfg: recipe.Run) -> str:
+def advice(one: Outcome, cfg: sections.Run) -> str:
     """What to change where it does not fit."""
     factor = one.hbm_bytes / one.where.chip.usable
     if one.argument_bytes > one.where.chip.usable:
@@ -171,7 +171,7 @@ def advice(one: Outcome, cfg: recipe.Run) -> str:
     keys = []
     if cfg.memory.remat != "full":
         keys.append("memory.remat=full")
-    parts = search.parts_of(cfg, math.prod(one.mesh[axis] for axis in recipe.SPLIT_ROWS))
+    parts = search.parts_of(cfg, math.prod(one.mesh[axis] for axis in sections.SPLIT_ROWS))
     if (more := next((count for count in parts if count > cfg.batch.accumulate), None)) is not None:
         keys.append(f"batch.accumulate={more}")
     keys.append("--search, which tries meshes")

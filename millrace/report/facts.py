@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from millrace import goodput, recipe, saved, store
+from millrace import goodput, lengths, recipe, saved, sections, store
 from millrace.errors import UserError
 from millrace.goodput import Account
 from millrace.plan import chips
@@ -50,7 +50,7 @@ class Cost:
 class Facts:
     run: str
     now: float
-    cfg: recipe.Run | None
+    cfg: sections.Run | None
     recipe: str
     steps: int | None  # that are to be done
     rows: list[Row]
@@ -84,7 +84,7 @@ def read(run: str, now: float | None = None) -> Facts:
 def _read(run: str, folder: Path, now: float) -> Facts:
     if not (folder / "metrics.jsonl").is_file():
         raise UserError(f"{run}: found no metrics.jsonl in it, expected a run folder")
-    cfg: recipe.Run | None = None
+    cfg: sections.Run | None = None
     with contextlib.suppress(UserError):  # of another version, perhaps
         cfg = recipe.load_run(folder)
     every = [row for row in _json_lines(folder / "metrics.jsonl") if type(row.get("step")) is int]
@@ -93,7 +93,7 @@ def _read(run: str, folder: Path, now: float) -> Facts:
         now=now,
         cfg=cfg,
         recipe=_text(folder / "recipe.yaml"),
-        steps=recipe.durations(cfg)["steps"] if cfg is not None else None,
+        steps=lengths.durations(cfg)["steps"] if cfg is not None else None,
         rows=[row for row in every if "loss" in row],
         evaluations=[row for row in every if "evaluate/loss" in row],
         account=goodput.read(folder / "goodput.jsonl"),
