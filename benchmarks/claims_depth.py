@@ -142,17 +142,19 @@ def plot(found: dict[str, Any], target: Path) -> None:
     os.environ.setdefault("MPLBACKEND", "Agg")
     import matplotlib.pyplot as pyplot
 
-    figure, panel = pyplot.subplots(figsize=(6, 3.6), constrained_layout=True)
+    figure, panel = pyplot.subplots(figsize=(7.5, 3.6), constrained_layout=True)
+    places, greys = range(PART, LENGTH + 1, PART), iter(("0.6", "0.3"))
     for name, its in found.items():
-        for rounds, shares in its["shares"].items():
-            looped = len(its["shares"]) > 1
-            label = f"{name}, {rounds}" if looped else name
+        looped = len(its["shares"]) > 1
+        for number, (rounds, shares) in enumerate(its["shares"].items()):
+            label = f"{rounds} round{'s' * (rounds != '1')}" if looped else f"{name}, run once"
+            colour = pyplot.cm.viridis(number / len(its["shares"])) if looped else next(greys)
             panel.plot(
-                range(PART, LENGTH + 1, PART), shares, "o-" if looped else "s--", label=label, markersize=3
+                places, shares, "o-" if looped else "s--", label=label, color=colour, markersize=3, alpha=0.8
             )
     panel.axvline(TRAINED, color="grey", linewidth=0.8)
     panel.set(xlabel=f"place in the row (trained on {TRAINED})", ylabel="right answers", ylim=(0.4, 1.02))
-    panel.legend(fontsize=7)
+    panel.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
     target.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(target, dpi=120)
     print(f"{target} shows it")
