@@ -1,6 +1,7 @@
 """The first weights of a run from those of another model: a run folder, or one of Hugging Face. All of them,
 or those that `take` names; along the vocabulary by token, the others grown to size (enlarge.py)."""
 
+import dataclasses
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -117,7 +118,21 @@ def weights(source: Source, model: Any, fresh: Any, devices: Mesh, data: str) ->
     new = sorted(dict(named(fresh)).keys() - source.taken)
     drawn = f"; {', '.join(new[:3])}{' and others' * (len(new) > 3)} drawn" if new else ""
     has_rows = any("vocab" in its[name].names for name in source.taken)
-    return whole, begun + drawn + (f"; {said}" if said and has_rows else "")
+    more = [said] * bool(said and has_rows) + changed(old, model)
+    return whole, begun + drawn + "".join(f"; {line}" for line in more)
+
+
+def changed(old: Any, model: Any) -> list[str]:
+    """The keys by which a model of the same family computes something else with weights that were taken."""
+    if old.use != model.use:
+        return []
+    own = {f.name for f in dataclasses.fields(model)} - {f.name for f in dataclasses.fields(sections.Every)}
+    keys = sorted(own - {"vocab"})
+    return [
+        f"model.{key} is {getattr(model, key)} here and {getattr(old, key)} there"
+        for key in keys
+        if getattr(model, key) != getattr(old, key)
+    ]
 
 
 def frozen(source: Source, model: Any, fresh: Any, devices: Mesh, data: str) -> tuple[Any, str]:

@@ -29,9 +29,11 @@ from millrace import (
     spikes,
     start,
     step,
+    store,
     writers,
 )
 from millrace.checkpoint import Checkpoints
+from millrace.compress import stored
 from millrace.data.stream import Dataset, read_ahead
 from millrace.errors import UserError
 from millrace.evaluate import evaluate, given_to, judged_by, place, vocabulary, with_vocabulary
@@ -180,6 +182,11 @@ def run(cfg: sections.Run, program: Path | None = None) -> int:
     first = jax.process_index() == 0
     with contextlib.ExitStack() as held:
         with hosts.agreed(config.to_yaml(cfg)):
+            if not store.is_url(cfg.run) and stored.settings_of(cfg.run) is not None:
+                raise UserError(
+                    f"run: {cfg.run} holds a quantised model, which is not trained further; train the run it "
+                    "was made of, or name another folder with run="
+                )
             devices = build.make_mesh(cfg)
             dataset = Dataset.open(cfg.data.path, sequence_length=cfg.data.sequence_length)
             if first:  # for all

@@ -114,3 +114,14 @@ def test_what_has_no_place_in_peft_is_told(tmp_path):
         adapter.export(base_of(drawn("llama", tmp_path)), f"{tmp_path}/adapter")
     with pytest.raises(UserError, match="sLSTM|slstm"):
         adapter.export(drawn("xlstm", tmp_path, slstm_every=2), f"{tmp_path}/adapter")
+
+
+def test_adapters_are_not_handed_over_for_another_model_than_theirs(tmp_path):
+    run = drawn("llama", tmp_path)
+    larger = dataclasses.replace(run.cfg.model, rope_theta=77.0)
+    huggingface.export(base_of(run), f"{tmp_path}/base", "float32")
+    other = dataclasses.replace(run, cfg=dataclasses.replace(run.cfg, model=larger))
+    with pytest.raises(UserError, match=r"is not the model they were .* model.rope_theta is 77.0 here and"):
+        adapter.export(other, f"{tmp_path}/adapter")
+    (tmp_path / "base").rename(tmp_path / "elsewhere")  # where nobody can look
+    adapter.export(other, f"{tmp_path}/adapter")

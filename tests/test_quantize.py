@@ -1,6 +1,7 @@
 """Quantisation after training: the methods against plain references, their files against an independent
 reading, and models that are quantised, evaluated and continued."""
 
+import dataclasses
 import json
 import os
 from pathlib import Path
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from millrace import config, module, recipe, sections
+from millrace import config, module, recipe, sections, train
 from millrace.compress import bits, command, grid, integers, kmeans, second_order, stored, vectors
 from millrace.errors import UserError
 from millrace.evaluate import evaluate_run
@@ -274,8 +275,6 @@ def test_a_quantised_model_is_continued_as_its_whole_matrices_would_be(trained, 
         run.params,
         is_leaf=lambda w: isinstance(w, stored.Part),
     )
-    import dataclasses
-
     told = [
         list(sample(one, [5, 9, 40], 12, Sampling(0.0)))
         for one in (run, dataclasses.replace(run, params=whole))
@@ -305,18 +304,73 @@ def test_quantising_goes_on_where_it_was_stopped(trained, tmp_path, monkeypatch)
     assert not (tmp_path / "twice.unfinished").exists() and once.step == 0
 
 
+def test_layers_of_other_weights_or_other_rows_are_not_taken_up(trained, tmp_path, monkeypatch):
+    run, keep = open_run(recipe.load_run(trained.run)), command.Work.keep
+
+    def stop(self, number, made):
+        keep(self, number, made)
+        raise KeyboardInterrupt
+
+    def quantize(run, method, data=trained.data.path):
+        method = recipe.load_method(method, ["bits=4", "group=32"])
+        request = command.Request(str(tmp_path / "out"), method, 32, "float32", data)
+        command.quantize(run, request, lambda line: None)
+
+    monkeypatch.setattr(command.Work, "keep", stop)
+    with pytest.raises(KeyboardInterrupt):
+        quantize(run, "rtn")
+    monkeypatch.setattr(command.Work, "keep", keep)
+    # As if the same folder held another run by now, of as many steps.
+    moved = jax.tree.map(lambda w: w.at[(0,) * w.ndim].add(1e-3), run.params)
+    with pytest.raises(UserError, match="found work with weights"):
+        quantize(dataclasses.replace(run, params=moved), "rtn")
+    quantize(run, "rtn")
+
+
+def test_a_mistake_leaves_no_work_behind(trained, tmp_path):
+    run, method = open_run(recipe.load_run(trained.run)), recipe.load_method("gptq", ["group=32"])
+    for target, data, said in (
+        ("gs://bucket/out", trained.data.path, "--to: found gs://bucket/out, expected a folder on this"),
+        (str(tmp_path / "out"), str(tmp_path / "nowhere"), "nowhere"),
+    ):
+        with pytest.raises(UserError, match=said):
+            command.quantize(run, command.Request(target, method, 32, "float32", data), lambda line: None)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_dpo_has_trained_is_stored_as_a_model_that_goes_on(trained, tmp_path):
+    """Neither adapters nor a frozen copy are left of it, so its recipe is one of plain training."""
+    run = open_run(recipe.load_run(trained.run))
+    dpo = config.part_class("objectives", "dpo")()
+    learnt_from = dataclasses.replace(run, cfg=dataclasses.replace(run.cfg, objective=dpo))
+    method = recipe.load_method("rtn", ["bits=4", "group=32"])
+    request = command.Request(str(tmp_path / "out"), method, 32, "float32", trained.data.path)
+    command.quantize(learnt_from, request, lambda line: None)
+    stored_run = open_run(recipe.load_run(tmp_path / "out"))
+    assert stored_run.cfg.objective.use == "causal" and perplexity(stored_run) > 1
+
+
+def test_a_quantised_folder_is_not_trained_in(trained, tmp_path):
+    quantized(trained, tmp_path / "out", "rtn", "bits=4", "group=32")
+    with pytest.raises(UserError, match="out holds a quantised model, which is not trained further"):
+        train.run(recipe.load_run(tmp_path / "out"))
+
+
 @pytest.mark.slow
 def test_more_bits_are_never_worse_and_vectors_of_2_bits_beat_rounding_to_3(library, tmp_path):
     cfg = library()
     told = {"whole": perplexity(open_run(recipe.load_run(cfg.run)))}
     for width in (4, 3, 2):
         told[width] = perplexity(quantized(cfg, tmp_path / f"{width}", "vptq", f"bits={width}", samples=64))
-    fitted = ("bits=2", "tune=100", "tune_rate=1e-3")
-    told["fitted"] = perplexity(quantized(cfg, tmp_path / "fitted", "vptq", *fitted, samples=64))
-    told["rounded"] = perplexity(quantized(cfg, tmp_path / "rounded", "rtn", "bits=3", "group=0"))
+    told["unfitted"] = perplexity(
+        quantized(cfg, tmp_path / "unfitted", "vptq", "bits=2", "tune=0", samples=64)
+    )
+    for group in (0, 128):
+        made = quantized(cfg, tmp_path / f"rounded-{group}", "rtn", "bits=3", f"group={group}")
+        told[f"rounded {group}"] = perplexity(made)
     print(told)
     assert told["whole"] <= told[4] <= told[3] <= told[2]
-    assert told["fitted"] < told[2] and told["fitted"] < told["rounded"]
+    assert told[2] < min(told["unfitted"], told["rounded 0"], told["rounded 128"])
 
 
 CONTRACT = dict(layers=2, embed=64, heads=2, kv_heads=2, mlp=64, vocab=64, window=8, global_every=2)

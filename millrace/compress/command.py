@@ -3,6 +3,7 @@ layer is calibrated on what the rounded layers before it give. What is done lies
 target, a file for each layer, so that the command goes on where it was stopped."""
 
 import dataclasses
+import hashlib
 import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator
@@ -19,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from millrace import config, matrices, mesh, module, rounding
+from millrace import config, matrices, mesh, module, rounding, store
 from millrace.compress import calibrate, integers, stored, tune
 from millrace.compress.calibrate import Layer, Text
 from millrace.compress.stored import Linear, linears, load, tensors_of, with_layer
@@ -56,14 +57,16 @@ def quantize(run: Opened, request: Request, say: Say) -> list[Path]:
     found = linears(file("models", matrices.plain(cfg)), matrices.plain(cfg))
     if not found:
         raise UserError(f"quantize: found no matrix of {cfg.use} that is a linear layer at Hugging Face")
-    work = Work(run, request, found)
+    reads = method.CALIBRATED and not rounding.has_bits(cfg)
+    dataset = open_data(run, request) if reads else None
     with jax.set_mesh(run.devices):
+        work = Work(run, request, found, dataset)
         if rounding.has_bits(cfg):
             for number in range(cfg.layers):
                 work.keep(number, {one.name: learnt(run, one, number) for one in found})
             run = huggingface.plain_run(run)
-        elif method.CALIBRATED:
-            calibrated(run, request, found, work, say)
+        elif dataset is not None:
+            calibrated(run, request, dataset, found, work, say)
         else:
             for number in range(cfg.layers):
                 if not work.has(number):
@@ -86,14 +89,19 @@ def check(run: Opened, request: Request) -> None:
         )
     if request.samples < 1:
         raise UserError(f"--samples: found {request.samples}, expected 1 or more")
+    if store.is_url(request.target):
+        target = store.shown(request.target)
+        raise UserError(f"--to: found {target}, expected a folder on this machine; copy it there after")
     if Path(request.target).exists():
         raise UserError(f"{request.target}: there is something already; name a new folder, or remove it")
 
 
-def calibrated(run: Opened, request: Request, found: list[Linear], work: "Work", say: Say) -> None:
+def calibrated(
+    run: Opened, request: Request, dataset: Dataset, found: list[Linear], work: "Work", say: Say
+) -> None:
     """Layer by layer: what goes into its matrices, the matrices rounded by it, and what the rounded layer
     gives to the next. Of the text, what one layer is given is held, in the host's memory."""
-    cfg, dataset = run.cfg.model, open_data(run, request)
+    cfg = run.cfg.model
     how = Execution(run.cfg.attention, run.cfg.memory.compute)
     texts = list(texts_of(run, request, dataset, make_task(run.cfg, vocabulary(dataset))))
     turns = calibrate.period(cfg, how, run.params, texts[0])
@@ -107,7 +115,8 @@ def calibrated(run: Opened, request: Request, found: list[Linear], work: "Work",
             sums = hessians(layer, found, rows())
             made = {one.name: rounded(run, request, one, number, sums[one.name]) for one in found}
             if getattr(request.method, "tune", 0):
-                made = tune.tuned(layer, request.method, found, made, list(rows()))
+                held = list(zip(texts, given, strict=True))
+                made = tune.tuned(layer, request.method, found, made, held, partial(spread, run.devices))
             work.keep(number, made)
         if number + 1 < cfg.layers:
             model = with_layer(run.params, found, work.layer(number))
@@ -187,10 +196,11 @@ class Work:
     """The layers that are done, in a folder beside the target. One that was begun for something else is
     refused."""
 
-    def __init__(self, run: Opened, request: Request, found: list[Linear]):
+    def __init__(self, run: Opened, request: Request, found: list[Linear], dataset: Dataset | None):
         self.folder, self.found = Path(f"{request.target}.unfinished"), found
         asked = dataclasses.asdict(request) | {"method": config.to_dict(request.method)}
-        asked |= {"run": run.cfg.run, "step": run.step}
+        asked |= {"run": run.cfg.run, "step": run.step, "weights": fingerprint(run.params)}
+        asked |= {"rows": None if dataset is None else dataset.fingerprint}
         about = self.folder / "request.json"
         self.method = request.method
         if about.is_file():
@@ -231,6 +241,18 @@ class Work:
         return file("quantize", self.method).settings(self.method, layers)
 
 
+def fingerprint(params: Any) -> str:
+    """By which weights are told from others: sums of their bits, which come out alike in any order."""
+
+    @jax.jit
+    def sums(params: Any) -> list[jax.Array]:
+        as_bits = lambda w: jax.lax.bitcast_convert_type(w.astype(jnp.float32), jnp.uint32)
+        leaves = map(as_bits, jax.tree.leaves(params))
+        return [jnp.sum(one, dtype=jnp.uint32) for bits in leaves for one in (bits, bits * bits)]
+
+    return hashlib.sha256(np.asarray(jax.device_get(sums(params))).tobytes()).hexdigest()[:16]
+
+
 def write(run: Opened, request: Request, found: list[Linear], work: Work) -> list[Path]:
     """The folder of Hugging Face, and with the recipe in it a run folder."""
     cfg = run.cfg
@@ -240,6 +262,8 @@ def write(run: Opened, request: Request, found: list[Linear], work: Work) -> lis
         about = joined(about, work.settings(number, work.layer(number)))
     settings |= {"quantization_config": about}
     recipe = dataclasses.replace(cfg, run=request.target)
+    if cfg.objective.use == "dpo":  # which needs a model to measure against, and none is left
+        recipe = dataclasses.replace(recipe, objective=config.part_class("objectives", "causal")())
     with huggingface.whole_or_nothing(request.target) as made:
         huggingface.write(run, settings, tensors(run, request, found, work), made)
         (made / "recipe.yaml").write_text(config.to_yaml(recipe))

@@ -1,11 +1,13 @@
 """Codebooks of a layer fitted to what the layer gave before it was rounded, indices as they are (VPTQ's
 layer-wise fine-tuning)."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from millrace.compress.calibrate import Layer, Text
@@ -17,10 +19,16 @@ BOOKS = ("centroids", "residual", "outlier_centroids")
 
 
 def tuned(
-    layer: Layer, method: Any, found: list[Linear], made: dict[str, Vectors], rows: Any
+    layer: Layer,
+    method: Any,
+    found: list[Linear],
+    made: dict[str, Vectors],
+    rows: list[tuple[Text, np.ndarray]],
+    put: Callable[[np.ndarray], Array],
 ) -> dict[str, Any]:
     """The matrices with codebooks that make the layer's output, on the texts and inputs of `rows`, more like
-    that of the matrices they stand for. The result is taken only if it does, over all rows."""
+    that of the matrices they stand for. The result is taken only if it does, over all rows. Inputs and
+    outputs lie in the host's memory, and come to the devices by `put`, a batch at a time."""
     tx = optax.adam(optax.linear_schedule(method.tune_rate, 0.0, method.tune))
     books = {name: _books(stored) for name, stored in made.items()}
 
@@ -36,11 +44,12 @@ def tuned(
         return optax.apply_updates(books, moves), state
 
     check, state, begun = jax.jit(loss), tx.init(books), books
-    wanted = [layer.out(layer.params, text, x) for text, x in rows]
-    total = lambda books: sum(check(books, *row, out) for row, out in zip(rows, wanted, strict=True))
+    wanted = [np.asarray(layer.out(layer.params, text, put(x))) for text, x in rows]
+    batch = lambda at: (rows[at][0], put(rows[at][1]), put(wanted[at]))
+    total = lambda books: sum(float(check(books, *batch(at))) for at in range(len(rows)))
     for number in range(method.tune):
-        at = number % len(rows)
-        books, state = step(books, state, *rows[at], wanted[at])
+        # Waited for, or the batches of many steps would be on the devices at once.
+        books, state = jax.block_until_ready(step(books, state, *batch(number % len(rows))))
     books = jax.tree.map(lambda book: book.astype(jnp.float16).astype(jnp.float32), books)
     best = books if total(books) < total(begun) else begun
     return {name: replace(stored, **_halves(best[name])) for name, stored in made.items()}

@@ -101,7 +101,8 @@ def check(kinds: set[str]) -> None:
     mixed = len(marked) > 1 or (PAIR in marked and len(kinds) > 1)
     if mixed:
         found = " and ".join(WHAT.get(kind, "plain texts") for kind in sorted(kinds))
-        raise UserError(f"sources: found {found} in one set, expected one kind; make a set of each")
+        hint = "; a record with `chosen` and no `rejected` is a conversation" if PAIR in marked else ""
+        raise UserError(f"sources: found {found} in one set, expected one kind; make a set of each{hint}")
 
 
 def labelled(kinds: Iterable[str]) -> Literal["", "text", "tokens"]:

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from safetensors.numpy import save_file
 
-from millrace import adapters, matrices, module
+from millrace import adapters, matrices, module, start
 from millrace.adapters import Adapted
 from millrace.compress.stored import Linear, linears
 from millrace.errors import UserError
@@ -35,6 +35,7 @@ def export(run: Opened, folder: str) -> list[Path]:
             f"--adapter: {cfg.use} is not one model at Hugging Face; without it adapters are merged"
         )
     family.to_hf(bare, run.cfg.data.sequence_length)  # says what transformers has not
+    check_start(run, bare)
     weights = adapted(run.params)
     found = [one for one in linears(family, bare) if not weights.keys().isdisjoint(one.paths)]
     left = sorted(weights.keys() - {path for one in found for path in one.paths})
@@ -53,6 +54,23 @@ def export(run: Opened, folder: str) -> list[Path]:
         settings = settings_of(run, found, weights)
         (made / "adapter_config.json").write_text(json.dumps(settings, indent=2) + "\n")
     return sorted(path for path in Path(folder).rglob("*") if path.is_file())
+
+
+def check_start(run: Opened, model: Any) -> None:
+    """Adapters are of use beside the very model that they were trained beside."""
+    path = run.cfg.start
+    if path is None or not (start.is_run(path) or Path(path).is_dir()):  # it may lie elsewhere by now
+        return
+    old = matrices.plain(start.model_of(path, model))
+    other = start.changed(old, model)
+    rows, said = start.rows_of(path, run.cfg.run, old.vocab, model.vocab)
+    if rows is not None:
+        other.append(f"of its vocabulary were taken {said}")
+    if other:
+        raise UserError(
+            f"--adapter: {path}, over which they would be loaded, is not the model they were trained beside: "
+            f"{other[0]}; without it adapters are merged"
+        )
 
 
 def adapted(params: Any) -> dict[str, Adapted]:
@@ -92,16 +110,16 @@ def length(w: Any, inputs: int) -> np.ndarray:
 def settings_of(run: Opened, found: list[Linear], weights: dict[str, Adapted]) -> dict[str, Any]:
     """adapter_config.json. Where thin matrices are side by side, their rank is a multiple of ours; what they
     add is multiplied by the same number."""
-    cfg, start = run.cfg.model, run.cfg.start
+    cfg, base = run.cfg.model, run.cfg.start
     scale = next(iter(weights.values())).sizes.scale
     names = {one.name.partition("{}.")[2]: sum(path in weights for path in one.paths) for one in found}
     ranks = {name: count * cfg.lora_rank for name, count in names.items()}
     other = {name: rank for name, rank in ranks.items() if rank != cfg.lora_rank}
-    is_theirs = start is not None and (Path(start) / "config.json").is_file()
+    is_theirs = base is not None and (Path(base) / "config.json").is_file()
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM" if cfg.causal else None,
-        "base_model_name_or_path": start if is_theirs else None,
+        "base_model_name_or_path": base if is_theirs else None,
         "r": cfg.lora_rank,
         "lora_alpha": scale * cfg.lora_rank,
         "rank_pattern": other,

@@ -26,8 +26,8 @@ class Config:
     bits: int = 2  # of a weight that indices take: 2, 3 or 4; codebooks come on top
     vector: int = 0  # outputs that are one vector; 0: 4, 6 or 8, as many as pays for the size of the matrix
     outliers: float = 0.0  # share of the inputs that have a codebook of their own; 0.01 is usual
-    tune: int = 0  # steps in which the codebooks of a layer are fitted to its output; 100 is usual
-    tune_rate: float = 1e-4  # how far each goes
+    tune: int = 100  # steps in which the codebooks of a layer are fitted to its output; 0: none
+    tune_rate: float = 1e-3  # how far each goes
 
     def __post_init__(self):
         if self.bits not in (2, 3, 4):
@@ -41,7 +41,7 @@ class Config:
         if self.tune_rate <= 0:
             raise ValueError("tune_rate: expected a number above 0")
         if not self.tune and self.tune_rate != type(self).tune_rate:
-            raise ValueError("tune_rate: expected tune to be set as well, or it has no effect")
+            raise ValueError("tune_rate: expected tune above 0, or it has no effect")
 
 
 def quantize(cfg: Any, w: Array, hessian: Array | None, key: Array) -> vectors.Vectors:
