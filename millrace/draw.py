@@ -9,6 +9,8 @@ import jax.numpy as jnp
 from millrace.errors import UserError
 from millrace.module import Array
 
+HOTTEST = 100  # the highest temperature; long before, every token is as likely as any other
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -22,10 +24,12 @@ class Sampling:
     def __post_init__(self) -> None:
         if not 0 <= self.seed < 2**32:
             raise UserError(f"--seed: expected a number from 0 to {2**32 - 1}")
-        if not self.temperature >= 0 or self.top_k < 0 or not 0 < self.top_p <= 1:
-            raise UserError(
-                "expected --temperature 0 or more, --top-k 0 or more and --top-p above 0 and at most 1"
-            )
+        if not 0 <= self.temperature <= HOTTEST:
+            raise UserError(f"--temperature: expected a number from 0 to {HOTTEST}")
+        if not 0 <= self.top_k < 2**31:  # a device holds it in 32 bits
+            raise UserError(f"--top-k: expected a number from 0 to {2**31 - 1}")
+        if not 0 < self.top_p <= 1:
+            raise UserError("--top-p: expected a number above 0 and at most 1")
 
 
 def draw(logits: Array, key: Array, sampling: Sampling) -> Array:

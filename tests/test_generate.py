@@ -185,13 +185,21 @@ def test_what_cannot_be_continued_is_refused_in_words(run, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [{"temperature": -0.1}, {"temperature": float("nan")}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.1}],
-    ids=str,
+    ("name", "values", "expected"),
+    [
+        (
+            "temperature",
+            (-0.1, float("nan"), float("inf"), 10**400),
+            "--temperature: expected .* 0 to 100",
+        ),
+        ("top_k", (-1, 2**31), "--top-k: expected .* from 0 to 2147483647"),
+        ("top_p", (0.0, 1.1, float("nan")), "--top-p: expected .* above 0 and at most 1"),
+    ],
 )
-def test_impossible_sampling_is_refused(settings):
-    with pytest.raises(UserError, match="expected --temperature 0 or more"):
-        Sampling(**settings)
+def test_impossible_sampling_is_refused(name, values, expected):
+    for value in values:
+        with pytest.raises(UserError, match=expected):
+            Sampling(**{name: value})
 
 
 @pytest.mark.parametrize("seed", [-1, 2**32, 10**30])

@@ -182,9 +182,12 @@ def test_a_text_ends_before_a_stop(run, client):
         (dict(prompt="a", max_tokens=100), "max_tokens: found 100", None),
         (
             dict(prompt="a", temperature=-1),
-            "temperature: found -1, expected a number of 0 or more",
+            "temperature: found -1, expected a number from 0 to 100",
             "temperature",
         ),
+        (dict(prompt="a", temperature=10**400), r"temperature: found 10{39}\.\.\., expected", "temperature"),
+        (dict(prompt="a", stream="yes"), "stream: found 'yes', expected true or false", "stream"),
+        (dict(prompt="a", stream_options=5), "stream_options: found 5, expected an object", "stream_options"),
         (dict(prompt="a", max_tokens="9"), "max_tokens: found '9', expected a whole number", "max_tokens"),
         (dict(prompt="a", n=2), "n: expected 1", "n"),
         (dict(prompt="a", logprobs=5), "logprobs: not supported", "logprobs"),
@@ -203,7 +206,7 @@ def test_a_bad_request_is_told_as_openai_does(asked, message, param, server):
 def post(server: Any, path: str, body: bytes) -> tuple[int, Any]:
     request = urllib.request.Request(f"http://127.0.0.1:{server.server_port}{path}", body)
     try:
-        with urllib.request.urlopen(request, timeout=600) as response:
+        with urllib.request.urlopen(request, timeout=120) as response:
             return response.status, json.load(response)
     except urllib.error.HTTPError as error:
         with error:
@@ -239,6 +242,39 @@ def test_a_client_that_goes_away_leaves_its_slot(run):
         status, told = post(server, "/v1/completions", json.dumps(dict(prompt="a", max_tokens=2)).encode())
         assert status == 200 and told["usage"]["completion_tokens"] <= 2
         assert job.ending == "cancelled" and job.count < 16_000
+
+
+def test_more_of_the_likeliest_than_there_are_tokens_are_all_of_them(run, server):
+    asked = json.dumps(dict(prompt="the mill", max_tokens=5, top_k=10**14, seed=3)).encode()
+    status, told = post(server, "/v1/completions", asked)
+    assert status == 200
+    assert told["choices"][0]["text"] == alone(run, "the mill", 5, Sampling(1.0, 0, 1.0, seed=3))
+
+
+def test_a_prompt_that_fails_fails_alone(server):
+    other = server.engine.submit([1, 2], 40, Sampling(0), frozenset())
+    following = iter(other)
+    next(following)
+    failing = server.engine.submit([2**40], 2, Sampling(0), frozenset())  # no device holds such a token
+    with pytest.raises(OverflowError):
+        list(failing)
+    assert len(list(following)) == 39 and other.ending == "length"
+    assert post(server, "/v1/completions", json.dumps(dict(prompt="a", max_tokens=2)).encode())[0] == 200
+
+
+def test_who_asks_an_engine_that_failed_is_told_so(run, capsys):
+    with serving(run, slots=1) as server:
+        server.engine.caches = None  # lost, as where a device is
+        asked = json.dumps(dict(prompt="a", max_tokens=2)).encode()
+        for message in ("the model failed", "the server has stopped"):
+            status, told = post(server, "/v1/completions", asked)
+            assert status == 500 and told["error"]["type"] == "server_error"
+            assert message in told["error"]["message"]
+        with pytest.raises(urllib.error.HTTPError, match="500") as caught:
+            urllib.request.urlopen(f"http://127.0.0.1:{server.server_port}/health")
+        caught.value.close()
+    said = capsys.readouterr().err
+    assert "nothing is answered any more" in said and "Traceback" not in said
 
 
 def test_prompts_are_cut_into_few_sizes():

@@ -1,5 +1,6 @@
 """The addresses: OpenAI's completions and chat, which model there is, whether it is well, and a page."""
 
+import contextlib
 import json
 import secrets
 import socket
@@ -121,10 +122,8 @@ class Handler(BaseHTTPRequestHandler):
         except ask.Refused as error:
             return self.refuse(error)
         form = Form(self.server.model, is_chat)
-        if asked.get("stream"):
-            self.stream(
-                form, answer, with_usage=bool((asked.get("stream_options") or {}).get("include_usage"))
-            )
+        if wanted.stream:
+            self.stream(form, answer, with_usage=wanted.with_usage)
         else:
             self.whole(form, answer)
 
@@ -161,7 +160,8 @@ class Handler(BaseHTTPRequestHandler):
             answer.job.cancel()
         except Exception as error:
             event = {"error": {"message": f"the model failed: {error}", "type": "server_error"}}
-            self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
+            with contextlib.suppress(OSError):  # it may have gone away meanwhile
+                self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
 
     def refuse(self, error: ask.Refused) -> None:
         kind = "server_error" if error.status >= 500 else "invalid_request_error"

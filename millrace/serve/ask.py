@@ -8,10 +8,10 @@ from typing import Any
 
 from millrace import generate
 from millrace.data import chat, template
-from millrace.draw import Sampling
+from millrace.draw import HOTTEST, Sampling
 from millrace.errors import UserError
 from millrace.folder import Opened
-from millrace.serve.engine import Engine, Job
+from millrace.serve.engine import Engine, Job, Stopped
 
 # Names that a client may send and that change nothing here.
 IDLE = {"user", "metadata", "store", "stream", "stream_options", "model", "safety_identifier"}
@@ -34,6 +34,8 @@ class Ask:
     sampling: Sampling
     stop: list[str]
     ends: frozenset[int]
+    stream: bool
+    with_usage: bool
 
 
 def read(run: Opened, asked: Any, *, is_chat: bool) -> Ask:
@@ -49,12 +51,12 @@ def read(run: Opened, asked: Any, *, is_chat: bool) -> Ask:
     tokens = number(asked, limit, None if is_chat else 16, whole=True, low=1)
     seed = number(asked, "seed", None, whole=True)
     sampling = Sampling(
-        temperature=number(asked, "temperature", 1.0, low=0),
-        top_k=number(asked, "top_k", 0, whole=True, low=0),
+        temperature=number(asked, "temperature", 1.0, low=0, high=HOTTEST),
+        top_k=min(number(asked, "top_k", 0, whole=True, low=0), run.cfg.model.vocab),
         top_p=number(asked, "top_p", 1.0, low=0, high=1) or 1e-9,  # 0, as some write for the likeliest
         seed=random.getrandbits(32) if seed is None else seed % 2**32,
     )
-    return Ask(ids, tokens, sampling, stops(asked), ends)
+    return Ask(ids, tokens, sampling, stops(asked), ends, yes(asked, "stream"), with_usage(asked))
 
 
 def prompt(run: Opened, asked: dict[str, Any], is_chat: bool) -> tuple[list[int], frozenset[int]]:
@@ -94,6 +96,8 @@ def conversation(run: Opened, messages: Any) -> tuple[list[int], set[int]]:
     plain = [{"role": said.get("role"), "content": content(said.get("content"))} for said in messages]
     if not all(isinstance(said["role"], str) for said in plain):
         raise Refused("messages: expected a role for each", "messages")
+    for said in plain:
+        clean(said["role"], "messages")
     encoder = chat.make_encoder(tokenizer)
     try:
         text = template.remove_marks(encoder.template.show(plain, None, True)).text
@@ -124,6 +128,19 @@ def clean(text: str, name: str) -> str:
     return text
 
 
+def yes(asked: dict[str, Any], name: str) -> bool:
+    if not isinstance(asked.get(name), bool | None):
+        raise Refused(f"{name}: found {shown(asked[name])}, expected true or false", name)
+    return bool(asked.get(name))
+
+
+def with_usage(asked: dict[str, Any]) -> bool:
+    options = asked.get("stream_options")
+    if not isinstance(options, dict | None):
+        raise Refused(f"stream_options: found {shown(options)}, expected an object", "stream_options")
+    return yes(options or {}, "include_usage")
+
+
 def stops(asked: dict[str, Any]) -> list[str]:
     found = asked.get("stop") or []
     found = [found] if isinstance(found, str) else found
@@ -150,8 +167,13 @@ def number(
         bounds = (
             "" if low is None else f" of {low:g} or more" if high is None else f" from {low:g} to {high:g}"
         )
-        raise Refused(f"{name}: found {value!r}, expected {kind}{bounds}", name)
+        raise Refused(f"{name}: found {shown(value)}, expected {kind}{bounds}", name)
     return value
+
+
+def shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:40]}..."
 
 
 class Answer:
@@ -163,6 +185,8 @@ class Answer:
             self.job: Job = engine.submit(ask.ids, ask.tokens, ask.sampling, ask.ends)
         except UserError as error:
             raise Refused(str(error)) from None
+        except Stopped as error:
+            raise Refused(str(error), status=500) from None
         self.stopped = False
 
     def __iter__(self) -> Iterator[str]:

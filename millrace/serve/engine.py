@@ -4,6 +4,7 @@ since nothing of one slot is seen by another."""
 
 import functools
 import queue
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -23,7 +24,11 @@ from millrace.objective import file
 
 PIECE = 256  # tokens of a prompt that go through the model at a time, at most
 
-Ending = Literal["stop", "length", "cancelled"]
+Ending = Literal["stop", "length", "cancelled", "failed"]
+
+
+class Stopped(Exception):
+    """The engine makes no more tokens."""
 
 
 @dataclass(eq=False)
@@ -65,6 +70,11 @@ class Job:
         self.ending = how
         self.made.put(None)
 
+    def fail(self, error: BaseException) -> None:
+        """Tells whoever waits for it."""
+        self.ending = "failed"
+        self.made.put(error)
+
 
 class Engine:
     def __init__(self, run: Opened, *, slots: int, length: int) -> None:
@@ -75,6 +85,7 @@ class Engine:
         self.thread = threading.Thread(target=self.work, name="engine", daemon=True)
         self.closed = False
         self.error: BaseException | None = None
+        self.entrance = threading.Lock()  # none joins the queue after the last who is told of the end
         cfg = run.cfg.model
         self.how = Execution(run.cfg.attention, run.cfg.memory.compute, products=own_products(cfg))
         with jax.set_mesh(run.devices):
@@ -97,15 +108,17 @@ class Engine:
                 f"max_tokens: found {tokens}, and after a prompt of {len(ids)} tokens there is room for "
                 f"{room} of the {self.length} that this server was started with"
             )
-        if self.error is not None or self.closed:
-            raise RuntimeError(f"the server has stopped: {self.error or 'it was closed'}")
         job = Job(list(ids), tokens or room, sampling, ends)
-        self.waiting.put(job)
+        with self.entrance:
+            if self.closed:
+                raise Stopped(f"the server has stopped: {self.error or 'it was closed'}")
+            self.waiting.put(job)
         return job
 
     def close(self) -> None:
-        self.closed = True
-        self.waiting.put(None)
+        with self.entrance:
+            self.closed = True
+            self.waiting.put(None)
         if self.thread.ident is not None:
             self.thread.join()
 
@@ -117,9 +130,12 @@ class Engine:
                     self.step()
         except BaseException as error:  # told to whoever waits, instead of letting them wait for ever
             self.error = error
+            print(f"the model failed, and nothing is answered any more: {error}", file=sys.stderr, flush=True)
+        with self.entrance:
+            self.closed = True
         for job in [*self.jobs, *iter_queue(self.waiting)]:
             if job is not None and job.ending is None:
-                job.made.put(self.error) if self.error else job.end("cancelled")
+                job.fail(self.error) if self.error else job.end("cancelled")
 
     def join(self) -> None:
         """Requests that wait, into slots that are free; where there is nothing to do, waits for one."""
@@ -134,12 +150,25 @@ class Engine:
             if job.cancelled:
                 job.end("cancelled")
                 continue
+            self.jobs[free[0]] = job
             self.enter(job, free[0])
             if job.ending is None:
-                self.jobs[free.pop(0)] = job
+                free.pop(0)
+            else:
+                self.jobs[free[0]] = None
 
     def enter(self, job: Job, slot: int) -> None:
         """The prompt once through the model, which gives the first token."""
+        try:
+            token, cache = self.read(job)
+        except Exception as error:  # such as no memory for it: the others have what is theirs
+            return job.fail(error)
+        with jax.set_mesh(self.run.devices):
+            self.caches = put(self.caches, cache, slot)
+        job.last = token
+        job.take(token)
+
+    def read(self, job: Job) -> tuple[int, Any]:
         cfg = self.run.cfg.model
         with jax.set_mesh(self.run.devices):
             cache = self.empty()
@@ -149,9 +178,7 @@ class Engine:
                 )
             key = jax.random.fold_in(jax.random.key(job.sampling.seed), 0)
             token = draw(generate.capped(logits, self.run.cfg.loss.soft_cap), key, job.sampling)
-            self.caches = put(self.caches, cache, slot)
-        job.last = int(token)
-        job.take(job.last)
+        return int(token), cache
 
     def step(self) -> None:
         """One token for each slot; those of empty slots are made and left."""
