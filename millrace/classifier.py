@@ -54,6 +54,15 @@ class Layout:
         return self.words if pooling_of(cfg) == WORDS else self.texts
 
 
+def refuse(cfg: Any, otherwise: str) -> None:
+    """For what takes models that continue text: whatever a classifier would say there is nonsense."""
+    if cfg.objective.use == "classify":
+        raise UserError(
+            f"objective.use: {cfg.run} was trained by classify, so that it tells labels and cannot continue "
+            f"text; {otherwise}"
+        )
+
+
 def dense(name: str, theirs: str, bias: bool = True) -> dict[str, tuple[str, str]]:
     """The tensors of a linear layer: `classes` or `pool`."""
     pattern = "c d -> d c" if name == "classes" else "e d -> d e"

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from millrace import diffuse
+from millrace import classifier, diffuse
 from millrace.data import pauses
 from millrace.depth import Rounds
 from millrace.draw import Sampling, draw
@@ -35,6 +35,9 @@ def generate(
     be continued is refused here, before the first piece is asked for. `reveal` says how a diffusion model
     tells its tokens, `exit` when recurrent depth goes no deeper; `pause` tokens follow the prompt."""
     cfg, tokenizer = run.cfg, run.tokenizer
+    classifier.refuse(
+        cfg, "`millrace eval` says how often it is right, `millrace export` hands it to transformers"
+    )
     diffuses = cfg.objective.use == "diffusion"
     if not cfg.model.causal and not diffuses:
         raise UserError(

@@ -12,14 +12,30 @@ import torch
 import transformers
 from test_labelled import WORDS, lines, prepared
 
-from millrace import classifier, config, evaluate, module, objective, recipe, sections, start, step, train
+from millrace import (
+    classifier,
+    config,
+    evaluate,
+    generate,
+    mesh,
+    module,
+    objective,
+    recipe,
+    sections,
+    start,
+    step,
+    train,
+)
+from millrace.data import learn
+from millrace.draw import Sampling
 from millrace.errors import UserError
 from millrace.execution import Execution
-from millrace.export import huggingface
+from millrace.export import gguf_file, huggingface
 from millrace.export.tensors import table_of, to_tensors
-from millrace.folder import open_run
+from millrace.folder import Opened, open_run
 from millrace.objective import Batch, Task, Vocabulary
 from millrace.objectives import classify
+from millrace.serve import api
 from tests import parity
 
 SIZES = dict(
@@ -223,6 +239,22 @@ def sorted_texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
         words = [*draw.choice(WORDS, draw.integers(2, 8)), ("ox", "eel", "bee")[number % 3]]
         records.append({"text": " ".join(draw.permutation(words)), "label": ("Ox", "Eel", "Bee")[number % 3]})
     return prepared(folder, f"  a: {{path: {lines(folder / 'a.jsonl', records)}}}")
+
+
+def test_a_decoder_that_tells_labels_is_refused_where_text_is_to_be_continued(tmp_path: Path) -> None:
+    """Before its weights are looked at: it has a vocabulary and a cache, and would say something."""
+    model = dict(use="llama", layers=1, embed=32, heads=2, kv_heads=2, mlp=32, vocab=280, labels=3)
+    cfg = make_run(tmp_path, "decoder", tmp_path / "none", model=model)
+    tokenizer = learn.train(["the mill turns"], kind="bpe", vocab=280)
+    run = Opened(cfg, None, 0, mesh.make(dict.fromkeys(mesh.AXES, 1), jax.devices()[:1]), tokenizer, None)
+    for attempt in (
+        lambda: generate.generate(run, "the", 3, Sampling()),
+        lambda: api.serve(run, host="127.0.0.1", port=0, slots=1, length=8),
+        lambda: gguf_file.export(run, str(tmp_path / "x.gguf"), "float32"),
+    ):
+        with pytest.raises(UserError, match="objective.use: .*decoder was trained by classify"):
+            attempt()
+    assert not (tmp_path / "x.gguf").exists()
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from millrace import config, store
+from millrace import classifier, config, store
 from millrace.compress import stored
 from millrace.errors import UserError
 from millrace.export import gguf_tokens, huggingface
@@ -41,6 +41,7 @@ def export(run: Opened, target: str, dtype: str) -> Path:
             f"{run.cfg.run}: a quantised model, whose numbers GGUF cannot hold; export the run it was made "
             "of, with --dtype q8_0 or q4_0 for few bits"
         )
+    classifier.refuse(run.cfg, "export a folder instead, which transformers reads")
     final = free(target)
     if run.tokenizer is None:
         raise UserError(f"{run.cfg.run}: no tokenizer.json in it, without which llama.cpp reads no model")

@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from millrace import __version__
+from millrace import __version__, classifier
 from millrace.errors import UserError
 from millrace.folder import Opened
 from millrace.serve import ask, page
@@ -66,6 +66,9 @@ def serve(run: Opened, *, host: str, port: int, slots: int, length: int | None) 
 
 
 def refuse(run: Opened) -> None:
+    classifier.refuse(
+        run.cfg, "`millrace eval` says how often it is right, `millrace export` hands it to transformers"
+    )
     if run.cfg.objective.use == "diffusion":
         raise UserError(
             "objective.use: found diffusion, whose tokens come in another order than a server sends them; "
