@@ -1,13 +1,27 @@
 """The model card says what the run folder knows, and nothing that it does not."""
 
+import dataclasses
+import json
 import xml.etree.ElementTree as ElementTree
+from pathlib import Path
 
+import jax
+import numpy as np
+import pytest
 import transformers
 import yaml
+from safetensors.numpy import load_file
 
-from millrace import recipe, train
+from millrace import config, mesh, module, recipe, train
+from millrace.checkpoint import Checkpoints
+from millrace.compress import command, stored
+from millrace.errors import UserError
 from millrace.export import huggingface
 from millrace.folder import open_run
+from millrace.objective import file
+
+# Matrices of one size: what rounds them is compiled once.
+SMALL = ("model.vocab=300", "model.layers=1", "model.kv_heads=4", "model.mlp=32")
 
 
 def card(folder):
@@ -52,3 +66,63 @@ def test_a_model_without_a_history_has_a_card_without_one(tiny, tmp_path):
         and "loss.svg" not in body
         and not (tmp_path / "again" / "loss.svg").exists()
     )
+
+
+def kept(cfg) -> None:
+    """A run folder as training leaves it, without the time that training takes."""
+    rng = np.random.default_rng(0)
+    shapes = module.shapes(file("models", cfg.model).Model, cfg.model)
+    params = jax.tree.map(lambda leaf: rng.normal(0, 0.1, leaf.shape).astype(leaf.dtype), shapes)
+    Path(cfg.run).mkdir()
+    Path(cfg.run, "recipe.yaml").write_text(config.to_yaml(cfg))
+    row = {"step": 2, "loss": 5.5, "evaluate/loss": 5.25, "evaluate/perplexity": 190.5}
+    Path(cfg.run, "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    checkpoints = Checkpoints(cfg.run)
+    checkpoints.save_params(params, {"step": 0, "recipe": config.to_dict(cfg), "tokenizer_sha256": None})
+    checkpoints.close()
+
+
+def quantised(cfg, method: str, *options: str):
+    target = Path(f"{cfg.run}-{method}")
+    request = command.Request(str(target), recipe.load_method(method, options), 2, "float16", cfg.data.path)
+    run = open_run(recipe.load_run(cfg.run))
+    devices = mesh.make(dict.fromkeys(mesh.AXES, 1), jax.devices()[:1])  # for eight, compiling takes thrice
+    run = dataclasses.replace(run, params=jax.device_get(run.params), devices=devices)
+    command.quantize(run, request, lambda line: None)
+    return target, dataclasses.replace(run, cfg=recipe.load_run(target))
+
+
+def test_the_card_of_a_rounded_model_says_what_was_before_what_it_is_and_what_reads_it(tiny, tmp_path):
+    cfg = tiny(f"run={tmp_path}/named", *SMALL)
+    kept(cfg)
+    target, run = quantised(cfg, "rtn", "bits=4", "group=32")
+    front, body = card(target)
+    assert front["library_name"] == "transformers" and body.lstrip().startswith("# named-rtn")
+    assert "Of `named` at step 2, before quantisation." in body and "| perplexity | 190.5000 |" in body
+    assert "in GPTQ's layout, 4 bits a weight and a scale for each 32 inputs of an output." in body
+    assert "rounded after its training; the other weights are in float16" in body
+    assert "stored by gptq" not in body and "optimum gptqmodel" in body and "from_pretrained" in body
+    with pytest.raises(UserError, match="transformers reads as it is, with GPTQModel"):
+        huggingface.export(run, str(target / "again"), "float32")
+
+    target, run = quantised(cfg, "vptq", "bits=2", "tune=0", "vector=4")
+    front, body = card(target)
+    assert front["library_name"] == "millrace" and "from_pretrained" not in body
+    assert "```\nmillrace generate FOLDER\n```" in body and "before quantisation" in body
+    found = stored.linears(file("models", run.cfg.model), run.cfg.model)
+    names = {one.name.format(number) for one in found for number in range(run.cfg.model.layers)}
+    tensors = load_file(target / "model.safetensors")
+    taken = sum(tensor.nbytes for name, tensor in tensors.items() if any(one in name for one in names))
+    weights = run.cfg.model.layers * sum(one.inputs * one.outputs for one in found)
+    assert f"vectors of 4 weights, {8 * taken / weights:.2f} bits a weight with their codebooks" in body
+    with pytest.raises(UserError, match="the package vptq reads, and transformers does not"):
+        huggingface.export(run, str(target / "again"), "float32")
+
+
+def test_the_card_of_a_model_trained_in_few_bits_keeps_its_numbers(tiny, tmp_path):
+    cfg = tiny(f"run={tmp_path}/learnt", *SMALL, "model.bits=4")
+    kept(cfg)
+    _, body = card(quantised(cfg, "rtn", "bits=4", "group=0")[0])
+    assert "At step 2 of `learnt`, whose matrices were rounded as they are stored here." in body
+    assert "a scale for each output. Those of `learnt` were rounded in its training" in body
+    assert "before quantisation" not in body

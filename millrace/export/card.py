@@ -9,7 +9,8 @@ from typing import Any
 
 import jax
 
-from millrace import config, lengths, secret
+from millrace import config, lengths, rounding, secret
+from millrace.compress import stored, vectors
 from millrace.data.mapped import open_folder
 from millrace.data.shards import Index
 from millrace.errors import UserError
@@ -54,9 +55,10 @@ def write(run: Opened, settings: dict[str, Any], target: Path) -> None:
     curve = drawn(known) if known is not None else ""
     if curve:
         (target / CURVE).write_text(curve)
-    parts = [front(run, settings), about(run, settings), use(settings)]
-    parts += [data(run), training(run, known, has_curve=bool(curve)), evaluation(known)]
-    parts += [quantised(settings), whole_recipe(run)]
+    title = target.name if is_rounded(settings) else source_of(run)
+    parts = [front(run, settings), about(run, settings, title), use(settings)]
+    parts += [data(run), training(run, known, has_curve=bool(curve)), evaluation(run, settings, known)]
+    parts += [quantised(run, settings, known), whole_recipe(run)]
     (target / "README.md").write_text(secret.clean("\n\n".join(part for part in parts if part)) + "\n")
 
 
@@ -65,17 +67,38 @@ def kind(settings: dict[str, Any]) -> Kind:
     return next((found for ending, found in KINDS.items() if name.endswith(ending)), OTHER)
 
 
+def layout(settings: dict[str, Any]) -> str | None:
+    """How matrices are stored that take a few bits a weight."""
+    how = settings.get("quantization_config")
+    return None if how is None else how["quant_method"]
+
+
+def is_rounded(settings: dict[str, Any]) -> bool:
+    """Whether `millrace quantize` made it, of a run that is another folder. Ternary matrices are packed as
+    training has them."""
+    return layout(settings) in stored.READ
+
+
+def is_learnt(known: Facts | None) -> bool:
+    """Whether training saw its matrices in few bits already."""
+    return known is not None and known.cfg is not None and rounding.has_bits(known.cfg.model)
+
+
+def source_of(run: Opened) -> str:
+    return Path(run.cfg.run.rstrip("/")).name
+
+
 def front(run: Opened, settings: dict[str, Any]) -> str:
     tags = ["millrace", run.cfg.model.use, *(["quantized"] if "quantization_config" in settings else [])]
     lines = [
-        "library_name: transformers",
+        f"library_name: {'millrace' if layout(settings) == 'vptq' else 'transformers'}",
         f"pipeline_tag: {kind(settings).task}",
         f"tags: {json.dumps(tags)}",
     ]
     return "\n".join(["---", *lines, "# license: the one you give it", "---"])
 
 
-def about(run: Opened, settings: dict[str, Any]) -> str:
+def about(run: Opened, settings: dict[str, Any], title: str) -> str:
     size = sum(leaf.size for leaf in jax.tree.leaves(run.params))
     cfg = run.cfg
     start = f", begun with the weights of `{cfg.start}`" if cfg.start else ""
@@ -85,13 +108,21 @@ def about(run: Opened, settings: dict[str, Any]) -> str:
         f"A {cfg.model.use} with {size:,} parameters that {kind(settings).does}.{learnt} Made with Millrace."
     )
     yours = "<!-- What it is for, what it is not, and who answers questions: yours to say. -->"
-    return "\n\n".join([f"# {Path(cfg.run.rstrip('/')).name}", what, yours])
+    return "\n\n".join([f"# {title}", what, yours])
 
 
 def use(settings: dict[str, Any]) -> str:
-    loads = kind(settings).loads
+    loads, packages = kind(settings).loads, ""
+    if layout(settings) == "vptq":  # transformers 5.22 looks its modules up under names they have not
+        does = "generate" if kind(settings).task == "text-generation" else "eval"
+        return (
+            f"## Use\n\n```\nmillrace {does} FOLDER\n```\n\nThe matrices are as the package vptq reads them; "
+            "transformers does not load this folder."
+        )
+    if layout(settings) == "gptq":
+        packages = "With GPTQModel: `pip install transformers optimum gptqmodel`.\n\n"
     return (
-        "## Use\n\n```python\n"
+        f"## Use\n\n{packages}```python\n"
         f"from transformers import {loads}, AutoTokenizer\n\n"
         f'tokenizer = AutoTokenizer.from_pretrained("FOLDER")\nmodel = {loads}.from_pretrained("FOLDER")\n'
         "```"
@@ -142,7 +173,7 @@ def training(run: Opened, known: Facts | None, *, has_curve: bool) -> str:
     return "## Training\n\n" + "\n".join(rows) + picture
 
 
-def evaluation(known: Facts | None) -> str:
+def evaluation(run: Opened, settings: dict[str, Any], known: Facts | None) -> str:
     if known is None or not known.evaluations:
         return ""
     row = known.evaluations[-1]
@@ -150,17 +181,39 @@ def evaluation(known: Facts | None) -> str:
     numbers = {name: value for name, value in told.items() if isinstance(value, int | float)}
     rows = ["| held out | |", "|---|---|"]
     rows += [f"| {name.replace('_', ' ')} | {value:.4f} |" for name, value in numbers.items()]
-    return f"## Evaluation\n\nAt step {row['step']:,}.\n\n" + "\n".join(rows)
+    whose = f"At step {row['step']:,}."
+    if is_rounded(settings) and is_learnt(known):
+        whose = f"{whose[:-1]} of `{source_of(run)}`, whose matrices were rounded as they are stored here."
+    elif is_rounded(settings):
+        whose = (
+            f"Of `{source_of(run)}` at step {row['step']:,}, before quantisation. `millrace eval FOLDER` "
+            "measures the quantised model."
+        )
+    return f"## Evaluation\n\n{whose}\n\n" + "\n".join(rows)
 
 
-def quantised(settings: dict[str, Any]) -> str:
-    how = settings.get("quantization_config")
+def quantised(run: Opened, settings: dict[str, Any], known: Facts | None) -> str:
+    how, which = settings.get("quantization_config"), layout(settings)
     if how is None:
         return ""
-    numbers = {name: how[name] for name in ("bits", "group_size") if name in how}
-    said = "".join(f", {name.replace('_', ' ')} {value}" for name, value in numbers.items())
-    method = how.get("quant_method", "few bits")
-    return f"## Quantisation\n\nThe matrices of the layers are stored by {method}{said}."
+    if which == "gptq":
+        group = how["group_size"]
+        shared = f"each {group} inputs of an output" if group > 0 else "each output"
+        said = f"GPTQ's layout, {how['bits']} bits a weight and a scale for {shared}"
+    elif which == "vptq":
+        sizes = [vectors.read_sizes(one) for one in how["config_for_layers"].values()]
+        bits = sum(one.bits for one in sizes) / sum(one.inputs * one.outputs for one in sizes)
+        each = " or ".join(str(vector) for vector in sorted({one.vector for one in sizes}))
+        said = f"VPTQ's layout: vectors of {each} weights, {bits:.2f} bits a weight with their codebooks"
+    else:
+        said = "BitNet's layout, ternary, 2 bits a weight"
+    lines = [f"## Quantisation\n\nThe matrices of the layers are in {said}."]
+    if is_rounded(settings):
+        when = "in its training" if is_learnt(known) else "after its training"
+        lines.append(
+            f"Those of `{source_of(run)}` were rounded {when}; the other weights are in {settings['dtype']}."
+        )
+    return " ".join(lines)
 
 
 def whole_recipe(run: Opened) -> str:

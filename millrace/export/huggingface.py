@@ -33,8 +33,12 @@ def export(run: Opened, folder: str, dtype: str, *, packed: bool = False) -> lis
     Returns the files."""
     run = plain_run(run)
     family, cfg = file("models", run.cfg.model), run.cfg
-    if stored.settings_of(cfg.run) is not None:
-        raise UserError(f"{cfg.run}: a quantised model, whose folder transformers reads as it is")
+    if (rounded := stored.settings_of(cfg.run)) is not None:
+        reads = {
+            "gptq": "transformers reads as it is, with GPTQModel",
+            "vptq": "the package vptq reads, and transformers does not; export the run it was made of",
+        }
+        raise UserError(f"{cfg.run}: a quantised model, whose folder {reads[rounded['quant_method']]}")
     if packed and own_products(cfg.model) != "ternary":
         raise UserError(f"--packed: expected ternary weights, and those of {cfg.model.use} are not")
     with whole_or_nothing(folder) as made:
