@@ -28,7 +28,7 @@ from millrace.data import chat, learn, tokenise
 from millrace.draw import Sampling
 from millrace.folder import Opened, open_run
 from millrace.objective import file
-from millrace.serve import api
+from millrace.serve import api, ask
 from millrace.serve.engine import Engine, pieces_of
 
 TEXT = "the mill turns, the water falls, the wheel, the stone"
@@ -189,8 +189,16 @@ def test_a_text_ends_before_a_stop(run, client):
         (dict(prompt="a", stream="yes"), "stream: found 'yes', expected true or false", "stream"),
         (dict(prompt="a", stream_options=5), "stream_options: found 5, expected an object", "stream_options"),
         (dict(prompt="a", max_tokens="9"), "max_tokens: found '9', expected a whole number", "max_tokens"),
-        (dict(prompt="a", n=2), "n: expected 1", "n"),
-        (dict(prompt="a", logprobs=5), "logprobs: not supported", "logprobs"),
+        (dict(prompt="a", n=2), "n: found 2, not supported here", "n"),
+        (dict(prompt="a", n=True), "n: found True, not supported here", "n"),
+        (dict(prompt="a", logprobs=5), "logprobs: found 5, not supported", "logprobs"),
+        (dict(prompt="a", logprobs=1), "logprobs: found 1, not supported", "logprobs"),
+        (dict(prompt="a", logprobs=0), "logprobs: found 0, not supported", "logprobs"),
+        (dict(prompt="a", logprobs=True), "logprobs: found True, not supported", "logprobs"),
+        (dict(prompt="a", echo=True), "echo: found True, not supported", "echo"),
+        (dict(prompt="a", presence_penalty=1), "presence_penalty: found 1, not", "presence_penalty"),
+        (dict(prompt="a", repetition_penalty=0), "repetition_penalty: found 0, not", "repetition_penalty"),
+        (dict(prompt="a", unheard_of=0), "unheard_of: found 0, not supported", "unheard_of"),
         (dict(prompt={}), "prompt: expected a text", "prompt"),
         (dict(prompt=[1, 10**6]), "prompt: expected tokens from 0 to", "prompt"),
         (dict(prompt="\ud800"), "half a character", "prompt"),
@@ -201,6 +209,14 @@ def test_a_bad_request_is_told_as_openai_does(asked, message, param, server):
     status, told = post(server, "/v1/completions", json.dumps(asked).encode())
     assert status == 400 and told["error"]["type"] == "invalid_request_error"
     assert re.search(message, told["error"]["message"]) and told["error"]["param"] == param
+
+
+def test_what_asks_for_nothing_is_no_reason_to_refuse(run, server):
+    idle = {name: value for name, values in ask.NOTHING.items() for value in values}
+    asked = idle | dict(prompt=[5], max_tokens=3, temperature=0, unheard_of=None, user="me")
+    status, told = post(server, "/v1/completions", json.dumps(asked).encode())
+    wanted = "".join(generate.pieces(run, [5], generate.sample(run, [5], 3, Sampling(0))))
+    assert status == 200 and told["choices"][0]["text"] == wanted
 
 
 def post(server: Any, path: str, body: bytes) -> tuple[int, Any]:

@@ -13,10 +13,35 @@ from millrace.errors import UserError
 from millrace.folder import Opened
 from millrace.serve.engine import Engine, Job, Stopped
 
-# Names that a client may send and that change nothing here.
+# Names that a client may send, whatever their values: they change nothing about the answer.
 IDLE = {"user", "metadata", "store", "stream", "stream_options", "model", "safety_identifier"}
 READ = {"prompt", "messages", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k"}
-READ |= {"seed", "stop", "n"}
+READ |= {"seed", "stop"}
+# What is not done here, by the values that ask for nothing; beside these, null does so for every name. Some
+# are of other servers that speak the protocol.
+NOTHING: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "echo": (False,),
+    "logprobs": (False,),  # 0 asks for the chance of each token itself
+    "top_logprobs": (0,),
+    "logit_bias": ({},),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "ignore_eos": (False,),
+    "suffix": ("",),
+    "tools": ([],),
+    "functions": ([],),
+    "tool_choice": ("none", "auto"),  # there being no tools
+    "function_call": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "service_tier": ("auto", "default"),
+}
 
 
 class Refused(Exception):
@@ -42,10 +67,8 @@ def read(run: Opened, asked: Any, *, is_chat: bool) -> Ask:
     if not isinstance(asked, dict):
         raise Refused("expected a JSON object")
     for name, value in asked.items():
-        if name not in READ | IDLE and value not in (None, False, 0, "", [], {}, 1):
-            raise Refused(f"{name}: not supported here; leave it out", name)
-    if asked.get("n") not in (None, 1):
-        raise Refused("n: expected 1", "n")
+        if name not in READ | IDLE and not asks_nothing(name, value):
+            raise Refused(f"{name}: found {shown(value)}, not supported here; leave it out", name)
     ids, ends = prompt(run, asked, is_chat)
     limit = "max_completion_tokens" if asked.get("max_completion_tokens") is not None else "max_tokens"
     tokens = number(asked, limit, None if is_chat else 16, whole=True, low=1)
@@ -59,6 +82,12 @@ def read(run: Opened, asked: Any, *, is_chat: bool) -> Ask:
     return Ask(ids, tokens, sampling, stops(asked), ends, yes(asked, "stream"), with_usage(asked))
 
 
+def asks_nothing(name: str, value: Any) -> bool:
+    """Numbers are no answers to yes or no: in Python, 1 is True and 0 is False."""
+    alike = lambda other: isinstance(other, bool) == isinstance(value, bool) and other == value
+    return value is None or any(map(alike, NOTHING.get(name, ())))
+
+
 def prompt(run: Opened, asked: dict[str, Any], is_chat: bool) -> tuple[list[int], frozenset[int]]:
     """The tokens to continue, and those that end the answer."""
     tokenizer = run.tokenizer
@@ -69,7 +98,7 @@ def prompt(run: Opened, asked: dict[str, Any], is_chat: bool) -> tuple[list[int]
         ids, more = conversation(run, asked.get("messages"))
         return ids, frozenset(ends | more)
     text = asked.get("prompt", "")
-    text = text[0] if isinstance(text, list) and len(text) == 1 else text
+    text = text[0] if isinstance(text, list) and len(text) == 1 and type(text[0]) is not int else text
     if isinstance(text, list) and text and all(type(id) is int for id in text):
         if not all(0 <= id < run.cfg.model.vocab for id in text):
             raise Refused(f"prompt: expected tokens from 0 to {run.cfg.model.vocab - 1}", "prompt")
