@@ -11,8 +11,10 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -244,20 +246,31 @@ def test_other_addresses_models_and_bodies_are_refused(server, client):
     assert "not for production" in page and "http://" not in page and "https://" not in page
 
 
-def test_a_client_that_goes_away_leaves_its_slot(run):
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_away_leaves_its_slot(run, stream):
+    """So does one that waits for a slot behind it, which then is given none."""
     with serving(run, slots=1, length=16_384) as server:
-        asked = json.dumps(dict(prompt="the", max_tokens=16_000, temperature=1, stream=True)).encode()
+        asked = json.dumps(dict(prompt="the", max_tokens=16_000, temperature=1, stream=stream)).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(asked)}\r\n\r\n".encode()
         with socket.create_connection(("127.0.0.1", server.server_port)) as connection:
             connection.sendall(head + asked)
-            read = b""
-            while read.count(b"data: ") < 3:  # by the third token it is in its slot
-                read += connection.recv(4096)
-            assert read.startswith(b"HTTP/1.1 200")
+            wait_for(lambda: server.engine.jobs[0] is not None and server.engine.jobs[0].count > 2)
             job = server.engine.jobs[0]
+            with socket.create_connection(("127.0.0.1", server.server_port)) as second:
+                second.sendall(head + asked)
+                wait_for(lambda: server.engine.waiting.qsize() == 1)
+                behind = server.engine.waiting.queue[0]
         status, told = post(server, "/v1/completions", json.dumps(dict(prompt="a", max_tokens=2)).encode())
         assert status == 200 and told["usage"]["completion_tokens"] <= 2
         assert job.ending == "cancelled" and job.count < 16_000
+        assert behind.ending == "cancelled" and behind.count == 0
+
+
+def wait_for(happened: Callable[[], bool]) -> None:
+    until = time.monotonic() + 120
+    while not happened():
+        assert time.monotonic() < until
+        time.sleep(0.01)
 
 
 def test_more_of_the_likeliest_than_there_are_tokens_are_all_of_them(run, server):

@@ -121,7 +121,7 @@ class Handler(BaseHTTPRequestHandler):
                 raise ask.Refused(
                     f"model: found {asked['model']!r}, expected {self.server.model}", "model", status=404
                 )
-            answer = ask.Answer(self.server.engine, wanted)
+            answer = ask.Answer(self.server.engine, wanted, self.left)
         except ask.Refused as error:
             return self.refuse(error)
         form = Form(self.server.model, is_chat)
@@ -129,6 +129,15 @@ class Handler(BaseHTTPRequestHandler):
             self.stream(form, answer, with_usage=wanted.with_usage)
         else:
             self.whole(form, answer)
+
+    def left(self) -> bool:
+        """Whether the client has closed its end: then there is something to read, and nothing in it."""
+        try:
+            return not self.connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
 
     def body(self) -> Any:
         length = self.headers.get("Content-Length", "")

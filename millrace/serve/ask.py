@@ -2,7 +2,7 @@
 be read and have no effect is refused."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -208,10 +208,10 @@ def shown(value: Any) -> str:
 class Answer:
     """Pieces of text as they come, up to where one of the stops stands; which it was, once they ended."""
 
-    def __init__(self, engine: Engine, ask: Ask) -> None:
+    def __init__(self, engine: Engine, ask: Ask, left: Callable[[], bool]) -> None:
         self.engine, self.ask = engine, ask
         try:
-            self.job: Job = engine.submit(ask.ids, ask.tokens, ask.sampling, ask.ends)
+            self.job: Job = engine.submit(ask.ids, ask.tokens, ask.sampling, ask.ends, left)
         except UserError as error:
             raise Refused(str(error)) from None
         except Stopped as error:

@@ -6,7 +6,7 @@ import functools
 import queue
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -39,6 +39,7 @@ class Job:
     tokens: int
     sampling: Sampling
     ends: frozenset[int]  # tokens that end a text
+    left: Callable[[], bool]  # whether nobody waits for it any more
     made: queue.Queue[int | BaseException | None] = field(default_factory=queue.Queue)
     count: int = 0
     last: int = 0  # the token that the next follows
@@ -56,8 +57,12 @@ class Job:
         """Nobody reads on: its slot is free after the token that is being made."""
         self.cancelled = True
 
+    @property
+    def is_unwanted(self) -> bool:
+        return self.cancelled or self.left()
+
     def take(self, token: int) -> None:
-        if self.cancelled:
+        if self.is_unwanted:
             return self.end("cancelled")
         if token in self.ends:
             return self.end("stop")
@@ -98,8 +103,16 @@ class Engine:
     def start(self) -> None:
         self.thread.start()
 
-    def submit(self, ids: list[int], tokens: int | None, sampling: Sampling, ends: frozenset[int]) -> Job:
-        """Puts a text in the queue. Without a number of tokens, as many as there is room for."""
+    def submit(
+        self,
+        ids: list[int],
+        tokens: int | None,
+        sampling: Sampling,
+        ends: frozenset[int],
+        left: Callable[[], bool] = lambda: False,
+    ) -> Job:
+        """Puts a text in the queue. Without a number of tokens, as many as there is room for. `left` is asked
+        at every token, and its slot is free once nobody waits for it."""
         room = self.length - len(ids)
         if room < 1:
             raise UserError(f"the prompt has {len(ids)} tokens, and there is room for {self.length - 1}")
@@ -108,7 +121,7 @@ class Engine:
                 f"max_tokens: found {tokens}, and after a prompt of {len(ids)} tokens there is room for "
                 f"{room} of the {self.length} that this server was started with"
             )
-        job = Job(list(ids), tokens or room, sampling, ends)
+        job = Job(list(ids), tokens or room, sampling, ends, left)
         with self.entrance:
             if self.closed:
                 raise Stopped(f"the server has stopped: {self.error or 'it was closed'}")
@@ -147,7 +160,7 @@ class Engine:
                 return
             if job is None:
                 return
-            if job.cancelled:
+            if job.is_unwanted:
                 job.end("cancelled")
                 continue
             self.jobs[free[0]] = job
