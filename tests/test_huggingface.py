@@ -18,6 +18,7 @@ from safetensors.numpy import load_file, save_file
 
 from millrace import config, module
 from millrace.checkpoint import Checkpoints
+from millrace.cli import main
 from millrace.data import learn, tokenise
 from millrace.errors import UserError
 from millrace.execution import Execution
@@ -438,6 +439,13 @@ def test_a_folder_that_is_no_model_is_refused_in_words(saved, tmp_path):
     (source / "model.safetensors").write_bytes((saved / "model.safetensors").read_bytes()[:5000])
     refused("model.safetensors: not a whole safetensors file")
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_a_model_folder_in_the_place_of_a_run_folder_is_told_how_to_become_one(saved, tmp_path, capsys):
+    assert main(["eval", str(saved)]) == 2
+    assert f"of which `millrace import {saved} RUN` makes one" in capsys.readouterr().err
+    assert main(["eval", str(tmp_path)]) == 2
+    assert "`millrace train RECIPE` makes one" in capsys.readouterr().err
 
 
 def test_a_tensor_too_many_is_refused(saved, tmp_path):
