@@ -33,9 +33,7 @@ def load_run(folder: str | Path, overrides: typing.Sequence[str] = ()) -> Run:
         store.check_bucket(folder)
         makes = "`millrace train RECIPE` makes one"
         if store.exists(store.join(folder, "config.json")):
-            makes = (
-                f"it is one of Hugging Face, of which `millrace import {store.shown(folder)} RUN` makes one"
-            )
+            makes = f"of this Hugging Face folder `millrace import {store.shown(folder)} RUN` makes one"
         raise UserError(f"{store.shown(folder)}: not a run folder: no recipe.yaml in it; {makes}")
     found = load_from(str(folder).rstrip("/"), "recipe.yaml", overrides)
     return dataclasses.replace(found, run=str(folder).rstrip("/"))

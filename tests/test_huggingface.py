@@ -2,7 +2,9 @@
 
 import functools
 import json
+import os
 import shutil
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -205,6 +207,16 @@ def test_a_run_folder_that_was_moved_is_exported_with_its_tokenizer(runs, tokeni
         loaded = transformers.AutoTokenizer.from_pretrained(tmp_path / f"out{number}")
         assert loaded("the wheel")["input_ids"][1:] == tokenizer.encode("the wheel")
         assert loaded.mask_token_id == tokenizer.special.mask
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o077])
+def test_the_files_of_an_export_are_for_whom_other_files_are(mask, runs, tmp_path):
+    before = os.umask(mask)
+    try:
+        files = huggingface.export(runs("eurobert"), str(tmp_path / "out"), "float32")
+    finally:
+        os.umask(before)
+    assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o666 & ~mask}
 
 
 def test_an_export_overwrites_nothing(runs, tmp_path):
@@ -443,7 +455,7 @@ def test_a_folder_that_is_no_model_is_refused_in_words(saved, tmp_path):
 
 def test_a_model_folder_in_the_place_of_a_run_folder_is_told_how_to_become_one(saved, tmp_path, capsys):
     assert main(["eval", str(saved)]) == 2
-    assert f"of which `millrace import {saved} RUN` makes one" in capsys.readouterr().err
+    assert f"of this Hugging Face folder `millrace import {saved} RUN` makes one" in capsys.readouterr().err
     assert main(["eval", str(tmp_path)]) == 2
     assert "`millrace train RECIPE` makes one" in capsys.readouterr().err
 
