@@ -18,7 +18,7 @@ import torch
 import transformers
 from safetensors.numpy import load_file, save_file
 
-from millrace import config, module
+from millrace import config, mesh, module, recipe
 from millrace.checkpoint import Checkpoints
 from millrace.cli import main
 from millrace.data import learn, tokenise
@@ -26,6 +26,7 @@ from millrace.errors import UserError
 from millrace.execution import Execution
 from millrace.export import huggingface
 from millrace.folder import Opened, open_run
+from millrace.objective import file
 from millrace.project import project
 from millrace.recipe import load_run
 
@@ -193,6 +194,30 @@ def test_an_export_without_a_tokenizer_names_no_tokens_of_others(runs, tmp_path)
     theirs = load(tmp_path / "out")
     assert theirs.config.bos_token_id is theirs.config.eos_token_id is theirs.config.pad_token_id is None
     assert not (tmp_path / "out" / "tokenizer.json").exists()
+
+
+@pytest.mark.parametrize("use", ["modernbert", "modernbert_decoder"])
+def test_no_token_is_named_that_the_vocabulary_has_not(use, tokenizer, tmp_path):
+    """transformers' own ids for what begins and ends a text are above 50,000."""
+    tree = {
+        "run": str(tmp_path / "run"),
+        "model": dict(use=use, layers=2, embed=32, heads=2, mlp=32, window=8, vocab=tokenizer.vocab),
+        "data": {"path": "data/none", "sequence_length": 64},
+        "objective": {"use": "masked" if use == "modernbert" else "causal"},
+        "optimizer": {"learning_rate": 1e-3},
+        "schedule": {"steps": 10},
+    }
+    (tmp_path / "recipe.yaml").write_text(config.dump(tree))
+    cfg = recipe.load(tmp_path / "recipe.yaml")
+    shapes = module.shapes(file("models", cfg.model).Model, cfg.model)
+    params = jax.tree.map(lambda leaf: np.zeros(leaf.shape, np.float32), shapes)
+    devices = mesh.make(dict.fromkeys(mesh.AXES, 1), jax.devices()[:1])
+    run = Opened(cfg, params, 0, devices, tokenizer, None)
+    huggingface.export(run, str(tmp_path / "out"), "float32")
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path / "out")
+    ids = {name: id for name, id in theirs.to_dict().items() if name.endswith("_token_id")}
+    assert all(id < tokenizer.vocab for id in ids.values())
+    assert (ids["cls_token_id"], ids["sep_token_id"]) == (tokenizer.special.bos, tokenizer.special.eos)
 
 
 def test_a_run_folder_that_was_moved_is_exported_with_its_tokenizer(runs, tokenizer, tmp_path):

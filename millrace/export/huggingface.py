@@ -108,10 +108,13 @@ def soft_cap_name(family: Any) -> str | None:
 
 def special_ids(run: Opened) -> dict[str, int | None]:
     """Null where there is none: transformers' defaults are ids of other tokenizers, perhaps beyond our
-    vocabulary. Only for the mask its encoders take no null."""
+    vocabulary. Only for the mask, and for what a family has beside (`HF_SPECIAL`), it takes none."""
     special = run.tokenizer.special if run.tokenizer is not None else None
-    ids = {f"{role}_token_id": getattr(special, role, None) for role in ("bos", "eos", "pad", "mask")}
-    return {name: id for name, id in ids.items() if id is not None or name != "mask_token_id"}
+    usual = {role: getattr(special, role, None) for role in ("bos", "eos", "pad", "mask")}
+    more = getattr(file("models", run.cfg.model), "HF_SPECIAL", {})
+    ids = usual | {name: usual[role] for name, role in more.items()}
+    nullable = ("bos", "eos", "pad")
+    return {f"{name}_token_id": id for name, id in ids.items() if id is not None or name in nullable}
 
 
 def save_shards(tensors: Iterator[tuple[str, np.ndarray]], target: Path) -> None:

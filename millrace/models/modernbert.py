@@ -235,6 +235,9 @@ HF = {
     "head_bias": ("decoder.bias", "v -> v"),
 }
 HF_TYPES = ("modernbert",)
+# Names of config.json for what begins and ends a text, beside the usual ones. transformers' own ids for them
+# are above 50,000, beyond a smaller vocabulary; its decoder takes no null in their place.
+HF_SPECIAL = {"cls": "bos", "sep": "eos"}
 CLASSES = Layout(
     Head(
         "ModernBertForSequenceClassification",
@@ -253,7 +256,8 @@ def sees_all(layer: int, every: int) -> bool:
 
 
 def to_hf(cfg: Any, sequence: int) -> dict[str, Any]:
-    return {"architectures": ["ModernBertForMaskedLM"], "model_type": "modernbert"} | write(cfg, sequence)
+    names: dict[str, Any] = {"architectures": ["ModernBertForMaskedLM"], "model_type": "modernbert"}
+    return names | write(cfg, sequence) | {f"{name}_token_id": None for name in HF_SPECIAL}
 
 
 def write(cfg: Any, sequence: int) -> dict[str, Any]:

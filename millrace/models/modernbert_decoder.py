@@ -9,6 +9,7 @@ from millrace.models import modernbert
 Model = modernbert.Model
 flops = modernbert.flops
 HF_TYPES = ("modernbert-decoder",)
+HF_SPECIAL = modernbert.HF_SPECIAL
 HF = modernbert.HF | {
     "blocks.w_q": ("model.layers.{}.attn.q_proj.weight", "(n h) d -> d n h"),
     "blocks.w_k": ("model.layers.{}.attn.k_proj.weight", "(n h) d -> d n h"),
