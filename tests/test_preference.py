@@ -3,6 +3,10 @@ row."""
 
 import json
 import random
+import re
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +15,9 @@ import pytest
 from test_chat import GENERATION, TOOLS, pair, say
 from test_labelled import lines, prepared, silent
 
-from millrace.data import shapes, tokenise
+from millrace import recipe
+from millrace.cli import main
+from millrace.data import learn, shapes, tokenise
 from millrace.data.annotations import Notes
 from millrace.data.documents import Problems
 from millrace.data.preference import encode_pairs
@@ -20,6 +26,7 @@ from millrace.data.stream import Dataset
 from millrace.data.verify import verify
 from millrace.errors import UserError
 
+ROOT = Path(__file__).parent.parent
 ASKED = {"role": "user", "content": "Which?"}
 GOOD, BAD = {"role": "assistant", "content": "This."}, {"role": "assistant", "content": "That."}
 
@@ -161,3 +168,23 @@ def test_pairs_are_a_set_of_their_own(tmp_path: Path) -> None:
             f"  a: {{path: {tmp_path}/a.jsonl}}\n  b: {{path: {tmp_path}/b.jsonl}}",
             "tokenizer.template=plain",
         )
+
+
+def test_the_guides_example_makes_pairs_and_a_recipe_to_learn_from_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the lines of docs/finetune.md as they stand there, up to training."""
+    (block,) = re.findall(r"```\n([^`]*pairs\.jsonl\n.*?)```", (ROOT / "docs/finetune.md").read_text(), re.S)
+    make, prepare, train, *_ = block.splitlines()
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    (tmp_path / "data/demo").mkdir(parents=True)
+    tokenizer = learn.train(["What is 12 plus 30? It is 42, I think."] * 3, kind="bpe", vocab=280)
+    tokenise.save(tokenizer, tmp_path / "data/demo")
+    subprocess.run(make.replace("python", sys.executable, 1), shell=True, check=True)
+    assert main(shlex.split(prepare)[1:]) == 0
+    index = Index.parse((tmp_path / "data/pairs/index.json").read_bytes(), "")
+    assert index.pairs and sum(split.documents for split in index.splits.values()) == 1600
+    name, *overrides = shlex.split(train)[2:]
+    cfg = recipe.load(name, overrides)
+    assert cfg.objective.use == "dpo" and cfg.start == "runs/lora-demo" and cfg.data.path == "data/pairs"
