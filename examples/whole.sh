@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # From text to a model in other hands: pre-train, fine-tune, quantise, evaluate, export, reload.
 #   bash examples/whole.sh FOLDER [STEPS]
-# With 60 steps it took 1m48s on 2 busy cores; 500 are the default. The last part takes transformers and gguf:
+# With 60 steps it took 1m48s on 2 busy cores; 500 are the default. Run again, it goes on where it was stopped;
+# what is made of the trained model is made anew. The last part takes transformers and gguf:
 #   pip install -e '.[torch,gguf]'
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -34,6 +35,7 @@ say "And after"
 millrace eval "$folder/tuned"
 
 say "Quantising to 4 bits a weight"
+rm -rf "$folder"/four "$folder"/four.unfinished "$folder"/{base-hf,merged-hf,adapter,merged.gguf}
 millrace quantize "$folder/tuned" --method gptq --bits 4 --samples 32 --to "$folder/four" group=64
 millrace eval "$folder/four"
 millrace generate "$folder/four" --prompt "def " --tokens 20 --temperature 0
