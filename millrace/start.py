@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from millrace import classifier, config, enlarge, matrices, mesh, module, recipe, sections, store
 from millrace.checkpoint import Checkpoints
+from millrace.compress import stored
 from millrace.data.mapped import open_folder
 from millrace.errors import UserError
 from millrace.export import huggingface, ternary
@@ -82,6 +83,8 @@ def model_of(path: str, wanted: Any = None) -> Any:
         else:
             section = huggingface.section_of(settings)
         return config.part_class("models", section.pop("use"), sections.Every)(**section)
+    if not store.is_url(path) and stored.settings_of(path) is not None:
+        raise UserError(f"start: {path} holds a quantised model, expected the run that it was made of")
     return recipe.load_run(path).model
 
 
@@ -153,8 +156,8 @@ def _read(source: Source, devices: Mesh) -> Any:
     path, old, family = source.path, source.model, file("models", source.model)
     target = mesh.placed(family.Model, old, devices)
     if not is_run(path):
-        stored = ternary.stored(huggingface.read_config(Path(path)))
-        read = huggingface.from_tensors(table_of(family, old), target, Path(path), stored)
+        packed = ternary.stored(huggingface.read_config(Path(path)))
+        read = huggingface.from_tensors(table_of(family, old), target, Path(path), packed)
         put = lambda w, to: jax.make_array_from_callback(w.shape, to.sharding, lambda index: w[index])
         return jax.tree.map(put, read, target)
     checkpoints = Checkpoints(path)

@@ -13,8 +13,10 @@ import transformers
 
 from millrace import config, enlarge, mesh, module, recipe, start
 from millrace.checkpoint import Checkpoints
+from millrace.compress import command
 from millrace.data import learn, tokenise
 from millrace.errors import UserError
+from millrace.folder import open_run
 from millrace.models import llama
 from millrace.module import Axes
 from millrace.plan import arithmetic
@@ -134,6 +136,14 @@ def test_a_vocabulary_is_changed_along_its_own_axis_alone():
 def test_what_cannot_be_taken_is_refused(run, settings, take, message):
     with pytest.raises(UserError, match=message):
         start.check(run[0], model(**{"vocab": 300} | settings), take)
+
+
+def test_a_quantised_folder_is_named_as_what_it_is(run, tmp_path):
+    opened = open_run(recipe.load_run(run[0]))
+    method = recipe.load_method("rtn", ["bits=4", "group=0"])
+    command.quantize(opened, command.Request(str(tmp_path / "four"), method, 1, "float32", "none"), print)
+    with pytest.raises(UserError, match="start: .*four holds a quantised model, expected the run"):
+        start.check(str(tmp_path / "four"), model(vocab=300))
 
 
 def test_an_encoder_can_take_the_embeddings_of_a_decoder(run):
