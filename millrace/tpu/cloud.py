@@ -1,6 +1,8 @@
 """The seam to whoever rents out machines: what a slice looks like from outside, and what can be asked for.
 gcp.py is Google's; local.py is this machine, "a pod on your laptop"."""
 
+import getpass
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -13,6 +15,7 @@ from millrace.tpu.request import Request
 LABEL = "millrace"
 SECONDS = "millrace-seconds"  # that a slice may live; the timer on it goes by this
 IDLE = "millrace-idle"  # and after its job has ended, if nobody gives it back; 0: no end by that
+OWNER = "millrace-owner"  # who asked for it
 
 
 class State(Enum):
@@ -20,6 +23,7 @@ class State(Enum):
     READY = "ready"
     LOST = "lost"  # preempted or suspended: holds its name and quota, and must be deleted
     FAILED = "failed"
+    STOPPED = "stopped"  # by hand: its machines and their disks can be started again
     DELETING = "deleting"
 
 
@@ -35,6 +39,7 @@ class Rented:
     said: str  # the cloud's own words for the state
     workers: tuple[str, ...] = ()  # addresses, in the order of their numbers
     created: float = 0.0  # when machines were there, seconds since 1970; 0: not yet
+    births: frozenset[float] = frozenset()  # when each of its nodes was made
     labels: Mapping[str, str] = field(default_factory=dict)
     slices: int = 1  # that are joined to one
     single: bool = False  # a node that belongs to no queued resource
@@ -43,6 +48,23 @@ class Rented:
     @property
     def ours(self) -> bool:
         return LABEL in self.labels
+
+    @property
+    def theirs(self) -> str:
+        """The user who made it by Millrace, if that is not who asks."""
+        owner = self.labels.get(OWNER, "")
+        return owner if owner != user() else ""
+
+    @property
+    def stays(self) -> bool:
+        """Whether it was asked for without a job whose end is its own."""
+        return self.labels.get(IDLE) == "0"
+
+    def replaces(self, other: "Rented") -> bool:
+        """Whether it is not that one, but another of its name that was asked for since. Nodes that are gone
+        do not make it another."""
+        new = self.births or self.state is State.WAITING
+        return bool(other.births and new and not self.births & other.births)
 
     @property
     def seconds(self) -> float | None:
@@ -55,6 +77,12 @@ class Rented:
         """How long it may live after its job has ended; None: as long as else."""
         text = self.labels.get(IDLE, "")
         return float(text) or None if text.isdigit() else None
+
+
+def user() -> str:
+    """Who asks, as a label can hold it: the name by which ssh goes to the machines, and by
+    which folders there are told apart."""
+    return re.sub(r"[^a-z0-9_-]", "-", getpass.getuser().lower())[:63]
 
 
 class Refused(UserError):

@@ -3,14 +3,14 @@ be spot, on demand, reserved and joined, and wait where there is none."""
 
 import contextlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from millrace.errors import UserError
 from millrace.tpu import google
-from millrace.tpu.cloud import IDLE, LABEL, SECONDS, LoggedOut, Refused, Rented, Silent, State
+from millrace.tpu.cloud import IDLE, LABEL, OWNER, SECONDS, LoggedOut, Refused, Rented, Silent, State, user
 from millrace.tpu.request import Request
 
 TIMER = Path(__file__).with_name("timer.py")
@@ -32,8 +32,8 @@ NODE_STATES = {
     "READY": State.READY,
     "PREEMPTED": State.LOST,
     "TERMINATED": State.LOST,
-    "STOPPED": State.LOST,
-    "STOPPING": State.LOST,
+    "STOPPED": State.STOPPED,
+    "STOPPING": State.STOPPED,
     "DELETING": State.DELETING,
 }
 
@@ -129,7 +129,8 @@ class Gcp:
             state=state,
             said=said,
             workers=tuple(itertools.chain.from_iterable(map(addresses, own))),
-            created=min((node.create_time.timestamp() for node in own if node.create_time), default=0.0),
+            created=min(births(own), default=0.0),
+            births=births(own),
             labels=dict(own[0].labels if own else spec.node.labels),
             slices=expected,
             disks=disks(own[0] if own else spec.node),
@@ -145,7 +146,8 @@ class Gcp:
             state=NODE_STATES.get(said, State.WAITING),
             said=said,
             workers=tuple(addresses(node)),
-            created=node.create_time.timestamp() if node.create_time else 0.0,
+            created=min(births([node]), default=0.0),
+            births=births([node]),
             labels=dict(node.labels),
             single=True,
             disks=disks(node),
@@ -254,8 +256,12 @@ def addresses(node: Any) -> list[str]:
     return [end.access_config.external_ip or end.ip_address for end in node.network_endpoints]
 
 
+def births(nodes: Iterable[Any]) -> frozenset[float]:
+    return frozenset(node.create_time.timestamp() for node in nodes if node.create_time)
+
+
 def labels(seconds: float, idle: float | None) -> dict[str, str]:
-    return {LABEL: "yes", SECONDS: str(int(seconds)), IDLE: str(int(idle or 0))}
+    return {LABEL: "yes", OWNER: user(), SECONDS: str(int(seconds)), IDLE: str(int(idle or 0))}
 
 
 def metadata(project: str, request: Request, zone: str, seconds: float, idle: float | None) -> dict[str, str]:

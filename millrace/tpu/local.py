@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from millrace.tpu import place, worker
-from millrace.tpu.cloud import IDLE, LABEL, SECONDS, Rented, State
+from millrace.tpu.cloud import IDLE, LABEL, OWNER, SECONDS, Rented, State, user
 from millrace.tpu.request import Request
 
 
@@ -42,6 +42,7 @@ class Local:
             said=told["state"].upper(),
             workers=tuple(str(folder / f"w{number}") for number in range(told["workers"])),
             created=told["created"],
+            births=frozenset([told["created"]]),
             labels=told["labels"],
             slices=told["slices"],
         )
@@ -50,7 +51,7 @@ class Local:
         folder = self.root / request.name
         for number in range(request.slice.hosts):
             (folder / f"w{number}").mkdir(parents=True, exist_ok=True)
-        labels = {LABEL: "yes", SECONDS: str(int(seconds)), IDLE: str(int(idle or 0))}
+        labels = {LABEL: "yes", OWNER: user(), SECONDS: str(int(seconds)), IDLE: str(int(idle or 0))}
         told: dict[str, Any] = dict(
             accelerator=request.accelerator, terms=request.terms, state="ready", labels=labels
         )
