@@ -28,6 +28,7 @@ def requested(args: Namespace) -> Request:
         raise UserError("--zone: found none, expected one or more, such as --zone us-central2-b")
     key = ""
     if not args.dry_run:
+        workers.check_ssh()
         _, key = workers.public_key(args.ssh_key)
     return Request(
         args.name,

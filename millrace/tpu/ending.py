@@ -64,8 +64,8 @@ def give_back(cloud: Cloud, name: str, say: Callable[[str], None], zone: str = "
             if found.state is not State.DELETING or time.monotonic() - asked > 6 * POLL:
                 cloud.delete(found)
                 words, asked = f"deletes {name}", time.monotonic()
-        except UserError as why:
-            words = f"deleting {name}: {why}; tries again"
+        except Exception as why:  # also of which nobody thought: what is left costs
+            words = f"deleting {name}: {why if isinstance(why, UserError) else repr(why)}; tries again"
         if words and words != told:
             whisper(say, words)
             told = words

@@ -124,10 +124,12 @@ class Follower:
         while not self.ended.is_set():
             before = self.offset
             script = f"{HERE} follow {self.name} {before}"
-            self.process = process = self.workers.start(self.worker, script, stderr=subprocess.DEVNULL)
-            assert process.stdin is not None
-            process.stdin.close()
-            code = self.lines(process)
+            code = UNREACHABLE
+            with contextlib.suppress(Failed):  # no process could be started here
+                self.process = process = self.workers.start(self.worker, script, stderr=subprocess.DEVNULL)
+                assert process.stdin is not None
+                process.stdin.close()
+                code = self.lines(process)
             if code != UNREACHABLE:
                 self.code = code
                 return

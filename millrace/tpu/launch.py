@@ -48,13 +48,12 @@ class Launcher:
                     self.say(f"not sent, since it is secret or large: {name}")
                 code = self.lives()
             except KeyboardInterrupt:
+                self.voice.gentle = True
                 self.say("stopped before it trained; the same command goes on")
                 code = supervise.PREEMPTED
             finally:
                 self.voice.gentle = True
-                self.spare()
-                if self.renter.mine and not self.renter.keep:
-                    gone = self.renter.delete()
+                gone = self.finish()
                 if self.ledger.lives:
                     self.say(self.renter.spent())
                 if code == 0:  # the next job of this name begins anew
@@ -122,14 +121,25 @@ class Launcher:
         self.say(f"  millrace tpu delete {rented.name} --zone {rented.zone}")
         return how.code
 
-    def spare(self) -> None:
-        """Lets a trainer save that was found at work, where we end before we follow it. One of another recipe
-        is left alone, with its slice, and so is one that cannot be asked."""
+    def finish(self) -> bool:
+        """Whether nothing is left that should be gone. Whatever goes wrong on the way, it gets there."""
         rented, self.rented = self.rented, None
-        if rented is None or not self.renter.mine:
-            return
-        workers, until, told = self.connect(rented), time.monotonic() + REST, False
-        while time.monotonic() < until and self.voice.asked < 2:
+        try:
+            if rented is not None and self.renter.mine:
+                self.spare(rented)
+        except Exception as why:
+            if rented is not None and not self.renter.made:
+                self.left_alone(rented, Outcome(End.UNREACHED, 1, f": {why!r}"))
+        if self.renter.mine and not self.renter.keep:
+            return self.renter.delete()
+        return True
+
+    def spare(self, rented: Rented) -> None:
+        """Lets a trainer save that was found at work, where we end before we follow it. One of another recipe
+        is left alone, with its slice, and so is one that cannot be asked. Ctrl-C does not shorten the asking,
+        however often it comes; once the trainer is told to save, it does."""
+        workers, until, told = self.connect(rented), time.monotonic() + REST, 0
+        while not told or time.monotonic() < until and self.voice.asked < told:
             states = job.states(workers, self.task.name)
             if not self.renter.made and any(state.unknown for state in states):
                 self.left_alone(rented, Outcome(End.UNREACHED, 1, f": {told_by(states)}"))
@@ -143,7 +153,7 @@ class Launcher:
             if not told:
                 self.say("lets the trainer save")
                 job.stop(workers, self.task.name)
-            told = True
+                told = self.voice.asked + 1
             time.sleep(0.2)
 
     # One life: from a ready slice to an end.

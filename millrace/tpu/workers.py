@@ -4,8 +4,10 @@ What is secret goes over standard input, never into a command line or a file."""
 import getpass
 import os
 import shlex
+import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -58,19 +60,29 @@ class Workers:
     def start(self, worker: int, script: str, stderr: int = subprocess.STDOUT) -> subprocess.Popen[bytes]:
         """A process here that is that script there."""
         place = self.places[worker]
-        return subprocess.Popen(
-            place.command(script),
-            env=os.environ | place.env,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=stderr,
-            start_new_session=True,  # Ctrl-C is for the launcher
-        )
+        try:
+            return subprocess.Popen(
+                place.command(script),
+                env=os.environ | place.env,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                start_new_session=True,  # Ctrl-C is for the launcher
+            )
+        except OSError as why:  # no such program, no memory for it: nothing is known of the worker
+            raise Failed(worker, UNREACHABLE, f"{why.strerror}: {why.filename}") from None
 
-    def one(self, worker: int, script: str, given: bytes = b"", patience: float = 0.0) -> str:
-        """What a script says. A worker that cannot be reached is tried again for so many seconds, and for
-        fewer if it answers that it does not let us in."""
-        begin, delay = time.monotonic(), 0.5
+    def one(
+        self,
+        worker: int,
+        script: str,
+        given: bytes = b"",
+        patience: float = 0.0,
+        ended: threading.Event | None = None,
+    ) -> str:
+        """What a script says. A worker that cannot be reached is tried again for so many seconds, for fewer if
+        it answers that it does not let us in, and no more when `ended` is set."""
+        begin, delay, ended = time.monotonic(), 0.5, ended or threading.Event()
         while True:
             process = self.start(worker, script, stderr=subprocess.PIPE)
             self.live.add(process)
@@ -85,18 +97,22 @@ class Workers:
             if code != UNREACHABLE or time.monotonic() + delay > begin + longest:
                 raise Failed(worker, code, said)
             self.trouble(worker, "".join(said.strip().splitlines()[-1:]))
-            time.sleep(delay)
+            if ended.wait(delay):
+                raise Failed(worker, code, said)
             delay = min(2 * delay, 10)
 
     def each(self, script: str, given: bytes = b"", patience: float = 0.0) -> list[str]:
         """The same on all, at once. An interruption ends all of it."""
+        ended = threading.Event()
         with ThreadPoolExecutor(min(64, len(self))) as pool:
             try:
                 tasks = [
-                    pool.submit(self.one, number, script, given, patience) for number in range(len(self))
+                    pool.submit(self.one, number, script, given, patience, ended)
+                    for number in range(len(self))
                 ]
                 return [task.result() for task in tasks]
             except BaseException:
+                ended.set()
                 pool.shutdown(wait=False, cancel_futures=True)
                 for process in list(self.live):
                     process.kill()
@@ -104,9 +120,8 @@ class Workers:
 
 
 def by_ssh(addresses: Sequence[str], key: Path | None, known: Path) -> Workers:
-    """`known` holds the machines' keys: addresses are used again for others, which ssh would refuse.
-    MILLRACE_SSH is another command to take for ssh, with options of its own."""
-    argv = shlex.split(os.environ.get("MILLRACE_SSH", "ssh"))
+    """`known` holds the machines' keys: addresses are used again for others, which ssh would refuse."""
+    argv = ssh()
     argv += ["-o", "StrictHostKeyChecking=accept-new", "-o", "LogLevel=ERROR"]
     argv += ["-o", f"UserKnownHostsFile={known}", "-o", "ConnectTimeout=20"]
     argv += ["-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=4"]
@@ -117,6 +132,25 @@ def by_ssh(addresses: Sequence[str], key: Path | None, known: Path) -> Workers:
         batch = (*argv, "-o", "BatchMode=yes", target, "--")
         places.append(Place(batch, shell=(*argv, target)))
     return Workers(places)
+
+
+def ssh() -> list[str]:
+    """MILLRACE_SSH is another command to take for ssh, with options of its own."""
+    text = os.environ.get("MILLRACE_SSH", "")
+    try:
+        return shlex.split(text) or ["ssh"]
+    except ValueError as why:
+        raise UserError(f"MILLRACE_SSH: found {text}, expected a command: {why}") from None
+
+
+def check_ssh() -> None:
+    """Before anything is rented that could not be reached."""
+    command = ssh()[0]
+    if shutil.which(command) is None:
+        raise UserError(
+            f"ssh: found no program {command} here, by which the workers are reached; install OpenSSH's "
+            "client, or name another by MILLRACE_SSH"
+        )
 
 
 def on_this_machine(addresses: Sequence[str], coordinator: str) -> Workers:
