@@ -30,6 +30,7 @@ for line in open(os.path.join(place, "env")):
 env["HOME"] = os.path.join(place, "home", "user")
 env["PATH"] = "{root}/machine:" + env["PATH"]
 env["MILLRACE_TIMER_PLACE"] = place
+env["MILLRACE_TIMER_HOMES"] = os.path.join(place, "home")
 for name in ("MILLRACE_HOME", "MILLRACE_POLL", "MILLRACE_PATIENCE"):
     env.pop(name, None)
 script = sys.argv[-1]

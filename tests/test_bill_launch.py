@@ -1,14 +1,25 @@
 """Who launches leaves others' slices and trainings alone, however it ends, and nothing of its own behind."""
 
+import json
 import os
 import signal
+import subprocess
 import time
 
 import pytest
 
-from tests.test_bill import alive, here, meanwhile  # noqa: F401
+from millrace.cli import main
+from tests.test_bill import NODE, OURS, ZONE, Here, alive, meanwhile
 
 pytest.importorskip("google.cloud.tpu_v2", reason="needs google-cloud-tpu: pip install -e '.[cloud]'")
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    found = Here(tmp_path / "story")
+    found.quick(monkeypatch)
+    yield found
+    found.close()
 
 
 @pytest.fixture(autouse=True)
@@ -80,3 +91,51 @@ def test_whatever_goes_wrong_at_the_end_a_slice_of_ours_is_deleted_and_one_that_
         assert alive(pids) == [True, True] and here.google.queued
     else:
         assert here.created() and here.nothing_left()
+
+
+def test_a_slice_of_another_user_is_refused_and_one_with_a_training_in_any_case(here, capsys):
+    labels = OURS["labels"] | {"millrace-owner": "somebody", "millrace-seconds": "86400"}
+    here.google.make_node(NODE, OURS | {"labels": labels})
+    before = json.dumps(here.google.nodes[NODE])
+    assert here.run() == 2 and here.run("--keep") == 2
+    said = capsys.readouterr().err
+    assert (
+        said.count("found a slice of that name in us-central2-b that somebody made; give another --name") == 2
+    )
+    # Two cannot train there, though the folders of the other one may not be read by us.
+    recipe = here.root / "machines/127.0.1.2/home/somebody/.millrace/jobs/job/recipe.yaml"
+    with subprocess.Popen(["bash", "-c", "sleep 60; :", "train", str(recipe)]) as trainer:
+        try:
+            assert here.run("--adopt") == 2
+        finally:
+            trainer.kill()
+    said = capsys.readouterr().err
+    assert f"found another recipe in training there ({recipe})" in said
+    assert here.run("--adopt") == 0 and "trains on 2 workers" in capsys.readouterr().out
+    assert before == json.dumps(here.google.nodes[NODE]) and not here.created()
+
+
+def ask_for(here: Here, **labels: str) -> None:
+    """A request that stands in the queue."""
+    here.google.stockout = {"us-central2-b"}
+    node = OURS | {"labels": OURS["labels"] | {f"millrace-{name}": value for name, value in labels.items()}}
+    body = {"tpu": {"nodeSpec": [{"parent": ZONE, "nodeId": "job", "node": node}]}, "spot": {}}
+    here.google.answer("POST", f"/v2/{ZONE}/queuedResources", {"queuedResourceId": "job"}, body)
+
+
+def test_a_request_of_another_user_that_waits_is_not_deleted(here, capsys):
+    ask_for(here, owner="somebody")
+    assert here.run() == 2 and here.run("--zone", "us-east1-d", "--wait", "0.001") == 2
+    create = ["tpu", "create", "--slice", "v4-16", "--name", "job", "--spot", "--zone", "us-central2-b"]
+    assert main([*create, *here.key]) == 2
+    assert capsys.readouterr().err.count("that somebody made") == 3
+    assert len(here.google.queued) == len(here.created()) == 1
+
+
+def test_a_faulty_machine_of_a_slice_that_was_found_is_told_and_the_slice_stays(here, capsys):
+    here.trainer("77")
+    here.google.make_node(NODE, OURS)
+    assert here.run() == 77
+    said = capsys.readouterr().out
+    assert "a machine of the slice is faulty" in said and "job was there before: delete it to take" in said
+    assert NODE in here.google.nodes and not here.created()

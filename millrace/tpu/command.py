@@ -71,7 +71,9 @@ def run(args: Namespace) -> int:
     if cfg.log.wandb and "WANDB_API_KEY" not in secrets:
         print("warning: log.wandb is on, but the workers have no key for it: --env WANDB_API_KEY", flush=True)
     ledger = place.Ledger(request.name, cfg.run)
-    renter = Renter(cloud, request, allowed, ledger, voice=Voice(), keep=args.keep, near=near)
+    renter = Renter(
+        cloud, request, allowed, ledger, voice=Voice(), keep=args.keep, adopt=args.adopt, near=near
+    )
     connect = connector(args, cloud)
     return launch.Launcher(renter, task, tree=bundle.root(), connect=connect, extras=needed(cfg)).run()
 

@@ -21,6 +21,13 @@ NEW = (
     'if [ ! -x "$HOME/.millrace/env/bin/python" ] || [ ! -d "$HOME/.millrace/tree" ]; '
     "then echo '{}'; exit; fi"
 )
+# Trainings of whatever user and name but this, by their command lines, which everybody may read: two cannot
+# have one TPU.
+OTHERS = r"""
+paths="^(${{MILLRACE_TIMER_HOMES:-/home}}/[^/]+|/root)/\.millrace/jobs/[^/]+/recipe\.yaml$"
+grep -hszoE "$paths" /proc/[0-9]*/cmdline | tr '\0' '\n' |
+  grep -vxF "$HOME/.millrace/jobs/{name}/recipe.yaml" | sort -u | sed 's/^/elsewhere /'
+"""
 HERE = (
     'cd -P "$HOME/.millrace/tree" && '
     'PYTHONPATH="$PWD" exec "$HOME/.millrace/env/bin/python" -m millrace.tpu.worker'
@@ -78,16 +85,24 @@ class State:
     recent: int = 0  # where the last lines of its log begin
     last: str = ""  # and the last of them
     unknown: str = ""  # why nothing is known
+    elsewhere: str = ""  # the recipe of another training on that machine
 
     @classmethod
     def read(cls, said: str) -> "State":
-        told = json.loads(said.strip().splitlines()[-1])
-        return cls(**{name: told[name] for name in ("identity", "running", "exit", "recent", "last") if told})
+        lines = said.strip().splitlines()
+        told = {"elsewhere": line.partition(" ")[2] for line in lines if line.startswith("elsewhere ")}
+        state = json.loads(lines[-1])
+        names = ("identity", "running", "exit", "recent", "last")
+        return cls(**told, **{name: state[name] for name in names if state})
 
 
 def ask(workers: Workers, name: str, patience: float) -> list[State]:
     """Of each worker; raises Failed where one cannot be asked."""
-    return list(map(State.read, workers.each(f"{NEW}; {HERE} state {name}", b"", patience)))
+    return list(map(State.read, workers.each(asking(name), b"", patience)))
+
+
+def asking(name: str) -> str:
+    return f"{OTHERS.format(name=name)}{NEW}; {HERE} state {name}"
 
 
 def states(workers: Workers, name: str) -> list[State]:
@@ -95,7 +110,7 @@ def states(workers: Workers, name: str) -> list[State]:
 
     def one(worker: int) -> State:
         try:
-            return State.read(workers.one(worker, f"{NEW}; {HERE} state {name}"))
+            return State.read(workers.one(worker, asking(name)))
         except Failed as why:
             return State(unknown=why.said or "cannot be reached")
         except (ValueError, KeyError, IndexError):

@@ -102,9 +102,12 @@ class Launcher:
             more = " with a larger --max-hours or --max-cost" if how.end is End.OVER else ""
             self.say(f"{how.end.value}{how.words}; the same command goes on{more}")
             return supervise.PREEMPTED
-        held = "is kept" if self.renter.mine else "is not ours to delete"
-        if how.end is End.WORN and self.renter.keep or how.end is End.LOST and not self.renter.mine:
+        worn = how.end is End.WORN and (self.renter.keep or not self.renter.made)
+        if worn or how.end is End.LOST and not self.renter.mine:
+            held = "was there before" if self.renter.mine else "is not ours to delete"
+            held = "is kept" if self.renter.mine and self.renter.keep else held
             self.say(f"{how.end.value}{how.words}; {self.request.name} {held}: delete it to take another")
+            self.renter.mine = self.renter.mine and self.renter.made
             return how.code or 1
         return None
 
@@ -145,7 +148,9 @@ class Launcher:
                 self.left_alone(rented, Outcome(End.UNREACHED, 1, f": {told_by(states)}"))
                 return
             running = [state for state in states if state.running]
-            if any(state.identity != self.task.identity for state in running):
+            if any(one.identity != self.task.identity for one in running) or any(
+                one.elsewhere for one in states
+            ):
                 self.renter.mine = False
                 return
             if not running:
@@ -215,11 +220,12 @@ class Launcher:
                 )
 
     def refuse_other(self, states: Sequence[job.State], rented: Rented) -> None:
-        if any(state.running and state.identity != self.task.identity for state in states):
+        other = next((state.elsewhere for state in states if state.elsewhere), "")
+        if other or any(state.running and state.identity != self.task.identity for state in states):
             self.renter.mine = False
             raise UserError(
-                f"{rented.name}: found another recipe in training there; give another --name, or "
-                f"`millrace tpu delete {rented.name}` first"
+                f"{rented.name}: found another recipe in training there{f' ({other})' if other else ''}; give "
+                f"another --name, or `millrace tpu delete {rented.name}` first"
             )
 
     def failed(self, why: Failed, workers: Workers) -> Outcome:

@@ -19,6 +19,8 @@ def add_to(commands: Any) -> None:
     overrides(one)
     rent(one)
     one.add_argument("--keep", action="store_true", help="do not delete the slice at the end")
+    text = "also on a slice of that name that another user made, which is left at the end"
+    one.add_argument("--adopt", action="store_true", help=text)
     text = "a variable of here that the trainer is to see, such as WANDB_API_KEY; its value is never stored"
     one.add_argument("--env", action="append", default=[], metavar="NAME", help=text)
     one.add_argument("--far-bucket", action="store_true", help="allow a bucket of another region")

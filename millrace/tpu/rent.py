@@ -29,11 +29,13 @@ class Renter:
         *,
         voice: Voice,
         keep: bool = False,
+        adopt: bool = False,
         near: Callable[[str], None] = lambda zone: None,
     ) -> None:
-        """`near` refuses a zone that is too far from the data."""
+        """`adopt` allows a slice that another user made; `near` refuses a zone that is too far from the
+        data."""
         self.cloud, self.request, self.budget, self.ledger = cloud, request, budget, ledger
-        self.voice, self.keep, self.near = voice, keep, near
+        self.voice, self.keep, self.adopt, self.near = voice, keep, adopt, near
         self.mine = False  # Millrace made it, and at the end it may be deleted
         self.made = False  # asked for here, so that nobody trained on it before
         self.lost, self.failed, self.zone = 0, 0, 0
@@ -53,7 +55,7 @@ class Renter:
                 return found
             if found.state in (State.LOST, State.FAILED):
                 self.replace(found)
-            elif found.state is State.DELETING or not found.ours or found.said == "PROVISIONING":
+            elif found.state is State.DELETING or not self.mine or found.said == "PROVISIONING":
                 self.wait(found, since)
             elif found.zone not in self.request.zones:
                 self.say(f"{found.name} is {found.said} in {found.zone}, which is no --zone now: deletes it")
@@ -111,14 +113,21 @@ class Renter:
     def check(self, found: Rented) -> None:
         """That it is what was asked for, and may be used. Until that is known it is not ours to delete."""
         self.mine = False
+        own = found.ours and not found.theirs
+        if found.theirs and not self.adopt:
+            raise UserError(
+                f"{found.name}: found a slice of that name in {found.zone} that {found.theirs} made; give "
+                "another --name, or `millrace tpu run --adopt`, which uses it and leaves it"
+            )
         if not found.ours and not self.keep:
             raise UserError(
                 f"{found.name}: found a slice that Millrace did not make, and would delete at the end; "
                 "--keep uses it and leaves it"
             )
-        if not found.ours and found.state in (State.LOST, State.FAILED):
+        if not own and found.state in (State.LOST, State.FAILED):
+            who = f"{found.theirs} made it" if found.theirs else "Millrace did not make it"
             raise UserError(
-                f"{found.name}: found it {found.said} in {found.zone}, and Millrace did not make it; "
+                f"{found.name}: found it {found.said} in {found.zone}, and {who}; "
                 f"give another --name, or `millrace tpu delete {found.name} --force`"
             )
         there = (found.slices, found.accelerator, found.terms)
@@ -130,7 +139,7 @@ class Renter:
             )
         if found.zone not in self.request.zones and found.state is State.READY:
             self.near(found.zone)
-        self.mine, self.where = found.ours, found.zone
+        self.mine, self.where = own, found.zone
 
     def replace(self, found: Rented) -> None:
         """One that is lost or failed holds its name until it is deleted."""
@@ -174,7 +183,7 @@ class Renter:
             self.budget = dataclasses.replace(self.budget, hours=before + found.seconds / 3600)
         seconds = (self.budget.hours - before) * 3600
         idle = None if self.keep else IDLE
-        if found.ours and (abs((found.seconds or 0.0) - seconds) > 60 or found.idle != idle):
+        if self.mine and (abs((found.seconds or 0.0) - seconds) > 60 or found.idle != idle):
             try:
                 self.cloud.extend(found, max(seconds, 1.0), idle)
                 self.ledger.seen(found.zone, found.created, time.time(), seconds)

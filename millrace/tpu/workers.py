@@ -80,8 +80,8 @@ class Workers:
         patience: float = 0.0,
         ended: threading.Event | None = None,
     ) -> str:
-        """What a script says. A worker that cannot be reached is tried again for so many seconds, for fewer if
-        it answers that it does not let us in, and no more when `ended` is set."""
+        """What a script says. A worker that cannot be reached is tried again for so many seconds, for fewer
+        if it answers that it does not let us in, and no more when `ended` is set."""
         begin, delay, ended = time.monotonic(), 0.5, ended or threading.Event()
         while True:
             process = self.start(worker, script, stderr=subprocess.PIPE)
@@ -158,6 +158,7 @@ def on_this_machine(addresses: Sequence[str], coordinator: str) -> Workers:
     places = []
     for number, folder in enumerate(addresses):
         env = {"HOME": folder, "MILLRACE_WORKER_PYTHON": sys.executable}
+        env["MILLRACE_TIMER_HOMES"] = folder  # other trainings of this machine are none of its business
         if len(addresses) > 1:
             env |= {"MILLRACE_COORDINATOR": coordinator, "MILLRACE_PROCESSES": str(len(addresses))}
             env |= {"MILLRACE_PROCESS": str(number)}
