@@ -12,7 +12,7 @@ SSH = """\
 #!{python}
 import os, subprocess, sys
 target = next(word for word in sys.argv if "@127." in word).partition("@")[2]
-place = os.path.join("{root}", "machines", target)
+place = os.path.realpath(os.path.join("{root}", "machines", target))
 log = open("{root}/ssh.log", "a")
 print(" ".join(sys.argv[1:])[:20000], file=log, flush=True)
 def there(name):

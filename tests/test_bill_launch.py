@@ -1,15 +1,17 @@
 """Who launches leaves others' slices and trainings alone, however it ends, and nothing of its own behind."""
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import time
+from pathlib import Path
 
 import pytest
 
 from millrace.cli import main
-from tests.test_bill import NODE, OURS, ZONE, Here, alive, meanwhile
+from tests.test_bill import FOREIGN, NODE, OURS, ZONE, Here, alive, meanwhile
 
 pytest.importorskip("google.cloud.tpu_v2", reason="needs google-cloud-tpu: pip install -e '.[cloud]'")
 
@@ -126,8 +128,7 @@ def ask_for(here: Here, **labels: str) -> None:
 def test_a_request_of_another_user_that_waits_is_not_deleted(here, capsys):
     ask_for(here, owner="somebody")
     assert here.run() == 2 and here.run("--zone", "us-east1-d", "--wait", "0.001") == 2
-    create = ["tpu", "create", "--slice", "v4-16", "--name", "job", "--spot", "--zone", "us-central2-b"]
-    assert main([*create, *here.key]) == 2
+    assert main([*CREATE, *here.key]) == 2
     assert capsys.readouterr().err.count("that somebody made") == 3
     assert len(here.google.queued) == len(here.created()) == 1
 
@@ -139,3 +140,190 @@ def test_a_faulty_machine_of_a_slice_that_was_found_is_told_and_the_slice_stays(
     said = capsys.readouterr().out
     assert "a machine of the slice is faulty" in said and "job was there before: delete it to take" in said
     assert NODE in here.google.nodes and not here.created()
+
+
+CREATE = ["tpu", "create", "--slice", "v4-16", "--name", "job", "--spot", "--zone", "us-central2-b"]
+
+
+def hangup() -> None:
+    os.kill(os.getpid(), signal.SIGHUP)
+
+
+@pytest.mark.parametrize("more", [["--keep"], []])
+@pytest.mark.parametrize("end", [interrupt, hangup])
+def test_a_request_that_was_made_here_does_not_stay_in_the_queue(here, more, end):
+    here.google.stockout = {"us-central2-b"}
+
+    def stop() -> None:
+        here.until(lambda: here.google.queued)
+        end()
+
+    with meanwhile(stop):
+        assert here.run(*more) == 75
+    assert here.created() and here.nothing_left()
+
+
+def test_a_terminal_that_is_closed_leaves_the_training_alone(here):
+    here.trainer("wait")
+    process = here.launch()
+    here.until(here.training)
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(60) == -signal.SIGHUP
+    assert alive(here.google.trainers()) == [True, True] and len(here.google.queued) == 1
+
+
+def test_what_is_kept_is_told_with_its_price(here, capsys):
+    costs = "job is kept and costs $7.36 an hour until `millrace tpu delete job --zone us-central2-b`"
+    here.trainer("0 2")
+    assert here.run("--keep") == 0 and costs in capsys.readouterr().out
+    assert here.run("--keep") == 2 and costs in capsys.readouterr().out
+
+
+def test_a_request_that_was_there_before_is_kept_and_told(here, capsys):
+    ask_for(here)
+
+    def stop() -> None:
+        here.until(lambda: len(here.google.calls) > 10)
+        interrupt()
+
+    with meanwhile(stop):
+        assert here.run("--keep") == 75
+    assert "costs $7.36 an hour as soon as it is there, until" in capsys.readouterr().out
+    assert len(here.google.queued) == 1
+
+
+def test_a_slice_that_was_made_to_stay_does_so_without_another_word(here, capsys):
+    assert main([*CREATE, *here.key]) == 0
+    here.trainer("2")
+    assert here.run() == 2
+    said = capsys.readouterr().out
+    assert "job was made to stay (by `tpu create` or --keep): it is kept at the end" in said
+    assert "job is kept and costs $7.36 an hour" in said and len(here.google.queued) == 1
+
+
+@pytest.mark.parametrize("zones", [[], ["--zone", "us-west4-a", "--wait", "0.001"]])
+@pytest.mark.parametrize("zone", ["us-east1-d", "us-central2-b"])
+def test_a_slice_that_is_being_repaired_is_waited_for_and_not_deleted(here, capsys, zone, zones):
+    name = f"projects/project/locations/{zone}/nodes/job"
+    here.google.make_node(name, OURS)
+    here.google.nodes[name]["state"] = "REPAIRING"
+
+    def stop() -> None:
+        here.until(lambda: len(here.google.calls) > 30)
+        interrupt()
+
+    with meanwhile(stop):
+        assert here.run(*zones) == 75
+    assert name in here.google.nodes and not here.created()
+    assert f"job is kept and costs $7.36 an hour until `millrace tpu delete job --zone {zone}`" in (
+        capsys.readouterr().out
+    )
+
+
+def test_machines_that_somebody_stopped_are_not_deleted(here, capsys):
+    here.trainer("wait")
+    here.google.make_node(NODE, OURS)
+
+    def stop() -> None:
+        here.until(here.training)
+        here.google.switch_off(NODE)
+        here.google.nodes[NODE]["state"] = "STOPPED"
+
+    with meanwhile(stop):
+        assert here.run() == 75
+    told = "STOPPED in us-central2-b, with its disks; `gcloud compute tpus tpu-vm start job "
+    told += "--zone=us-central2-b`"
+    assert f"stopped by somebody else: it is {told} starts it" in capsys.readouterr().out
+    assert here.run() == 2 and told in capsys.readouterr().err
+    assert NODE in here.google.nodes and not here.created()
+
+
+def test_hours_of_what_is_not_ours_count_from_when_we_began(here, capsys):
+    here.google.make_node(NODE, FOREIGN)
+    here.google.nodes[NODE]["createTime"] = "2026-01-01T00:00:00Z"
+    here.trainer("0 2 2")
+    assert here.run("--keep") == 0
+    said = capsys.readouterr().out
+    assert "had 0 min of the slice in 1 life, about $0.0" in said and "hours are over" not in said
+    for lives in (1, 2):  # nor do those between two of ours
+        assert here.run("--keep") == 2 and f"had 0 min of the slice in {lives} li" in capsys.readouterr().out
+
+
+def test_another_slice_of_that_name_is_not_taken_for_the_one_that_was_there(here, capsys):
+    from millrace.tpu import ending
+    from millrace.tpu.gcp import Gcp
+
+    here.trainer("wait")
+    here.google.make_node(NODE, OURS)
+    cloud = Gcp("project", ("us-central2-b",))
+    known = cloud.find("job")
+
+    def change() -> None:
+        here.until(here.training)
+        here.google.switch_off(NODE)
+        time.sleep(1.0)  # births are told in seconds here
+        here.google.make_node(NODE, OURS)
+
+    with meanwhile(change):
+        assert here.run() == 75
+    assert "deleted by somebody else, and another of its name is there since" in capsys.readouterr().out
+    assert NODE in here.google.nodes and not here.created()
+    assert cloud.find("job").replaces(known) and not cloud.find("job").replaces(cloud.find("job"))
+    assert ending.give_back(cloud, "job", print, "us-central2-b", known) and NODE in here.google.nodes
+    assert ending.give_back(cloud, "job", print, "us-central2-b", cloud.find("job"))
+    assert not here.google.nodes
+
+
+def test_a_connection_that_stays_broken_is_told_and_made_to_where_the_machine_is_now(
+    here, capsys, monkeypatch
+):
+    monkeypatch.setattr("millrace.tpu.launch.BROKEN", 0.5)
+    here.trainer("wait")
+    here.google.make_node(NODE, OURS)
+    machine = here.root / "machines" / "first"
+    address = machine.with_name("127.0.1.1").rename(machine).with_name("127.0.1.1")
+    address.symlink_to(machine)
+
+    def cut() -> None:
+        here.until(lambda: here.training(3))  # one is seen by both its names
+        ends = here.google.nodes[NODE]["networkEndpoints"]
+        address.unlink()
+        address.with_name("127.0.99.1").symlink_to(machine)
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                words = (process / "cmdline").read_bytes()
+                if str(here.root / "ssh").encode() in words and b"@127.0.1.1" in words:
+                    os.kill(int(process.name), signal.SIGKILL)
+        here.until(lambda: "the connection to w0 is broken, and tried again" in heard())
+        with here.google.lock:
+            ends[0]["accessConfig"]["externalIp"] = "127.0.99.1"
+        here.until(lambda: "all workers are heard again" in heard())
+        assert "job has other addresses than before" in heard()
+        interrupt()
+
+    def heard() -> str:
+        said.append(capsys.readouterr().out)
+        return "".join(said)
+
+    said: list[str] = []
+
+    with meanwhile(cut):
+        assert here.run() == 75
+
+
+def test_who_comes_back_shortly_before_the_timer_ends_an_idle_slice_has_its_time_anew(here):
+    from millrace.tpu import timer
+
+    here.trainer("2 2")
+    here.google.make_node(NODE, OURS)
+    here.run("--keep")
+    long = time.time() - 3000
+    for job in here.root.glob("machines/*/home/user/.millrace/jobs/job"):
+        os.utime(job / "exit", (long, long))
+        assert timer.ended(job) < time.time() - 2000
+    (here.root / "install").write_text("exit 1\n")
+    for env in here.root.glob("machines/*/home/user/.millrace/envs/*/ready"):
+        env.unlink()
+    assert here.run("--keep") == 1  # it was installing
+    for job in here.root.glob("machines/*/home/user/.millrace/jobs/job"):
+        assert timer.ended(job) > time.time() - 60

@@ -9,7 +9,7 @@ from enum import Enum
 from millrace import supervise
 from millrace.errors import UserError
 from millrace.tpu import gcloud
-from millrace.tpu.cloud import Cloud, State
+from millrace.tpu.cloud import Cloud, Rented, State
 from millrace.tpu.times import GIVE_UP, POLL
 from millrace.tpu.voice import complain, whisper
 
@@ -22,6 +22,7 @@ class End(Enum):
     WORN = "a machine of the slice is faulty"
     UNREACHED = "the workers cannot be reached from here"
     DELETED = "the slice was deleted by somebody else"
+    HALTED = "the machines were stopped by somebody else"
     MISTAKE = "a mistake"
     OVER = "the hours are over"
     STOPPED = "stopped"
@@ -48,16 +49,19 @@ def verdict(codes: list[int]) -> Outcome:
     return Outcome(End.AGAIN, worst, f" ({words})")
 
 
-def give_back(cloud: Cloud, name: str, say: Callable[[str], None], zone: str = "ZONE") -> bool:
+def give_back(
+    cloud: Cloud, name: str, say: Callable[[str], None], zone: str = "ZONE", known: Rented | None = None
+) -> bool:
     """Deletes, and looks until it is gone. What fails is tried again; that it failed is told with the command
     by which it can be done by hand. `zone` is where it was seen, for the case that nothing answers any more.
+    Another that was made since under the name of the `known` one is not ours to delete.
     That nobody listens (`| head`) ends nothing here: what is said comes after what is done."""
     end, asked, told = time.monotonic() + GIVE_UP, 0.0, ""
     while True:
         words = ""
         try:
             found = cloud.find(name)
-            if found is None:
+            if found is None or known is not None and found.replaces(known):
                 whisper(say, f"{name} is deleted")
                 return True
             zone = found.zone

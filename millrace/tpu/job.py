@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from millrace.tpu.workers import UNREACHABLE, Failed, Workers
+from millrace.tpu.workers import CONNECT, UNREACHABLE, Failed, Workers
 
 # What runs on a worker is asked by what is installed there; where nothing is, nothing runs.
 NEW = (
@@ -90,15 +90,20 @@ class State:
     @classmethod
     def read(cls, said: str) -> "State":
         lines = said.strip().splitlines()
-        told = {"elsewhere": line.partition(" ")[2] for line in lines if line.startswith("elsewhere ")}
-        state = json.loads(lines[-1])
-        names = ("identity", "running", "exit", "recent", "last")
-        return cls(**told, **{name: state[name] for name in names if state})
+        others = [line.partition(" ")[2] for line in lines if line.startswith("elsewhere ")]
+        told, names = json.loads(lines[-1]), ("identity", "running", "exit", "recent", "last")
+        return cls(elsewhere=", ".join(others), **{name: told[name] for name in names if told})
 
 
 def ask(workers: Workers, name: str, patience: float) -> list[State]:
     """Of each worker; raises Failed where one cannot be asked."""
     return list(map(State.read, workers.each(asking(name), b"", patience)))
+
+
+def announce(workers: Workers, name: str, patience: float) -> None:
+    """The timer of the slice counts from when its last job ended: from now on it is about to have one."""
+    place = f'"$HOME/.millrace/jobs/{name}"'
+    workers.each(f"mkdir -p {place} && touch {place} && touch -c {place}/exit", b"", patience)
 
 
 def asking(name: str) -> str:
@@ -129,7 +134,8 @@ class Follower:
         self.workers, self.name, self.worker, self.say = workers, name, worker, say
         self.offset, self.code, self.ended = offset, None, threading.Event()
         self.process: Any = None
-        self.broken = False  # whether there is no connection now
+        self.broken = 0.0  # since when there is no connection, if there is none
+        self.tried = 0.0  # when one was last asked for
         self.thread = threading.Thread(target=self.read, daemon=True)
 
     code: int | None
@@ -139,7 +145,7 @@ class Follower:
         while not self.ended.is_set():
             before = self.offset
             script = f"{HERE} follow {self.name} {before}"
-            code = UNREACHABLE
+            code, self.tried = UNREACHABLE, time.monotonic()
             with contextlib.suppress(Failed):  # no process could be started here
                 self.process = process = self.workers.start(self.worker, script, stderr=subprocess.DEVNULL)
                 assert process.stdin is not None
@@ -148,7 +154,7 @@ class Follower:
             if code != UNREACHABLE:
                 self.code = code
                 return
-            self.broken = True
+            self.broken = self.broken or time.monotonic()
             if self.offset > before:
                 delay = 0.5
             if self.ended.wait(delay):
@@ -159,11 +165,20 @@ class Follower:
         for line in process.stdout:
             if not line.endswith(b"\n") and process.wait() == UNREACHABLE:
                 break  # the connection broke within it: it comes again as a whole
-            self.broken = False
+            self.broken = 0.0
             self.offset += len(line)
             self.say(self.worker, line.decode(errors="replace").rstrip())
         process.stdout.close()
         return process.wait()
+
+    @property
+    def unheard(self) -> float:
+        """Seconds since its connection broke. One that is tried for longer than ssh would take is there, and
+        who trains has nothing to say."""
+        if not self.broken or self.code is not None:
+            return 0.0
+        now, alive = time.monotonic(), self.process is not None and self.process.poll() is None
+        return 0.0 if alive and now - self.tried > CONNECT + 5 else now - self.broken
 
     def end(self) -> None:
         self.ended.set()
@@ -223,7 +238,11 @@ class Following:
     @property
     def broken(self) -> bool:
         """Whether one that has not ended cannot be heard."""
-        return any(one.broken and one.code is None for one in self.followers)
+        return any(one.unheard for one in self.followers)
+
+    def unheard(self, seconds: float) -> list[int]:
+        """Those whose connection broke so long ago."""
+        return [one.worker for one in self.followers if one.unheard > seconds]
 
     @property
     def done(self) -> bool:

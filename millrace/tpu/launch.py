@@ -11,8 +11,8 @@ from millrace.errors import UserError
 from millrace.tpu import bundle, install, job, place, timer
 from millrace.tpu.cloud import Rented, State
 from millrace.tpu.ending import End, Outcome, verdict
-from millrace.tpu.rent import FAILURES, Renter
-from millrace.tpu.times import POLL, REACH, REST
+from millrace.tpu.rent import FAILURES, Renter, stopped
+from millrace.tpu.times import BROKEN, POLL, REACH, REST
 from millrace.tpu.workers import UNREACHABLE, Failed, Workers
 
 LIVED = 600.0  # seconds of training that end a row of failures; preemptions do not count as such
@@ -52,7 +52,7 @@ class Launcher:
                 self.say("stopped before it trained; the same command goes on")
                 code = supervise.PREEMPTED
             finally:
-                self.voice.gentle = True
+                self.voice.gentle, self.voice.alone = True, False
                 gone = self.finish()
                 if self.ledger.lives:
                     self.say(self.renter.spent())
@@ -69,8 +69,8 @@ class Launcher:
             self.rented = None
             if how.end is End.UNREACHED:
                 return self.left_alone(rented, how)
-            self.ledger.seen(rented.zone, rented.created, time.time())
-            if how.end in (End.LOST, End.DELETED):
+            self.renter.seen(rented)
+            if how.end in (End.LOST, End.DELETED, End.HALTED):
                 self.ledger.close(time.time())
             if (code := self.ended(how)) is not None:
                 return code
@@ -97,6 +97,10 @@ class Launcher:
         if how.end is End.MISTAKE:
             self.say(f"the trainer {how.words}; another try would end the same")
             return how.code
+        if how.end is End.HALTED:
+            self.renter.mine = self.renter.held = False  # nor kept: it is what its owner makes of it
+            self.say(f"{how.end.value}{how.words}; the same command goes on after that")
+            return supervise.PREEMPTED
         if how.end in (End.OVER, End.STOPPED, End.DELETED):
             self.renter.keep = self.renter.keep and how.end is not End.OVER
             more = " with a larger --max-hours or --max-cost" if how.end is End.OVER else ""
@@ -119,7 +123,7 @@ class Launcher:
         if fresh:
             self.say(f"{said}; looked for: a firewall that lets port 22 through, the key (--ssh-key)")
             return how.code
-        self.renter.mine = False
+        self.renter.mine = self.renter.held = False
         self.say(f"{said}; it is {rented.said} at the cloud, left alone, and costs money until")
         self.say(f"  millrace tpu delete {rented.name} --zone {rented.zone}")
         return how.code
@@ -133,9 +137,7 @@ class Launcher:
         except Exception as why:
             if rented is not None and not self.renter.made:
                 self.left_alone(rented, Outcome(End.UNREACHED, 1, f": {why!r}"))
-        if self.renter.mine and not self.renter.keep:
-            return self.renter.delete()
-        return True
+        return self.renter.give_up()
 
     def spare(self, rented: Rented) -> None:
         """Lets a trainer save that was found at work, where we end before we follow it. One of another recipe
@@ -151,7 +153,7 @@ class Launcher:
             if any(one.identity != self.task.identity for one in running) or any(
                 one.elsewhere for one in states
             ):
-                self.renter.mine = False
+                self.renter.mine = self.renter.held = False
                 return
             if not running:
                 return
@@ -166,7 +168,7 @@ class Launcher:
     reached: frozenset[float] = frozenset()  # when slices were created whose workers all answered
 
     def live(self, rented: Rented) -> Outcome:
-        workers = self.connect(rented)
+        workers, self.addresses = self.connect(rented), rented.workers
         workers.trouble = self.trouble
         try:
             begun = self.set_up(workers, rented)
@@ -193,6 +195,7 @@ class Launcher:
         self.doing = "asking what runs there"
         self.refuse_other(job.ask(workers, self.task.name, REACH), rented)
         self.reached |= {rented.created}
+        job.announce(workers, self.task.name, REACH)
         self.renter.timed(rented)
         self.doing = "sending the tree"
         if bundle.push(workers, self.packed, REACH):
@@ -222,9 +225,10 @@ class Launcher:
     def refuse_other(self, states: Sequence[job.State], rented: Rented) -> None:
         other = next((state.elsewhere for state in states if state.elsewhere), "")
         if other or any(state.running and state.identity != self.task.identity for state in states):
-            self.renter.mine = False
+            self.renter.mine = self.renter.held = False
+            where = f" ({other})" if other else ""
             raise UserError(
-                f"{rented.name}: found another recipe in training there{f' ({other})' if other else ''}; give "
+                f"{rented.name}: found another recipe in training there{where}; give "
                 f"another --name, or `millrace tpu delete {rented.name}` first"
             )
 
@@ -241,9 +245,10 @@ class Launcher:
         self.voice.show(f"w{worker} does not answer yet: {said}")
 
     def follow(self, following: job.Following, workers: Workers, rented: Rented) -> Outcome:
-        looked, first = time.monotonic(), 0.0
+        looked, first, silent = time.monotonic(), 0.0, ""
         while True:
             following.show(min(POLL, 0.5))
+            silent = self.tell_silence(following.unheard(BROKEN), silent)
             if self.voice.asked:
                 return self.saved(End.STOPPED, following, workers)
             if following.done:
@@ -257,11 +262,33 @@ class Launcher:
             if time.monotonic() - looked < POLL:
                 continue
             looked = time.monotonic()
-            self.ledger.seen(rented.zone, rented.created, time.time())
+            self.renter.seen(rented)
             if (gone := self.gone()) is not None:
                 return gone
+            self.connect_anew(workers)
             if self.renter.left() * 3600 <= min(REST, 0.05 * self.renter.budget.hours * 3600):
                 return self.saved(End.OVER, following, workers)
+
+    def tell_silence(self, unheard: Sequence[int], before: str) -> str:
+        """Says whose connection is broken, when that changes. What they say meanwhile is not lost."""
+        few = ", ".join(f"w{worker}" for worker in unheard[:4])
+        now = f"{few} and {len(unheard) - 4} more" if len(unheard) > 4 else few
+        if now != before and now:
+            self.say(f"the connection to {now} is broken, and tried again; whether it trains is not known")
+        elif now != before:
+            self.say("all workers are heard again")
+        return now
+
+    def connect_anew(self, workers: Workers) -> None:
+        """A machine that was repaired may have another address."""
+        found = self.renter.found
+        if found is None or found.state is not State.READY or found.workers == self.addresses:
+            return
+        with contextlib.suppress(UserError):  # no key any more, say: what is there goes on
+            places = self.connect(found).places
+            if len(places) == len(workers):
+                self.say(f"{found.name} has other addresses than before: connects to these")
+                workers.places, self.addresses = places, found.workers
 
     def gone(self) -> Outcome | None:
         """That the slice is lost, if it is known to be. One that is deleted was so by somebody who meant it,
@@ -272,8 +299,16 @@ class Launcher:
             except UserError as why:  # also a login that has run out: training goes on without it
                 self.voice.show(f"the cloud does not answer: {why}")
                 return None
+            if found is not None and self.rented is not None and found.replaces(self.rented):
+                self.renter.mine = False
+                self.renter.let_go()
+                return Outcome(End.DELETED, 0, ", and another of its name is there since")
             if found is not None and found.state in (State.READY, State.WAITING):
+                self.renter.found = found
                 return None
+            if found is not None and found.state is State.STOPPED:
+                return Outcome(End.HALTED, 0, f": it is {stopped(found)}")
+            self.renter.found = None
             if found is not None and found.state is not State.DELETING:
                 if not self.voice.gentle:
                     self.renter.count_loss(found.said)

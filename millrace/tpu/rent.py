@@ -38,24 +38,36 @@ class Renter:
         self.voice, self.keep, self.adopt, self.near = voice, keep, adopt, near
         self.mine = False  # Millrace made it, and at the end it may be deleted
         self.made = False  # asked for here, so that nobody trained on it before
+        self.held = False  # there are machines that we may use
+        self.foreign = False  # and we did not make them
+        self.found: Rented | None = None  # what is there, as far as is known
+        self.known: Rented | None = None  # and had machines when it was looked at last
+        self.begun = 0.0  # when its hours began
         self.lost, self.failed, self.zone = 0, 0, 0
         self.asked, self.waiting, self.where = -60.0, time.time(), request.zones[0]
 
     def ensure(self) -> Rented:
-        refusals, since = 0, time.monotonic()
+        refusals, since, self.voice.alone = 0, time.monotonic(), False
         while True:
-            found = self.look()
+            found = self.found = self.look()
             if found is None:
                 refusals = self.create(refusals, self.affordable())
                 since = time.monotonic()
                 continue
             self.check(found)
+            if found.created:
+                self.known = found
             if found.state is State.READY:
                 self.voice.show("")
+                self.held, self.foreign, self.begun = True, not self.mine, self.since(found)
+                self.voice.alone = True
                 return found
             if found.state in (State.LOST, State.FAILED):
                 self.replace(found)
             elif found.state is State.DELETING or not self.mine or found.said == "PROVISIONING":
+                self.wait(found, since)
+            elif found.created:  # being repaired or started, with what is on it
+                self.held, self.mine = True, self.made
                 self.wait(found, since)
             elif found.zone not in self.request.zones:
                 self.say(f"{found.name} is {found.said} in {found.zone}, which is no --zone now: deletes it")
@@ -87,6 +99,7 @@ class Renter:
         before = self.mine, self.made
         try:
             self.mine = self.made = True
+            self.held, self.found, self.known = False, None, None
             self.asked, self.waiting, self.where = time.monotonic(), time.time(), zone
             self.cloud.create(self.request, zone, seconds, None if self.keep else IDLE)
             self.say(f"asked for {self.request.accelerator} {self.request.terms} in {zone}")
@@ -130,6 +143,8 @@ class Renter:
                 f"{found.name}: found it {found.said} in {found.zone}, and {who}; "
                 f"give another --name, or `millrace tpu delete {found.name} --force`"
             )
+        if found.state is State.STOPPED:
+            raise UserError(f"{found.name}: found it {stopped(found)}")
         there = (found.slices, found.accelerator, found.terms)
         asked = (self.request.slice.slices, self.request.accelerator, self.request.terms)
         if there != asked:
@@ -140,6 +155,18 @@ class Renter:
         if found.zone not in self.request.zones and found.state is State.READY:
             self.near(found.zone)
         self.mine, self.where = own, found.zone
+        if own and found.stays and not self.keep and not self.made:
+            self.keep = True
+            self.say(f"{found.name} was made to stay (by `tpu create` or --keep): it is kept at the end")
+
+    def since(self, found: Rented) -> float:
+        """From when its hours count: all of them if it is ours. On what is not, from when we began, though
+        the launcher was killed meanwhile."""
+        if self.mine:
+            return found.created
+        last = self.ledger.lives[-1] if self.ledger.lives else {}
+        same = last.get("open") and last["zone"] == found.zone and last["created"] >= found.created
+        return last["created"] if same else time.time()
 
     def replace(self, found: Rented) -> None:
         """One that is lost or failed holds its name until it is deleted."""
@@ -177,18 +204,22 @@ class Renter:
     def timed(self, found: Rented) -> None:
         """The timer on the slice ends it when what is left now is over; one that it has already stays if
         nothing else is asked for."""
-        self.ledger.seen(found.zone, found.created, time.time(), found.seconds)
-        before = self.ledger.spent(time.time(), but=found.created)
-        if not self.budget.asked and found.seconds:
-            self.budget = dataclasses.replace(self.budget, hours=before + found.seconds / 3600)
+        timer = None if found.seconds is None else found.seconds - (self.begun - found.created)
+        self.seen(found, timer)
+        before = self.ledger.spent(time.time(), but=self.begun)
+        if not self.budget.asked and timer:
+            self.budget = dataclasses.replace(self.budget, hours=before + timer / 3600)
         seconds = (self.budget.hours - before) * 3600
         idle = None if self.keep else IDLE
         if self.mine and (abs((found.seconds or 0.0) - seconds) > 60 or found.idle != idle):
             try:
                 self.cloud.extend(found, max(seconds, 1.0), idle)
-                self.ledger.seen(found.zone, found.created, time.time(), seconds)
+                self.seen(found, seconds)
             except UserError as why:  # it trains all the same, and its timer ends it when it would have
                 self.say(f"the timer of {found.name} stays as it is: {why}")
+
+    def seen(self, found: Rented, seconds: float | None = None) -> None:
+        self.ledger.seen(found.zone, self.begun, time.time(), seconds)
 
     def look(self) -> Rented | None:
         """What cannot be put right by waiting is told at once, unless something was rented by then."""
@@ -207,11 +238,37 @@ class Renter:
     def delete(self) -> bool:
         # What was asked for a moment ago may not be seen yet.
         time.sleep(max(0.0, min(POLL, 5.0) - (time.monotonic() - self.asked)))
-        gone = give_back(self.cloud, self.request.name, self.say, self.where)
+        gone = give_back(self.cloud, self.request.name, self.say, self.where, self.known)
         if gone:
+            self.let_go()
             self.ledger.close(time.time())
-            self.made = False
         return gone
+
+    def let_go(self) -> None:
+        """It is there no more, or nothing of ours."""
+        self.made = self.held = False
+        self.found = None
+
+    def give_up(self) -> bool:
+        """At the end of all: deletes what should not stay, and tells of what does; returns whether nothing is
+        left that should be gone. A request that was made here and came to nothing yet is not kept: nobody
+        would be there when it does."""
+        if self.mine and (not self.keep or self.made and not self.held):
+            return self.delete()
+        if self.held and self.foreign:  # what follows is not ours to count
+            self.ledger.close(time.time())
+        if self.found is not None and (self.held or self.mine):
+            self.say(self.kept(self.found))
+        return True
+
+    def kept(self, found: Rented) -> str:
+        local = self.cloud.name == "local"
+        rate = "money" if self.budget.rate is None else f"${self.budget.rate:,.2f} an hour"
+        costs = "" if local else f" and costs {rate}"
+        costs += " as soon as it is there," if costs and not found.created else ""
+        place = " --platform local" if local else f" --zone {found.zone}"
+        place += "" if found.ours else " --force"
+        return f"{found.name} is kept{costs} until `millrace tpu delete {found.name}{place}`"
 
     def left(self) -> float:
         """Hours."""
@@ -224,6 +281,15 @@ class Renter:
 
     def say(self, words: str) -> None:
         self.voice.say(words)
+
+
+def stopped(found: Rented) -> str:
+    """By somebody who means to start it again."""
+    command = f"gcloud compute tpus tpu-vm start {found.name} --zone={found.zone}"
+    return (
+        f"{found.said} in {found.zone}, with its disks; `{command}` starts it, "
+        f"`millrace tpu delete {found.name} --zone {found.zone}` deletes it"
+    )
 
 
 def sold(slices: int, accelerator: str, terms: str) -> str:

@@ -21,5 +21,6 @@ POLL = seconds("MILLRACE_POLL", 10.0)  # between two looks at the cloud
 PATIENCE = seconds("MILLRACE_PATIENCE", 300.0)
 REACH = PATIENCE  # in which a machine that is said to be ready should answer
 DENIED = PATIENCE / 5  # and one that answers, but lets us not in: keys come a moment after the machine
+BROKEN = PATIENCE / 10  # after which a broken connection is told
 REST = PATIENCE  # that other workers have to end after the first, and all have to save
 GIVE_UP = 3 * PATIENCE  # of trying to delete

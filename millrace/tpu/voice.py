@@ -14,6 +14,7 @@ class Voice:
     def __init__(self) -> None:
         self.asked = 0  # how often it was asked to end
         self.gentle = False  # whether that is a wish that somebody looks at, and not an end at once
+        self.alone = True  # whether what is at work goes on without us, when the terminal is closed
         self.shown = ""
 
     def put(self, line: str) -> None:
@@ -41,7 +42,10 @@ class Voice:
 
     @contextlib.contextmanager
     def signals(self) -> Iterator[None]:
-        before = {number: signal.signal(number, self.ask) for number in (signal.SIGINT, signal.SIGTERM)}
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # and not `nohup`
+            numbers.append(signal.SIGHUP)
+        before = {number: signal.signal(number, self.ask) for number in numbers}
         try:
             yield
         finally:
@@ -49,7 +53,11 @@ class Voice:
                 signal.signal(number, handler)
 
     def ask(self, number: int, frame: Any) -> None:
-        """While it trains, a wish that the loop sees; before that, an end; while it deletes, nothing."""
+        """While it trains, a wish that the loop sees; before that, an end; while it deletes, nothing. A
+        terminal that is closed ends who waits in the queue, and leaves a slice with its job alone."""
+        if number == signal.SIGHUP and self.alone:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
         self.asked += 1
         if not self.gentle:
             raise KeyboardInterrupt

@@ -18,6 +18,7 @@ from millrace.errors import UserError
 from millrace.tpu.times import DENIED
 
 UNREACHABLE = 255  # ssh's own exit code
+CONNECT = 20  # seconds that ssh has for a connection
 KEYS = ("google_compute_engine", "id_ed25519", "id_rsa")  # the first is gcloud's
 
 
@@ -123,7 +124,7 @@ def by_ssh(addresses: Sequence[str], key: Path | None, known: Path) -> Workers:
     """`known` holds the machines' keys: addresses are used again for others, which ssh would refuse."""
     argv = ssh()
     argv += ["-o", "StrictHostKeyChecking=accept-new", "-o", "LogLevel=ERROR"]
-    argv += ["-o", f"UserKnownHostsFile={known}", "-o", "ConnectTimeout=20"]
+    argv += ["-o", f"UserKnownHostsFile={known}", "-o", f"ConnectTimeout={CONNECT}"]
     argv += ["-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=4"]
     argv += ["-i", str(key)] if key else []
     places = []
