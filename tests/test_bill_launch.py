@@ -297,7 +297,7 @@ def test_a_connection_that_stays_broken_is_told_and_made_to_where_the_machine_is
         here.until(lambda: "the connection to w0 is broken, and tried again" in heard())
         with here.google.lock:
             ends[0]["accessConfig"]["externalIp"] = "127.0.99.1"
-        here.until(lambda: "all workers are heard again" in heard())
+        here.until(lambda: "connected to all workers again" in heard())
         assert "job has other addresses than before" in heard()
         interrupt()
 

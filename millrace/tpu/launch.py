@@ -276,7 +276,7 @@ class Launcher:
         if now != before and now:
             self.say(f"the connection to {now} is broken, and tried again; whether it trains is not known")
         elif now != before:
-            self.say("all workers are heard again")
+            self.say("connected to all workers again")
         return now
 
     def connect_anew(self, workers: Workers) -> None:

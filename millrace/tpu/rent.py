@@ -41,7 +41,7 @@ class Renter:
         self.held = False  # there are machines that we may use
         self.foreign = False  # and we did not make them
         self.found: Rented | None = None  # what is there, as far as is known
-        self.known: Rented | None = None  # and had machines when it was looked at last
+        self.known: Rented | None = None  # what was there when it was looked at last
         self.begun = 0.0  # when its hours began
         self.lost, self.failed, self.zone = 0, 0, 0
         self.asked, self.waiting, self.where = -60.0, time.time(), request.zones[0]
@@ -55,8 +55,7 @@ class Renter:
                 since = time.monotonic()
                 continue
             self.check(found)
-            if found.created:
-                self.known = found
+            self.known = found
             if found.state is State.READY:
                 self.voice.show("")
                 self.held, self.foreign, self.begun = True, not self.mine, self.since(found)
@@ -67,7 +66,7 @@ class Renter:
             elif found.state is State.DELETING or not self.mine or found.said == "PROVISIONING":
                 self.wait(found, since)
             elif found.created:  # being repaired or started, with what is on it
-                self.held, self.mine = True, self.made
+                self.held, self.mine = self.held or not self.made, self.made
                 self.wait(found, since)
             elif found.zone not in self.request.zones:
                 self.say(f"{found.name} is {found.said} in {found.zone}, which is no --zone now: deletes it")
