@@ -34,6 +34,13 @@ help:
 	@$(PIP) install --quiet --quiet --constraint constraints.txt --upgrade --target $@ libtpu
 	@touch $@
 
+# An environment of its own, for one test of tests/test_cloud.py: it wants other versions than we do.
+.venv/sky: .venv/test
+	@rm -rf $@
+	@$(BIN)/python -m venv $@
+	@$@/bin/python -m pip --disable-pip-version-check install --quiet --quiet skypilot==0.14.1
+	@touch $@
+
 demo: .venv/core
 	@echo; echo "1. Text that is already here, tokenised and packed"
 	$(BIN)/millrace data prepare recipes/data/demo.yaml
@@ -67,7 +74,7 @@ test: lint
 	@$(PIP) install --quiet --quiet --constraint constraints.txt --editable '.[eval]'
 	@touch $@
 
-test-all: .venv/libtpu .venv/eval lint
+test-all: .venv/libtpu .venv/sky .venv/eval lint
 	$(BIN)/python -m pytest -n auto --dist worksteal --quiet --slow
 
 chaos: .venv/test

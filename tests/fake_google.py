@@ -16,7 +16,7 @@ from typing import Any
 
 from tests.fake_machine import SCRIPTS, end_processes, free_port
 
-ZONES = ("us-central2-b", "us-east1-d", "us-west4-a")
+ZONES = ("us-central2-b", "us-east1-d", "us-west4-a", "europe-west4-b")
 STEP = 0.15  # seconds in each state of the queue
 ENDING = 0.1  # and in that of being deleted
 NUMBER = "projects/123456789"  # by which Google calls a project where it names one thing in another
@@ -41,6 +41,9 @@ class Google:
         self.born: list[str] = []  # how the next machines are: blocked, denied, or gone at once
         self.taken = ""  # the slice that is preempted when one of its machines asks for that
         self.undone = 0  # operations to delete that are accepted, and come to nothing
+        self.unchanged = 0  # and to change a node
+        self.unreachable: set[str] = set()  # zones that lists leave out, and name beside
+        self.page = 500  # disks of a list at once
         self.allowed = ["tpu.nodes.delete"]  # what the account of the machines may do
         self.made, self.step = 0, STEP
         (root / "machines").mkdir(parents=True)
@@ -151,16 +154,20 @@ class Google:
             del self.nodes[name]
             return
         self.born = []
-        if self.timers:
-            for end in ends:
+        for end in ends:
+            if self.timers:
                 self.start_timer(name, end["accessConfig"]["externalIp"])
+            else:  # as one that is well would have written
+                place = self.root / "machines" / end["accessConfig"]["externalIp"]
+                (place / "may-delete").write_text("yes tpu.nodes.delete")
+                (place / "alive").touch()
 
     def make_queued(self, name: str, node: str) -> None:
         """The request of a node that is there."""
         self.queued[name] = dict(told={}, begun=0.0, fixed={"state": "ACTIVE"}, active=True, ends=None)
         self.nodes[node]["queuedResource"] = numbered(name)
 
-    def start_timer(self, name: str, address: str) -> None:
+    def start_timer(self, name: str, address: str, **env: str) -> None:
         """As a machine does with its startup script."""
         place = self.root / "machines" / address
         script = place / "startup"
@@ -168,9 +175,11 @@ class Google:
         script.chmod(0o755)
         more = {"GCE_METADATA_HOST": f"{self.url[7:]}/vm/{name}", "MILLRACE_TIMER_API": self.url}
         more |= {"MILLRACE_TIMER_PLACE": str(place), "MILLRACE_TIMER_HOMES": str(place / "home")}
-        more |= {"MILLRACE_TIMER_IAM": self.url}
+        more |= {"MILLRACE_TIMER_ROOT": str(place / "root")}
+        more |= {"MILLRACE_TIMER_IAM": self.url, "MILLRACE_TIMER_UNITS": str(place / "systemd/units")}
+        more |= {"PATH": f"{self.root}/machine:{os.environ['PATH']}"}
         more |= {"MILLRACE_TIMER_PACE": "0.2", "MILLRACE_TIMER_OFF": f"touch {place}/switched-off"}
-        subprocess.run([sys.executable, str(script)], env=os.environ | more, check=True)
+        subprocess.run([sys.executable, str(script)], env=os.environ | more | env, check=True)
 
     def switch_off(self, name: str) -> None:
         """All its processes end at once, and nobody reaches it."""
@@ -253,7 +262,7 @@ class Google:
             return wrong(404, f"Location {parent.split('/')[3]} is not found or access is unauthorized.")
         if method == "GET":
             names = [name for name in self.queued if within(name, parent)]
-            return 200, {"queuedResources": [self.tick(name) for name in names]}
+            return 200, self.reached(parent, "queuedResources", [self.tick(name) for name in names])
         name = f"{parent}/queuedResources/{query.get('queuedResourceId') or query['queued_resource_id']}"
         if name in self.queued:
             return wrong(409, f"{name} already exists")
@@ -288,12 +297,26 @@ class Google:
         for name in list(self.queued):
             self.tick(name)
         found = [dict(node) for name, node in self.nodes.items() if within(name, parts[0])]
-        return 200, {"nodes": found}
+        return 200, self.reached(parts[0], "nodes", found)
+
+    def reached(self, parent: str, kind: str, found: list[dict[str, Any]]) -> dict[str, Any]:
+        """A list without what is in zones that cannot be reached."""
+        found = [one for one in found if one["name"].split("/")[3] not in self.unreachable]
+        lost = [zone for zone in sorted(self.unreachable) if parent.split("/")[3] in ("-", zone)]
+        return {kind: found} | (
+            {"unreachable": [f"{NUMBER}/locations/{zone}" for zone in lost]} if lost else {}
+        )
 
     def one_node(self, method: str, parts: Any, query: dict[str, str], body: Any) -> tuple[int, Any]:
         name = f"{parts[0]}/nodes/{parts[1]}"
         if name not in self.nodes:
             return wrong(404, f"Resource '{name}' was not found")
+        if method == "PATCH" and self.unchanged:
+            self.unchanged -= 1
+            told = self.operation(parts[0], {}, TYPE + "Node")
+            told["error"] = {"code": 13, "message": "an internal error occurred"}
+            del told["response"]
+            return 200, told
         if method == "PATCH":
             for key in ("labels", "metadata", "dataDisks"):
                 if (
@@ -314,7 +337,10 @@ class Google:
     def all_disks(self, method: str, parts: Any, query: dict[str, str], body: Any) -> tuple[int, Any]:
         if method == "GET":
             label = query["filter"].removeprefix("labels.").removesuffix("=yes")
-            return 200, {"items": [one for one in self.disks.values() if label in one.get("labels", {})]}
+            found = [one for one in self.disks.values() if label in one.get("labels", {})]
+            begin = int(query.get("pageToken", "0"))
+            more = {"nextPageToken": str(begin + self.page)} if len(found) > begin + self.page else {}
+            return 200, {"items": found[begin : begin + self.page], **more}
         if body["name"] in self.disks:
             return wrong(409, f"The resource '{body['name']}' already exists")
         self.disks[body["name"]] = body | {"zone": f"https://www.googleapis.com/compute/v1/{parts[0]}"}
@@ -322,9 +348,10 @@ class Google:
 
     def disks_everywhere(self, *asked: Any) -> tuple[int, Any]:
         zones: dict[str, Any] = {}
-        for one in self.all_disks(*asked)[1]["items"]:
+        told = self.all_disks(*asked)[1]
+        for one in told["items"]:
             zones.setdefault("zones/" + one["zone"].rpartition("/")[2], {"disks": []})["disks"].append(one)
-        return 200, {"items": {"zones/us-west4-a": {"warning": {}}} | zones}
+        return 200, told | {"items": {"zones/us-west4-a": {"warning": {}}} | zones}
 
     def one_disk(self, method: str, parts: Any, query: dict[str, str], body: Any) -> tuple[int, Any]:
         if parts[0] not in self.disks:

@@ -31,9 +31,9 @@ class Here(Story):
     """A story whose launcher is this process."""
 
     def quick(self, monkeypatch) -> None:
-        from millrace.tpu import command, ending, launch, rent, workers
+        from millrace.tpu import command, ending, launch, look_command, rent, workers
 
-        for module in (command, ending, launch, rent, workers):
+        for module in (command, ending, launch, look_command, rent, workers):
             for name in TIMES.keys() & vars(module).keys():
                 monkeypatch.setattr(module, name, TIMES[name])
         for name, value in self.google.env().items():
@@ -99,7 +99,7 @@ def test_slices_that_are_lost_as_soon_as_they_are_there_are_counted_and_have_an_
     assert "3 slices in a row were lost before anything trained" in said.err, said
     assert "ACTIVE, but 1 of 1 nodes are gone: deletes it and asks again" in said.out
     assert here.nothing_left() and len(here.created()) == 3
-    lives = json.loads((here.root / "launcher/tpu/job/lives.json").read_text())["lives"]
+    lives = json.loads((here.root / "launcher/tpu/project/job/lives.json").read_text())["lives"]
     assert len(lives) == 3 and not any(life["open"] for life in lives)
     assert sum(life["seen"] - life["created"] for life in lives) > 0
 
@@ -170,7 +170,7 @@ def test_a_foreign_slice_that_is_lost_or_waits_is_not_deleted(here, capsys):
 
 def test_one_who_is_refused_has_changed_nothing_of_the_job_that_is_there(here, capsys):
     pids = here.trains_alone()
-    ledger = here.root / "launcher/tpu/job/lives.json"
+    ledger = here.root / "launcher/tpu/project/job/lives.json"
     before = ledger.read_text(), dict(here.google.nodes[NODE]["metadata"])
     (here.root / "recipe.yaml").write_text(RECIPE.format(run=str(here.root / "other")))
     pushes = (here.root / "ssh.log").read_text().count("test -d")
@@ -237,7 +237,7 @@ def test_a_slice_that_somebody_deletes_is_not_rented_again(here, capsys):
 
     def delete() -> None:
         here.until(here.training)
-        code, said = here.call("delete", "job", MILLRACE_HOME=str(here.root / "elsewhere"))
+        code, said = here.call("delete", "job", *here.key, MILLRACE_HOME=str(here.root / "elsewhere"))
         assert code == 0, said
 
     with meanwhile(delete):
@@ -269,25 +269,31 @@ def test_logs_end_with_the_slice_and_tell_a_broken_line_from_no_job(here, capsys
     assert "idle: [w0] cannot be asked: ssh: connect to host" in capsys.readouterr().err
 
 
-def test_what_the_machines_may_not_do_is_told_while_somebody_is_there(here, capsys):
+@pytest.mark.parametrize("known", [True, False])
+def test_what_the_machines_may_not_do_is_told_while_somebody_is_there(here, capsys, known):
     here.google.timers, here.google.allowed = True, []
-    here.google.born = []
-    (here.root / "install").write_text(
-        'until [ -e "$MILLRACE_TIMER_PLACE/may-delete" ]; do sleep 0.05; done\n'
-    )
+    if not known:  # the API that tells is off
+        here.google.fault("POST", ":testIamPermissions", 403, "has not been used", count=10**6)
+    file = "may-delete" if known else "alive"
+    (here.root / "install").write_text(f'until [ -e "$MILLRACE_TIMER_PLACE/{file}" ]; do sleep 0.05; done\n')
     assert here.run() == 0
-    assert "warning: the account of the machines may not delete TPUs" in capsys.readouterr().out
+    words = (
+        "the account of the machines may not delete TPUs: give it the role" if known else "it is not known"
+    )
+    assert f"warning: job may not end itself, and cost money until you delete it: {words}" in (
+        capsys.readouterr().out
+    )
 
 
 def test_hours_are_not_forgotten_when_a_delete_failed(here, monkeypatch, capsys):
     monkeypatch.setattr("millrace.tpu.ending.GIVE_UP", 0.5)
     here.google.make_node(NODE, OURS)
-    place.Ledger("job", "gs://b/run").seen("us-central2-b", 1000.0, 4600.0)
+    place.Ledger("project/job", "gs://b/run").seen("us-central2-b", 1000.0, 4600.0)
     here.google.fault("DELETE", "", 403, "not now", count=99)
-    assert main(["tpu", "delete", "job"]) == 1
-    assert place.Ledger("job").lives and "COULD NOT BE DELETED" in capsys.readouterr().err
+    assert main(["tpu", "delete", "job", *here.key]) == 1
+    assert place.Ledger("project/job").lives and "COULD NOT BE DELETED" in capsys.readouterr().err
     here.google.faults.clear()
-    assert main(["tpu", "delete", "job"]) == 0 and not place.Ledger("job").lives
+    assert main(["tpu", "delete", "job", *here.key]) == 0 and not place.Ledger("project/job").lives
 
 
 def test_who_only_looks_does_not_refuse_a_run(tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 is sent, the timer's own rules, and files for other schedulers."""
 
 import contextlib
+import dataclasses
 import importlib
 import io
 import json
@@ -34,6 +35,7 @@ from tests.test_launch import RECIPE, ROOT
 RENT = ["tpu", "run", "--slice", "v4-32", "--zone", "us-central2-b", "--spot"]
 
 
+ABROAD = ["tpu", "create", "--slice", "v5p-8", "--zone", "us-central1-a", "--zone", "europe-west4-b"]
 EXPORT = ["tpu", "export", "recipe.yaml", "--slice", "v4-8", "--to"]
 
 
@@ -45,6 +47,7 @@ def google(tmp_path, monkeypatch):
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(tmp_path)
     Path("recipe.yaml").write_text(RECIPE.format(run="gs://near/run").replace("/nowhere", "gs://near/data"))
+    Path("v4.yaml").write_text("v4: {on_demand: 3.0}\nv5p: {spot: 1.0}\n")
     yield found
     found.close()
 
@@ -79,6 +82,12 @@ def request(name: str = "v4-32", **more) -> Request:
         (["tpu", "status", "nobody"], "nobody: found no slice of that name"),
         (["tpu", "disk", "create", "x", "--size", "10"], "--zone: found none, expected the zone of the disk"),
         (["tpu", "export", "recipe.yaml", "--to", "jobset", "--slice", "v4-8"], "--image: found none"),
+        (["tpu", "create", "--slice", "v4-8", "--platform", "local", "--disk", "x"], "--disk: found x"),
+        (
+            [*ABROAD, "--max-cost", "100"],
+            "the prices known here are of the US, and europe-west4-b may cost more",
+        ),
+        ([*ABROAD, "--max-cost", "100", "--prices", "v4.yaml"], "`v5p: {on_demand: DOLLARS}`"),
         (["tpu", "tensorboard", "nowhere"], "nowhere: found no folder"),
         (["tpu", "status", "../x"], "NAME: found ../x, expected small letters"),
         (["tpu", "logs", "A b"], "NAME: found A b"),
@@ -377,7 +386,7 @@ def test_slices_are_listed_zone_by_zone_where_no_wildcard_is_taken(google, capsy
     assert main(["tpu", "ls"]) == 0
     assert capsys.readouterr().out.startswith("lost  us-east1-d  v4-8  on-demand  READY")
     assert main(["tpu", "ls", "--orphans"]) == 1
-    assert main(["tpu", "delete", "lost"]) == 0 and not google.nodes
+    assert main(["tpu", "delete", "lost", "--ssh-key", str(google.root / "key")]) == 0 and not google.nodes
     assert main(["tpu", "ls"]) == 0 and capsys.readouterr().out.endswith("no slices\n")
 
 
@@ -414,6 +423,7 @@ def test_tensorboard_reads_a_run_out_of_a_bucket(tmp_path, monkeypatch):
 
 def test_the_timer_gives_back_what_has_ended_or_never_began(tmp_path, monkeypatch):
     monkeypatch.setattr(timer, "HOMES", str(tmp_path))
+    monkeypatch.setattr(timer, "ROOT", str(tmp_path / "root"))
     now = time.time()
     assert not timer.forgotten(now - 15, 10) and timer.forgotten(now - 25, 10)  # nothing was ever set up
     job = tmp_path / "user" / ".millrace" / "jobs" / "job"
@@ -427,6 +437,7 @@ def test_the_timer_gives_back_what_has_ended_or_never_began(tmp_path, monkeypatc
 
 def test_the_timer_gives_back_what_was_killed_before_its_end_was_written_down(tmp_path, monkeypatch):
     monkeypatch.setattr(timer, "HOMES", str(tmp_path))
+    monkeypatch.setattr(timer, "ROOT", str(tmp_path / "root"))
     now, job = time.time(), tmp_path / "user" / ".millrace" / "jobs" / "job"
     job.mkdir(parents=True)
     code = "import time; time.sleep(60)"
@@ -521,11 +532,11 @@ def test_a_life_that_nobody_saw_the_end_of_counts_until_its_timer_has_ended_it(t
 def test_a_slice_is_found_in_another_zone_than_the_one_it_was_last_in(google, capsys):
     told = {"acceleratorType": "v4-8", "labels": {"millrace": "yes"}, "metadata": {}}
     google.make_node("projects/project/locations/us-east1-d/nodes/lost", told)
-    place.Ledger("lost").seen("us-central2-b", 1.0, 2.0)
+    place.Ledger("project/lost").seen("us-central2-b", 1.0, 2.0)
     assert main(["tpu", "status", "lost", "--ssh-key", str(google.root / "key")]) == 0
     assert "in us-east1-d: READY" in capsys.readouterr().out
     assert main(["tpu", "delete", "lost", "--zone", "us-central2-b"]) == 2  # where it is told to look
-    assert main(["tpu", "delete", "lost"]) == 0 and not google.nodes
+    assert main(["tpu", "delete", "lost", "--ssh-key", str(google.root / "key")]) == 0 and not google.nodes
 
 
 @pytest.mark.parametrize(
@@ -663,10 +674,82 @@ def test_a_skypilot_task_is_what_skypilot_takes():
     assert "MILLRACE_COORDINATOR" in gpus["run"] and "--extra gpu" in gpus["setup"]
     with pytest.raises(UserError, match="expected one slice"):
         written("skypilot", exported("2xv5e-256"))
-    schemas = pytest.importorskip("sky.utils.schemas", reason="needs skypilot")
-    for one in (task, gpus):
-        jsonschema.validate(one, schemas.get_task_schema())
-        jsonschema.validate(one["resources"], schemas.get_resources_schema())
+
+
+# In an environment of its own: it wants other versions of what we have.
+SKY = Path(os.environ.get("MILLRACE_TEST_SKY", ROOT / ".venv" / "sky"))
+READ = """
+import sys, yaml, sky
+for file in sys.argv[1:]:
+    try:
+        task = sky.Task.from_yaml(file)
+        print(task.num_nodes, *task.resources)
+    except (ValueError, sky.exceptions.InvalidSkyPilotConfigError) as error:
+        print("refused", " ".join(str(error).split()))
+"""
+
+
+@pytest.mark.slow
+def test_skypilot_itself_reads_its_tasks(google, tmp_path, monkeypatch):
+    if not (SKY / "bin" / "python").exists():
+        pytest.skip("needs SkyPilot in .venv/sky, which `make test-all` installs")
+    argv = ["tpu", "export", "recipe.yaml", "log.wandb=true", "--to", "skypilot", "--spot"]
+    for name, slice_ in (("tpu", "v6e-16"), ("gpu", "gpu:h200x16")):
+        assert main([*argv, "--slice", slice_, "--out", f"{name}.yaml"]) == 0
+    text = Path("tpu.yaml").read_text()
+    spoilt = {"num_nodes: 1": "num_node: 1", "use_spot: true": "use_spot: maybe", "infra: gcp": "infra: moon"}
+    spoilt |= {"- 77": "- a", "file_mounts:": "file_mount:"}
+    for number, (good, bad) in enumerate(spoilt.items()):
+        assert good in text
+        Path(f"spoilt{number}.yaml").write_text(text.replace(good, bad))
+    files = ["tpu.yaml", "gpu.yaml", *(f"spoilt{number}.yaml" for number in range(len(spoilt)))]
+    done = subprocess.run(
+        [SKY / "bin" / "python", "-c", READ, *files],
+        env={
+            "PATH": os.environ["PATH"],
+            "HOME": str(tmp_path / "home"),
+            "SKYPILOT_DISABLE_USAGE_COLLECTION": "1",
+        },
+        capture_output=True,
+        text=True,
+    )
+    tpu, gpu, *bad = done.stdout.splitlines()[-len(files) :]
+    assert tpu.startswith("1 GCP") and "'tpu-v6e-16': 1" in tpu and "Spot" in tpu, done
+    assert gpu.startswith("2 ") and "{'H200': 8}" in gpu, done
+    assert len(bad) == len(spoilt) and all(line.startswith("refused") for line in bad), done
+
+
+def test_an_export_installs_and_sends_what_the_run_needs(google, capsys, tmp_path):
+    argv = ["tpu", "export", str(ROOT / "recipes/demo.yaml"), "run=gs://b/r", "data.path=gs://b/d", "--to"]
+    assert main([*argv, "skypilot", "--slice", "v5e-8"]) == 0
+    task = yaml.safe_load(capsys.readouterr().out)
+    assert "millrace train recipes/demo.yaml run=" in task["run"] and "file_mounts" not in task
+    assert task["setup"].rstrip().endswith("-r pyproject.toml --extra tpu --extra gcs")
+    outside = str(tmp_path / "recipe.yaml")
+    argv[2] = outside
+    assert main([*argv, "skypilot", "--slice", "v5e-8", "log.wandb=true"]) == 0
+    task = yaml.safe_load(capsys.readouterr().out)
+    (there,) = task["file_mounts"]
+    assert task["file_mounts"] == {there: outside} and f"millrace train {there} run=" in task["run"]
+    assert task["setup"].rstrip().endswith("--extra gcs --extra wandb")
+    assert main([*argv, "jobset", "--slice", "v5e-8", "--image", "image"]) == 0
+    assert f"warning: {outside} is not in the tree" in capsys.readouterr().err
+    assert main([*argv, "slurm", "--slice", "v5e-16"]) == 0
+    text = capsys.readouterr().out
+    assert f"srun millrace train {outside} run=" in text and "#SBATCH --gres=tpu:4\n" in text
+
+
+@pytest.mark.parametrize("name", ["v5e-8", "2xv5e-256", "16xv5e-256"])
+def test_no_pod_of_a_jobset_has_a_name_that_kubernetes_refuses(name):
+    with pytest.raises(UserError, match="expected [0-9]+ at most with --to jobset") as told:
+        written("jobset", dataclasses.replace(exported(name), name="x" * 60))
+    most = int(re.search(r"expected (\d+) at most", str(told.value))[1])
+    for letters in (most, most + 1):
+        with contextlib.nullcontext() if letters == most else pytest.raises(UserError):
+            tree = yaml.safe_load(written("jobset", dataclasses.replace(exported(name), name="x" * letters)))
+    (part,) = tree["spec"]["replicatedJobs"]
+    last = part["replicas"] - 1, part["template"]["spec"]["completions"] - 1
+    assert len("-".join([tree["metadata"]["name"], part["name"], *map(str, last), "x7k2p"])) == 63
 
 
 def test_a_slurm_script_is_bash_that_puts_itself_back_into_the_queue(tmp_path):

@@ -318,6 +318,8 @@ def test_a_launcher_that_was_killed_finds_its_job_again(story):
     trainers = story.google.trainers()
     code, said = story.call("ls", "--orphans")
     assert code == 1 and "nobody here watches job" in said
+    code, said = story.call("ls", "--orphans", "--ssh-key", str(story.root / "key"))  # which asks them
+    assert code == 0 and "job trains; if no other machine of yours watches it" in said
     second = story.launch()
     heard = hear(second, "found it training on 2 workers")
     assert story.google.trainers() == trainers  # the same processes
@@ -420,7 +422,7 @@ def test_a_slice_is_given_back_though_nobody_listens_any_more(story, words):
 def test_a_slice_is_deleted_by_hand_though_nobody_listens(story):
     node = {"acceleratorType": "v4-16", "labels": {"millrace": "yes"}, "metadata": {}}
     story.google.make_node("projects/project/locations/us-central2-b/nodes/job", node)
-    process = story.start("delete", "job", PYTHONUNBUFFERED="1")
+    process = story.start("delete", "job", "--ssh-key", str(story.root / "key"), PYTHONUNBUFFERED="1")
     process.stdout.close()
     process.wait(60)
     assert story.nothing_left()
@@ -555,7 +557,7 @@ def whole_story(story: Story, recipe: str, whole: str, read, env: dict[str, str]
     story.google.python(f'exec "{sys.executable}" "$@"')
     env = env | {"MILLRACE_PATIENCE": "120"}  # to save in, on a machine that has much else to do
     process = story.launch(**env)
-    log = story.root / "launcher" / "tpu" / "job" / "w0.log"
+    log = story.root / "launcher" / "tpu" / "project" / "job" / "w0.log"
 
     def newest() -> int:
         """The step that was shown last."""

@@ -260,6 +260,12 @@ def prices(file: Path | None = None) -> dict[str, Price]:
     return found
 
 
+def given(file: Path | None) -> set[tuple[str, str]]:
+    """Of which chips, and on which terms, a file has prices of its own."""
+    tree = _read(file) if file else {}
+    return {(str(name).lower(), str(key)) for name, node in tree.items() for key in node}
+
+
 def _read(file: Path) -> dict[Any, Any]:
     try:
         tree = yaml.safe_load(file.read_text(encoding="utf-8-sig"))

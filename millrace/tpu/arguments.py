@@ -22,6 +22,8 @@ Namespace = argparse.Namespace
 def requested(args: Namespace) -> Request:
     slice_ = sliced(args.slice, args.runtime or ("any" if args.platform == "local" else ""))
     if args.platform == "local":
+        if args.disk:
+            raise UserError(f"--disk: found {args.disk[0]}, expected none with --platform local")
         return Request(args.name, slice_, ("local",), terms=args.terms)
     zones = zones_from(args.zone)
     if not zones:
@@ -80,8 +82,9 @@ def opened(args: Namespace) -> Cloud:
     """Looks where it was told to, else where the job was last, else everywhere."""
     if args.platform == "local":
         return Local()
-    known = place.Ledger(args.name).zones() if getattr(args, "name", None) else ()
-    return Gcp(google.project(args.project), zones_from(args.zone) or known)
+    project, name = google.project(args.project), getattr(args, "name", None)
+    known = place.Ledger(place.key(project, name)).zones() if name else ()
+    return Gcp(project, zones_from(args.zone) or known)
 
 
 def opened_to_rent(args: Namespace) -> Cloud:
@@ -89,9 +92,9 @@ def opened_to_rent(args: Namespace) -> Cloud:
     if args.platform == "local":
         return Local()
     project, asked = google.project(args.project), zones_from(args.zone)
-    elsewhere = list(place.Ledger(args.name).zones())
+    elsewhere = list(place.Ledger(place.key(project, args.name)).zones())
     with contextlib.suppress(UserError):  # not everybody may list every zone
-        elsewhere += [one.zone for one in Gcp(project, patience=0.0).all() if one.name == args.name]
+        elsewhere += [one.zone for one in Gcp(project, patience=0.0).survey()[0] if one.name == args.name]
     return Gcp(project, tuple(dict.fromkeys((*asked, *elsewhere))))
 
 
@@ -112,7 +115,7 @@ def connector(args: Namespace, cloud: Cloud) -> Callable[[Rented], workers.Worke
         if isinstance(cloud, Local):
             return workers.on_this_machine(found.workers, cloud.coordinator(found))
         key, _ = workers.public_key(args.ssh_key)
-        known = place.folder(found.name) / f"known_hosts.{found.created:.0f}"
+        known = place.folder(place.key(cloud.scope, found.name)) / f"known_hosts.{found.created:.0f}"
         return workers.by_ssh(found.workers, key, known)
 
     return connect

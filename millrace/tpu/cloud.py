@@ -109,12 +109,15 @@ class LoggedOut(Silent):
 
 class Cloud(Protocol):
     name: str
+    scope: str  # within which the name of a slice means one: a project, or this machine
 
-    def find(self, name: str) -> Rented | None:
-        """The slice of that name, in whatever zone."""
+    def find(self, name: str, zone: str = "") -> Rented | None:
+        """The slice of that name, in whatever zone, or in that one alone."""
         ...
 
-    def all(self) -> list[Rented]: ...
+    def survey(self) -> tuple[list[Rented], dict[str, str]]:
+        """All slices, and why those of some zones are not known."""
+        ...
 
     def create(self, request: Request, zone: str, seconds: float, idle: float | None) -> None:
         """Asks for it, and does not wait. Raises Refused."""

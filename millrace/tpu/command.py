@@ -2,10 +2,8 @@
 rented."""
 
 import argparse
-import importlib
 import os
 import shlex
-import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +21,7 @@ from millrace.tpu import (
     install,
     job,
     launch,
+    look_command,
     place,
     region,
     workers,
@@ -31,7 +30,6 @@ from millrace.tpu.arguments import (
     budgeted,
     connector,
     found_by_name,
-    opened,
     opened_to_rent,
     reachable,
     reached,
@@ -40,11 +38,10 @@ from millrace.tpu.arguments import (
     told,
 )
 from millrace.tpu.cloud import Cloud, Rented, State
-from millrace.tpu.gcp import Gcp
 from millrace.tpu.rent import IDLE, Renter
-from millrace.tpu.request import Request, check_name, name_from
-from millrace.tpu.times import POLL, REACH
-from millrace.tpu.voice import Voice
+from millrace.tpu.request import Request, name_from
+from millrace.tpu.times import DENIED, POLL, REACH, REST
+from millrace.tpu.voice import Voice, whisper
 
 Namespace = argparse.Namespace
 
@@ -58,40 +55,39 @@ def run(args: Namespace) -> int:
     cfg = reachable(cfg, args.platform)
     allowed = budgeted(args, request)
     secrets = {name: secret(name) for name in args.env}
-    near = nearness(args, cfg)
+    near = nearness(args, cfg, request)
     if args.platform != "local":
         print(cost.spoken(request, allowed, own_prices=args.prices is not None), flush=True)
         if not args.dry_run:
             near(*request.zones)
             disk.check(google.project(args.project), request.zones, request.disks)
     if args.dry_run:
-        return show_commands(args, request, allowed, needed(cfg))
+        return show_commands(args, request, allowed, install.needed(cfg))
     cloud = opened_to_rent(args)
     task = job.Job(request.name, config.to_yaml(cfg), cfg.run, secrets)
     if cfg.log.wandb and "WANDB_API_KEY" not in secrets:
         print("warning: log.wandb is on, but the workers have no key for it: --env WANDB_API_KEY", flush=True)
-    ledger = place.Ledger(request.name, cfg.run)
+    ledger = place.Ledger(place.key(cloud.scope, request.name), cfg.run)
     renter = Renter(
         cloud, request, allowed, ledger, voice=Voice(), keep=args.keep, adopt=args.adopt, near=near
     )
     connect = connector(args, cloud)
-    return launch.Launcher(renter, task, tree=bundle.root(), connect=connect, extras=needed(cfg)).run()
+    return launch.Launcher(
+        renter, task, tree=bundle.root(), connect=connect, extras=install.needed(cfg)
+    ).run()
 
 
-def nearness(args: Namespace, cfg: Any) -> Callable[..., None]:
-    """Refuses zones that are far from the buckets of a run, or warns of them."""
+def nearness(args: Namespace, cfg: Any, request: Request) -> Callable[..., None]:
+    """Refuses zones that are far from the buckets of a run, or warns of them; and those of unknown prices."""
     paths = [cfg.run, cfg.data.path, cfg.start or ""]
 
     def near(*zones: str) -> None:
+        for zone in zones if args.max_cost is not None else ():
+            cost.check_zone(request, zone, args.prices)
         for words in region.check(paths, zones, allowed=args.far_bucket) if args.platform != "local" else ():
             print(f"warning: {words}", flush=True)
 
     return near
-
-
-def needed(cfg: Any) -> list[str]:
-    """Extras of pyproject.toml that not every job needs."""
-    return ["wandb"] * cfg.log.wandb + ["torch"] * (cfg.model.use == "torch")
 
 
 def show_commands(args: Namespace, request: Request, allowed: cost.Budget, extras: Sequence[str]) -> int:
@@ -135,10 +131,13 @@ def create(args: Namespace) -> int:
         project, zone = google.project(args.project), request.zones[0]
         print(gcloud.written(gcloud.create(project, request, zone, allowed.hours * 3600, None)))
         return 0
-    ledger = place.Ledger(request.name, "")
-    renter = Renter(opened_to_rent(args), request, allowed, ledger, voice=Voice(), keep=True)
-    with place.watching(request.name), renter.voice.signals():
+    cloud = opened_to_rent(args)
+    ledger = place.Ledger(place.key(cloud.scope, request.name), "")
+    renter = Renter(cloud, request, allowed, ledger, voice=Voice(), keep=True)
+    with place.watching(ledger.key), renter.voice.signals():
         try:
+            if renter.look() is None:  # an earlier one of that name is over, with its hours
+                ledger.clear()
             found = renter.ensure()
         except BaseException:
             if renter.mine and renter.made:  # and not one that somebody asked for before
@@ -146,6 +145,7 @@ def create(args: Namespace) -> int:
                 renter.delete()
             raise
         renter.timed(found)
+    look_command.doubt(args, cloud, found, DENIED)
     print(f"{found.name} is ready in {found.zone}, {len(found.workers)} workers; next:")
     terms = "" if found.terms == "on-demand" else f" --{found.terms}"
     print(f"  millrace tpu run --name {found.name} --slice {args.slice}{terms} --keep{told(args)} RECIPE")
@@ -167,60 +167,6 @@ def push(args: Namespace) -> None:
         print(f"not sent, since it is secret or large: {name}")
     bundle.push(machines, packed, REACH)
     print(f"{found.name}: {packed.files} files as {packed.name} on {len(machines)} workers")
-
-
-def logs(args: Namespace) -> int:
-    """Until the job ends, or the slice. Ctrl-C ends the looking on alone."""
-    cloud, found, machines = reached(args)
-    states = job.states(machines, found.name)
-    if not any(state.identity for state in states):
-        for number, state in enumerate(states):
-            if state.unknown:
-                raise UserError(f"{found.name}: [w{number}] cannot be asked: {state.unknown}")
-        raise UserError(f"{found.name}: found no job on it; `millrace tpu run` starts one")
-    offsets = [0 if args.whole else state.recent for state in states]
-    following = job.Following(machines, found.name, offsets, lambda line: print(line, flush=True))
-    looked = time.monotonic()
-    try:
-        while not following.done:
-            following.show(1.0)
-            if following.broken and time.monotonic() - looked > POLL:
-                looked = time.monotonic()
-                if (said := unless_there(cloud, found.name)) is not None:
-                    print(f"{found.name}: {said}", flush=True)
-                    return 1
-        following.show(0.0)
-    finally:
-        following.end()
-    return max(code or 0 for code in following.codes)
-
-
-def unless_there(cloud: Cloud, name: str) -> str | None:
-    """What has become of a slice that is ready no more; nothing is concluded where the cloud is silent."""
-    try:
-        now = cloud.find(name)
-    except UserError:
-        return None
-    if now is None:
-        return "it is deleted"
-    return None if now.state in (State.READY, State.WAITING) else f"it is {now.said}"
-
-
-def status(args: Namespace) -> None:
-    cloud, found = found_by_name(args)
-    print(f"{found.name}  {found.accelerator} {found.terms} in {found.zone}: {found.said}")
-    print(f"{'':{len(found.name)}}  {aged(found)}")
-    if found.state is not State.READY:
-        return
-    for number, state in enumerate(job.states(connector(args, cloud)(found), found.name)):
-        if state.unknown:
-            print(f"[w{number}] cannot be asked: {state.unknown}")
-        elif state.running:
-            print(f"[w{number}] trains: {state.last}")
-        elif state.exit is not None:
-            print(f"[w{number}] ended with {state.exit}: {state.last}")
-        else:
-            print(f"[w{number}] has no job")
 
 
 def ssh(args: Namespace) -> int:
@@ -251,101 +197,57 @@ def streamed(machines: workers.Workers, number: int, script: str) -> int:
 
 
 def delete(args: Namespace) -> int:
+    """With --force at once and whosever it is; else whoever trains there saves first."""
     cloud, found = found_by_name(args)
-    if not found.ours and not args.force:
-        raise UserError(f"{args.name}: Millrace did not make it; --force deletes it all the same")
-    if place.watched(args.name) and not args.force:
-        raise UserError(
-            f"{args.name}: a `millrace tpu run` here watches it, and would take another; end that by Ctrl-C"
-        )
+    key = place.key(cloud.scope, args.name)
+    if not args.force:
+        if not found.ours:
+            raise UserError(f"{args.name}: Millrace did not make it; --force deletes it all the same")
+        if found.theirs:
+            raise UserError(f"{args.name}: {found.theirs} made it; --force deletes it all the same, unsaved")
+        if place.watched(key):
+            raise UserError(
+                f"{args.name}: a `millrace tpu run` here watches it, and would take another; end it by Ctrl-C"
+            )
+        let_save(args, cloud, found)
     if not ending.give_back(cloud, args.name, print, found.zone):
         return 1  # and its hours are counted on
-    place.Ledger(args.name).clear()
+    place.Ledger(key).clear()
     return 0
 
 
-def ls(args: Namespace) -> int:
-    """With --orphans the exit code is 1 if there are slices among them, for whoever asks every night."""
-    cloud = opened(args)
-    every = cloud.all()
-    found = [one for one in every if one.ours and not place.watched(one.name)] if args.orphans else every
-    table([(one.name, one.zone, one.accelerator, one.terms, one.said, aged(one)) for one in found])
-    if not args.orphans:
-        if not found:
-            print("no slices")
-        return 0
-    for one in found:
-        print(f"nobody here watches {one.name}: `millrace tpu run` adopts it, or")
-        print(f"  millrace tpu delete {one.name}{told(args)}")
-    if isinstance(cloud, Gcp):
-        disk.show_unused(cloud, {(one.zone, name) for one in every for name in one.disks})
-    return 1 if found else 0
-
-
-def table(rows: Sequence[tuple[str, ...]]) -> None:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)] if rows else []
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-
-
-def export(args: Namespace) -> None:
-    from millrace import recipe
-    from millrace.plan import slices
-    from millrace.tpu.exports import Exported
-
-    cfg = recipe.load_train(args.recipe, args.overrides)
-    where = slices.parse(args.slice)
-    name = args.name or name_from(Path(args.recipe).stem)
-    check_name(name)
-    cost.check("--max-hours", args.max_hours)
-    request = Request(name, where, (), runtime=args.runtime) if where.chip.is_tpu else None
-    if args.to == "jobset" and not args.image:
-        raise UserError("--image: found none, expected a container with Millrace and the recipe in it")
-    if args.to in ("jobset", "skypilot"):
-        lasting(args.to, cfg)
-    told = Exported(
-        name=name,
-        command=("millrace", "train", str(args.recipe), *args.overrides),
-        slice=where,
-        spot=args.spot,
-        hours=args.max_hours or cost.HOURS,
-        image=args.image,
-        accelerator=request.accelerator if request else "",
-        runtime=request.image if request and (args.runtime or args.to == "skypilot") else "",
-    )
-    text = importlib.import_module(f"millrace.tpu.exports.{args.to}").write(told)
-    if args.out is None:
-        print(text, end="")
-    else:
-        args.out.write_text(text)
-        print(f"{args.out}: written")
-
-
-def lasting(to: str, cfg: Any) -> None:
-    """Machines of these come and go, with what is on them."""
-    if "://" not in cfg.run:
+def let_save(args: Namespace, cloud: Cloud, found: Rented) -> None:
+    """Another machine may follow a training there, of which nothing is known here."""
+    if found.state is not State.READY:
+        return
+    try:
+        machines = connector(args, cloud)(found)
+        states = job.states(machines, found.name)
+        unknown = next((state.unknown for state in states if state.unknown), "")
+    except UserError as why:
+        unknown = str(why)
+    if unknown:
         raise UserError(
-            f"run: found {cfg.run}, expected run=gs://BUCKET/FOLDER: with --to {to} the checkpoints would go "
-            "with the machine that wrote them"
+            f"{found.name}: cannot be asked whether anything trains there ({unknown}); --force deletes it "
+            "all the same, unsaved"
         )
-    if "://" not in cfg.data.path:
-        words = (
-            f"warning: data.path is {cfg.data.path}, which must be on every machine; or gs://BUCKET/FOLDER"
+    if other := next((state.elsewhere for state in states if state.elsewhere), ""):
+        raise UserError(
+            f"{found.name}: found another training there ({other}); --force deletes it all the same, unsaved"
         )
-        print(words, file=sys.stderr)
+    if not any(state.running for state in states):
+        return
+    whisper(print, f"{found.name}: lets the trainer save")
+    job.stop(machines, found.name)
+    until = time.monotonic() + REST
+    while any(state.running for state in job.states(machines, found.name)):
+        if time.monotonic() > until:
+            whisper(print, f"{found.name}: the trainer has not ended within {REST:.0f} s")
+            return
+        time.sleep(min(POLL, 0.5))
 
 
 def tensorboard(args: Namespace) -> int:
     from millrace.tpu import board
 
     return board.serve(args.run, args.port)
-
-
-def aged(found: Rented) -> str:
-    if not found.created:
-        return "no machines yet"
-    age = (time.time() - found.created) / 3600
-    words = f"{cost.hours(age)} old"
-    if found.seconds is not None and found.zone != "local":  # where there is no timer
-        words += f", deletes itself in {cost.hours(max(0.0, found.seconds / 3600 - age))}"
-    return words

@@ -42,9 +42,25 @@ def budget(request: Request, max_hours: float | None, max_cost: float | None, pr
         raise UserError(
             f"--max-cost: no price is known of {request.terms} {request.slice.chip.name}; give it by --prices"
         )
+    for zone in request.zones:
+        check_zone(request, zone, prices)
     hours = max_cost / dollars if dollars else math.inf
     hours = min(hours, max_hours or (HOURS if hours == math.inf else math.inf))
     return Budget(hours, dollars)
+
+
+def check_zone(request: Request, zone: str, prices: Path | None) -> None:
+    """Refuses a limit of dollars where an hour may cost more than is known."""
+    chip, terms = request.slice.chip.name, "spot" if request.terms == "spot" else "on_demand"
+    if abroad(zone) and (chip, terms) not in chips.given(prices):
+        raise UserError(
+            f"--max-cost: the prices known here are of the US, and {zone} may cost more; give its own by "
+            f"--prices (a file with `{chip}: {{{terms}: DOLLARS}}`, of a chip and hour), or use --max-hours"
+        )
+
+
+def abroad(zone: str) -> bool:
+    return zone != "local" and not zone.startswith("us-")
 
 
 def check(option: str, value: float | None) -> None:
@@ -59,6 +75,8 @@ def spoken(request: Request, allowed: Budget, *, own_prices: bool) -> str:
     if allowed.rate is None:
         return f"{words}: no price known; deleted after {hours(allowed.hours)} at the latest (--max-hours)"
     dated = "your prices" if own_prices else f"prices of {chips.PRICES_DATE}, the highest of the US"
+    if not own_prices and any(map(abroad, request.zones)):
+        dated += ", not of every zone asked for"
     most = f"at most {hours(allowed.hours)} and ${allowed.dollars:,.2f}"
     return f"{words}: ${allowed.rate:,.2f} an hour by {dated}; {most} (--max-hours, --max-cost)"
 

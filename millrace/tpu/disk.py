@@ -1,7 +1,8 @@
 """The data disk: filled once from a single machine, then mounted read-only on every worker of every slice."""
 
 import time
-from collections.abc import Sequence
+import urllib.parse
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +37,18 @@ class Disks:
     def is_ours(self, name: str) -> bool:
         return LABEL in self.ask("GET", f"disks/{name}").get("labels", {})
 
+    def pages(self, query: str) -> Iterator[dict[str, Any]]:
+        """All disks; those of zones that do not answer are told of, and not left out."""
+        token = ""
+        while True:
+            told = self.ask("GET", f"disks?{query}{token}")
+            if told.get("unreachables"):
+                raise UserError(f"disk: {', '.join(told['unreachables'])}: does not answer")
+            yield told
+            if not told.get("nextPageToken"):
+                return
+            token = f"&pageToken={urllib.parse.quote(told['nextPageToken'], safe='')}"
+
     def ask(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
         answer = google.ask(self.session, method, f"{self.url}/{path}", body)
         told = answer.json() if answer.content else {}
@@ -68,10 +81,10 @@ def ours(project: str, zones: Sequence[str] = ()) -> list[Made]:
     """Of some zones, or of all."""
     query = f"filter=labels.{LABEL}%3Dyes"
     if zones:
-        answers = [Disks(project, zone).ask("GET", f"disks?{query}") for zone in zones]
+        answers = [page for zone in zones for page in Disks(project, zone).pages(query)]
     else:
-        everywhere = Disks(project, "-", place="aggregated")
-        answers = list(everywhere.ask("GET", f"disks?{query}").get("items", {}).values())
+        pages = list(Disks(project, "-", place="aggregated").pages(query))
+        answers = [part for page in pages for part in page.get("items", {}).values()]
     told = [one for answer in answers for one in answer.get("items", answer.get("disks", ()))]
     last = lambda text: text.rpartition("/")[2]
     found = [Made(one["name"], last(one["zone"]), int(one["sizeGb"]), last(one["type"])) for one in told]
@@ -111,7 +124,7 @@ def attach(cloud: Gcp, rented: Rented, disk: str, *, write: bool) -> int:
         if all(not same(one.source_disk, source) for one in node.data_disks):
             mode = modes.READ_WRITE if write else modes.READ_ONLY
             node.data_disks.append(cloud.api.AttachedDisk(source_disk=source, mode=mode))
-            update(cloud, node)
+            cloud.update(node, "data_disks")
         number = 1 + [same(one.source_disk, source) for one in node.data_disks].index(True)
     return number
 
@@ -122,12 +135,4 @@ def detach(cloud: Gcp, rented: Rented, disk: str) -> None:
         kept = [one for one in node.data_disks if not same(one.source_disk, source)]
         if len(kept) < len(node.data_disks):
             node.data_disks = kept
-            update(cloud, node)
-
-
-def update(cloud: Gcp, node: Any) -> None:
-    with cloud.asking():
-        mask = {"paths": ["data_disks"]}
-        cloud.client.update_node(request=dict(node=node, update_mask=mask), **cloud.how).result(
-            timeout=PATIENCE
-        )
+            cloud.update(node, "data_disks")

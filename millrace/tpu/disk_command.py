@@ -5,8 +5,8 @@ import argparse
 from millrace.errors import UserError
 from millrace.tpu import disk, google, install
 from millrace.tpu.arguments import reached
-from millrace.tpu.command import table
 from millrace.tpu.gcp import Gcp
+from millrace.tpu.look_command import table
 from millrace.tpu.request import check_there, sliced, zones_from
 from millrace.tpu.times import REACH
 

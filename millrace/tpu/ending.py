@@ -50,17 +50,17 @@ def verdict(codes: list[int]) -> Outcome:
 
 
 def give_back(
-    cloud: Cloud, name: str, say: Callable[[str], None], zone: str = "ZONE", known: Rented | None = None
+    cloud: Cloud, name: str, say: Callable[[str], None], zone: str = "", known: Rented | None = None
 ) -> bool:
     """Deletes, and looks until it is gone. What fails is tried again; that it failed is told with the command
-    by which it can be done by hand. `zone` is where it was seen, for the case that nothing answers any more.
+    by which it can be done by hand. `zone` is where it was seen: others that do not answer keep nothing here.
     Another that was made since under the name of the `known` one is not ours to delete.
     That nobody listens (`| head`) ends nothing here: what is said comes after what is done."""
     end, asked, told = time.monotonic() + GIVE_UP, 0.0, ""
     while True:
         words = ""
         try:
-            found = cloud.find(name)
+            found = cloud.find(name, zone)
             if found is None or known is not None and found.replaces(known):
                 whisper(say, f"{name} is deleted")
                 return True
@@ -74,7 +74,7 @@ def give_back(
             whisper(say, words)
             told = words
         if time.monotonic() > end:
-            command = shlex.join(gcloud.delete(getattr(cloud, "project", "PROJECT"), name, zone))
+            command = shlex.join(gcloud.delete(getattr(cloud, "project", "PROJECT"), name, zone or "ZONE"))
             whisper(complain, f"millrace: {name} COULD NOT BE DELETED AND COSTS MONEY: {command}")
             return False
         time.sleep(min(POLL, 2.0))

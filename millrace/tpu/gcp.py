@@ -3,7 +3,7 @@ be spot, on demand, reserved and joined, and wait where there is none."""
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from millrace.tpu.cloud import IDLE, LABEL, OWNER, SECONDS, LoggedOut, Refused, 
 from millrace.tpu.request import Request
 
 TIMER = Path(__file__).with_name("timer.py")
+UPDATE = 300.0  # seconds that a change of a node may take
 VALID = 86400  # seconds that a request may wait: one that nobody remembers comes to nothing
 
 STATES = {
@@ -68,7 +69,9 @@ class Gcp:
         # The client repeats nothing by itself, not even after a 503.
         again = Retry(if_exception_type(*self.broken), initial=0.5, maximum=20, timeout=patience)
         self.how: dict[str, Any] = dict(retry=again, timeout=60)
-        self.project, self.zones = project, zones
+        self.project, self.scope, self.zones = project, project, zones
+        self.without: set[tuple[str, str]] = set()  # zones that had none of a name when they last answered
+        self.last: dict[str, str] = {}  # where one of a name was seen last
         self.log_in()
 
     def log_in(self) -> None:
@@ -79,31 +82,85 @@ class Gcp:
             transport="rest", credentials=credentials, client_options={"api_endpoint": url}
         )
 
-    def find(self, name: str) -> Rented | None:
-        return next((one for one in self.all() if one.name == name), None)
+    def find(self, name: str, zone: str = "") -> Rented | None:
+        """A zone that does not answer hides nothing of the others, nor of itself if it had none when it last
+        answered and was asked for none since. Where only one zone matters, it is asked alone."""
+        if not zone and not self.zones:
+            every, silent = self.survey()
+            found = next((one for one in every if one.name == name), None)
+            if found is None and silent:
+                raise silent_zones(silent)
+            return found
+        answered, doubtful = False, None
+        for where in (zone,) if zone else sorted(self.zones, key=lambda one: one != self.last.get(name)):
+            try:
+                found = next((one for one in self.within(where) if one.name == name), None)
+            except LoggedOut:
+                raise
+            except (Silent, Refused) as why:
+                doubtful = why if zone or (where, name) not in self.without else doubtful
+                continue
+            answered = True
+            if found is not None:
+                self.last[name] = where
+                self.without.discard((where, name))
+                return found
+            self.without.add((where, name))
+        if doubtful is None and not answered:
+            raise Silent(f"Google Cloud: {', '.join(self.zones)}: no answer")
+        if doubtful is not None:
+            raise doubtful
+        return None
 
-    def all(self) -> list[Rented]:
+    def survey(self) -> tuple[list[Rented], dict[str, str]]:
+        """What there is, and the zones that do not answer, with what they say instead."""
         if self.zones:
-            return [one for zone in self.zones for one in self.within(zone)]
+            return self.each(self.zones)
         try:
-            return self.within("-")
+            return self.listed("-")
         except (Silent, Refused):
             raise
         except UserError:  # the documentation has this wildcard for nodes alone
             with self.asking():
                 wanted = dict(name=f"projects/{self.project}")
                 answer = self.client.list_locations(request=wanted, **self.how)
-            with ThreadPoolExecutor(8) as pool:
-                parts = pool.map(self.within, [place.location_id for place in answer.locations])
-                return list(itertools.chain.from_iterable(parts))
+            return self.each([place.location_id for place in answer.locations])
+
+    def each(self, zones: Sequence[str]) -> tuple[list[Rented], dict[str, str]]:
+        silent = {}
+
+        def one(zone: str) -> list[Rented]:
+            try:
+                return self.within(zone)
+            except LoggedOut:
+                raise
+            except (Silent, Refused) as why:
+                silent[zone] = str(why)
+                return []
+
+        with ThreadPoolExecutor(8) as pool:
+            found = list(itertools.chain.from_iterable(pool.map(one, zones)))
+        return found, silent
 
     def within(self, zone: str) -> list[Rented]:
+        """All of one zone, or an exception."""
+        found, silent = self.listed(zone)
+        if silent:
+            raise silent_zones(silent)
+        return found
+
+    def listed(self, zone: str) -> tuple[list[Rented], dict[str, str]]:
+        """Google leaves out what it does not reach, and says so beside the list alone."""
         parent = f"projects/{self.project}/locations/{zone}"
         with self.asking():
-            queued = list(self.client.list_queued_resources(parent=parent, **self.how))
-            nodes = {node.name: node for node in self.client.list_nodes(parent=parent, **self.how)}
-        found = [self.queued(one, nodes) for one in queued]
-        return found + [self.node(node) for node in nodes.values() if not node.queued_resource]
+            queued, lost = whole(
+                self.client.list_queued_resources(parent=parent, **self.how), "queued_resources"
+            )
+            nodes, lost_too = whole(self.client.list_nodes(parent=parent, **self.how), "nodes")
+        silent = {zone: "Google does not reach it" for zone in sorted(lost | lost_too)}
+        found = [self.queued(one, {node.name: node for node in nodes}) for one in queued]
+        found += [self.node(node) for node in nodes if not node.queued_resource]
+        return [one for one in found if one.zone not in silent], silent
 
     def queued(self, one: Any, nodes: dict[str, Any]) -> Rented:
         said = one.state.state.name
@@ -169,6 +226,7 @@ class Gcp:
             body["guaranteed"] = {}
         body["queueing_policy"] = dict(valid_until_duration=f"{VALID}s")
         wanted = dict(parent=parent, queued_resource_id=request.name, queued_resource=body)
+        self.without.discard((zone, request.name))
         with self.asking(), contextlib.suppress(self.errors.Conflict):  # asked before, and not heard
             self.client.create_queued_resource(request=wanted, **self.how)
 
@@ -191,20 +249,26 @@ class Gcp:
         return node
 
     def extend(self, rented: Rented, seconds: float, idle: float | None) -> None:
-        """Written where the timer reads it, and into the label that shows it."""
+        """Written where the timer reads it, and into the label that shows it. That it was accepted does not
+        mean that it is done."""
         for node in self.nodes(rented):
             node.labels[SECONDS] = node.metadata[SECONDS] = str(int(seconds))
             node.labels[IDLE] = node.metadata[IDLE] = str(int(idle or 0))
-            with self.asking():
-                mask = {"paths": ["labels", "metadata"]}
-                self.client.update_node(request=dict(node=node, update_mask=mask), **self.how)
+            self.update(node, "labels", "metadata")
+
+    def update(self, node: Any, *fields: str) -> None:
+        with self.asking():
+            wanted = dict(node=node, update_mask={"paths": list(fields)})
+            self.client.update_node(request=wanted, **self.how).result(timeout=UPDATE)
 
     def nodes(self, rented: Rented) -> list[Any]:
         parent = f"projects/{self.project}/locations/{rented.zone}"
         with self.asking():
-            nodes = list(self.client.list_nodes(parent=parent, **self.how))
-        whole, alone = f"{parent}/queuedResources/{rented.name}", f"{parent}/nodes/{rented.name}"
-        return [node for node in nodes if same(node.queued_resource, whole) or same(node.name, alone)]
+            nodes, silent = whole(self.client.list_nodes(parent=parent, **self.how), "nodes")
+        if silent:
+            raise silent_zones(silent)
+        asked, alone = f"{parent}/queuedResources/{rented.name}", f"{parent}/nodes/{rented.name}"
+        return [node for node in nodes if same(node.queued_resource, asked) or same(node.name, alone)]
 
     def delete(self, rented: Rented) -> None:
         parent = f"projects/{self.project}/locations/{rented.zone}"
@@ -222,7 +286,7 @@ class Gcp:
             yield
         except self.errors.TooManyRequests as error:
             raise Refused(error.message, quota="quota" in error.message.lower()) from None
-        except (*self.broken, self.errors.RetryError) as error:
+        except (*self.broken, self.errors.RetryError, TimeoutError) as error:
             raise Silent(" ".join(str(error).split())[:300]) from None
         except self.unknown as error:  # it was known when we began, and can be again
             with contextlib.suppress(UserError):
@@ -234,6 +298,19 @@ class Gcp:
             raise UserError(f"Google Cloud: {error.message}") from None
         except self.garbled as error:  # what a proxy says in place of an answer
             raise Silent(f"Google Cloud: found {' '.join(str(error).split())[:200]}") from None
+
+
+def whole(pager: Any, field: str) -> tuple[list[Any], set[str]]:
+    """What all pages of a list have, and the zones that it lacks."""
+    found, lacking = [], set()
+    for page in pager.pages:
+        found += getattr(page, field)
+        lacking |= {place.rpartition("/")[2] for place in page.unreachable}
+    return found, lacking
+
+
+def silent_zones(zones: Iterable[str]) -> Silent:
+    return Silent(f"Google Cloud does not reach {', '.join(zones)}: what is there is not known")
 
 
 def terms(scheduling: Any) -> str:

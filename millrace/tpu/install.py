@@ -5,6 +5,7 @@ import hashlib
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from millrace.tpu.workers import Workers
 
@@ -35,6 +36,11 @@ if [ ! -f "$env/ready" ]; then
 fi
 ln -sfn "$env" "$HOME/.millrace/env"
 """
+
+
+def needed(cfg: Any) -> list[str]:
+    """Extras of pyproject.toml that not every job needs."""
+    return ["wandb"] * cfg.log.wandb + ["torch"] * (cfg.model.use == "torch")
 
 
 def stamp(tree: Path, more: Sequence[str] = ()) -> str:

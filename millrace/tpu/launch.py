@@ -8,7 +8,7 @@ from pathlib import Path
 
 from millrace import supervise
 from millrace.errors import UserError
-from millrace.tpu import bundle, install, job, place, timer
+from millrace.tpu import alarm, bundle, install, job, place
 from millrace.tpu.cloud import Rented, State
 from millrace.tpu.ending import End, Outcome, verdict
 from millrace.tpu.rent import FAILURES, Renter, stopped
@@ -32,7 +32,7 @@ class Launcher:
         self.tree, self.connect, self.extras = tree, connect, extras
         self.cloud, self.request, self.voice = renter.cloud, renter.request, renter.voice
         self.ledger, self.say = renter.ledger, renter.voice.say
-        self.logs = place.folder(renter.request.name)
+        self.logs = place.folder(renter.ledger.key)
         self.doing, self.rented = "", None
 
     rented: Rented | None  # where a trainer may be at work that nobody follows
@@ -40,7 +40,7 @@ class Launcher:
     def run(self) -> int:
         """Returns the exit code: the trainer's, or 75 where the same command goes on later."""
         code, gone = 1, True
-        with place.watching(self.request.name), self.voice.signals():
+        with place.watching(self.ledger.key), self.voice.signals():
             try:
                 # Once: what is changed here while it trains does not come into a later life of it.
                 self.packed = bundle.make(self.tree)
@@ -215,12 +215,8 @@ class Launcher:
 
     def warn_of_timer(self, workers: Workers, rented: Rented) -> None:
         """The machines have asked by then what their account may do; nobody else can ask that."""
-        with contextlib.suppress(Failed):
-            if rented.ours and timer.NO in workers.one(0, timer.VERDICT):
-                self.say(
-                    "warning: the account of the machines may not delete TPUs, so the slice cannot end "
-                    "itself if this launcher dies: give it the role TPU Admin (roles/tpu.admin)"
-                )
+        if rented.ours and rented.zone != "local" and (why := alarm.doubt(workers)):
+            self.say(alarm.warning(rented.name, why))
 
     def refuse_other(self, states: Sequence[job.State], rented: Rented) -> None:
         other = next((state.elsewhere for state in states if state.elsewhere), "")
@@ -295,7 +291,7 @@ class Launcher:
         or by its own timer."""
         for _ in range(2):  # that something is not there is believed when it is said twice
             try:
-                found = self.cloud.find(self.request.name)
+                found = self.cloud.find(self.request.name, self.renter.where)
             except UserError as why:  # also a login that has run out: training goes on without it
                 self.voice.show(f"the cloud does not answer: {why}")
                 return None

@@ -17,20 +17,20 @@ from millrace.tpu.request import Request
 
 
 class Local:
-    name = "local"
+    name = scope = "local"  # no project has a name so short
 
     def __init__(self) -> None:
         self.root = place.home() / "local"
 
-    def find(self, name: str) -> Rented | None:
-        return next((one for one in self.all() if one.name == name), None)
+    def find(self, name: str, zone: str = "") -> Rented | None:
+        return next((one for one in self.survey()[0] if one.name == name), None)
 
-    def all(self) -> list[Rented]:
+    def survey(self) -> tuple[list[Rented], dict[str, str]]:
         found = []
         for file in sorted(self.root.glob("*/slice.json")):
             with contextlib.suppress(OSError, ValueError):  # deleted meanwhile
                 found.append(self.rented(file.parent, json.loads(file.read_text())))
-        return found
+        return found, {}
 
     def rented(self, folder: Path, told: dict[str, Any]) -> Rented:
         return Rented(

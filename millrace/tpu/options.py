@@ -29,15 +29,19 @@ def add_to(commands: Any) -> None:
     text = "send the working tree to all workers, and install the locked environment"
     named(add(acts, "install", text, "install_all"))
     named(add(acts, "push", "send the working tree to all workers"))
-    one = named(add(acts, "logs", "follow what the workers say"))
+    one = named(add(acts, "logs", "follow what the workers say", module="look_command"))
     one.add_argument("--whole", action="store_true", help="from the beginning (default: the last lines)")
-    named(add(acts, "status", "tell how a slice and its job are"))
+    named(add(acts, "status", "tell how a slice and its job are", module="look_command"))
     one = named(add(acts, "ssh", "open a shell on a worker, or run a command there"))
     one.add_argument("words", metavar="-- COMMAND", nargs="*", help="to run in place of a shell")
     one.add_argument("--worker", default="0", metavar="N", help="its number, or all (default: 0)")
-    one = named(add(acts, "delete", "delete a slice, and look until it is gone"))
-    one.add_argument("--force", action="store_true", help="also one that is not ours, or is watched")
-    one = at(add(acts, "ls", "list slices, their age, and when they end by themselves"))
+    one = named(add(acts, "delete", "let who trains on a slice save, delete it, and look until it is gone"))
+    one.add_argument(
+        "--force", action="store_true", help="also one that is not yours or is watched; nobody saves"
+    )
+    one = at(
+        add(acts, "ls", "list slices, their age, and when they end by themselves", module="look_command")
+    )
     one.add_argument(
         "--orphans", action="store_true", help="only those that nobody here watches, and disks without one"
     )
@@ -76,6 +80,10 @@ def overrides(one: argparse.ArgumentParser) -> None:
 def at(one: argparse.ArgumentParser) -> argparse.ArgumentParser:
     text = "gcp, or local: processes of this machine in place of TPUs (default: gcp)"
     one.add_argument("--platform", choices=["gcp", "local"], default="gcp", help=text)
+    return at_google(one)
+
+
+def at_google(one: argparse.ArgumentParser) -> argparse.ArgumentParser:
     one.add_argument("--project", metavar="NAME", help="of Google Cloud (default: gcloud's)")
     text = "such as us-central2-b; several are tried in turn"
     one.add_argument("--zone", action="append", default=[], metavar="ZONE", help=text)
@@ -118,7 +126,7 @@ def disks(acts: Any) -> None:
     text = "look after data disks, filled once and mounted on every worker"
     group = acts.add_parser("disk", help=text, description=text[0].upper() + text[1:] + ".")
     kinds = group.add_subparsers(metavar="COMMAND", required=True)
-    at(add(kinds, "ls", "list the disks that Millrace made", module="disk_command"))
+    at_google(add(kinds, "ls", "list the disks that Millrace made", module="disk_command"))
     for act, summary in (
         ("create", "make a data disk"),
         ("attach", "attach a data disk to a slice, and mount it at /mnt/DISK"),
@@ -127,8 +135,8 @@ def disks(acts: Any) -> None:
     ):
         one = add(kinds, act, summary, "change", "disk_command")
         one.add_argument("disk", metavar="DISK", help="its name")
-        at(one)
-        one.set_defaults(act=act)
+        at_google(one)
+        one.set_defaults(act=act, platform="gcp")  # this machine has disks of its own
         if act == "create":
             one.add_argument("--size", type=int, required=True, metavar="GB")
             one.add_argument("--type", metavar="NAME", help="of disk (default: what the TPU takes)")
@@ -144,7 +152,7 @@ def disks(acts: Any) -> None:
 
 
 def exports(acts: Any) -> None:
-    one = add(acts, "export", "write the same run for another scheduler")
+    one = add(acts, "export", "write the same run for another scheduler", module="export_command")
     one.add_argument("recipe", metavar="RECIPE", help="a .yaml file")
     overrides(one)
     one.add_argument("--to", required=True, choices=["jobset", "skypilot", "slurm"])

@@ -16,21 +16,27 @@ def home() -> Path:
     return Path(os.environ.get("MILLRACE_HOME") or Path.home() / ".millrace")
 
 
-def folder(name: str) -> Path:
+def key(scope: str, name: str) -> str:
+    """Of a slice: another project may have one of the same name, and so may this machine."""
+    return f"{scope}/{name}"
+
+
+def folder(key: str) -> Path:
     """Where that is. Never holds a credential."""
-    path = home() / "tpu" / name
+    path = home() / "tpu" / key
     path.mkdir(parents=True, exist_ok=True)
     return path
 
 
 @contextlib.contextmanager
-def watching(name: str) -> Iterator[None]:
+def watching(key: str) -> Iterator[None]:
     """While this lasts, no other launcher of this machine takes the job on. Tried for a moment: who only asks
     whether somebody watches holds the lock no longer than that."""
-    with open(folder(name) / "lock", "w") as file:
+    with open(folder(key) / "lock", "w") as file:
         until = time.monotonic() + 2.0
         while not locked(file, fcntl.LOCK_EX):
             if time.monotonic() > until:
+                name = key.rpartition("/")[2]
                 raise UserError(
                     f"{name}: another `millrace tpu run` watches it; `millrace tpu logs {name}` shows it"
                 )
@@ -38,10 +44,10 @@ def watching(name: str) -> Iterator[None]:
         yield
 
 
-def watched(name: str) -> bool:
+def watched(key: str) -> bool:
     """Makes nothing: many of those who are asked about were never here."""
     try:
-        with open(home() / "tpu" / name / "lock") as file:
+        with open(home() / "tpu" / key / "lock") as file:
             return not locked(file, fcntl.LOCK_SH)
     except FileNotFoundError:
         return False
@@ -59,9 +65,9 @@ class Ledger:
     """The lives of a job: when machines were there, when they were last seen, and when their timer ends them.
     A launcher that is killed leaves a life open: it counts until the slice is known to be gone."""
 
-    def __init__(self, name: str, run: str | None = None) -> None:
+    def __init__(self, key: str, run: str | None = None) -> None:
         """Of a run folder, if one is named: hours that another had are not this one's."""
-        self.path = home() / "tpu" / name / "lives.json"
+        self.key, self.path = key, home() / "tpu" / key / "lives.json"
         try:
             told = json.loads(self.path.read_text())
         except (OSError, ValueError):

@@ -18,29 +18,63 @@ METADATA = os.environ.get("GCE_METADATA_HOST", "metadata.google.internal")
 API = os.environ.get("MILLRACE_TIMER_API", "https://tpu.googleapis.com")
 PLACE = Path(os.environ.get("MILLRACE_TIMER_PLACE", "/var/lib/millrace"))
 HOMES = os.environ.get("MILLRACE_TIMER_HOMES", "/home")
+ROOT = os.environ.get("MILLRACE_TIMER_ROOT", "/root")  # the home of who launched as root
+UNITS = Path(os.environ.get("MILLRACE_TIMER_UNITS", "/run/systemd/system"))  # there where systemd is
 PACE = float(os.environ.get("MILLRACE_TIMER_PACE", "20"))  # seconds between two looks
 IAM = os.environ.get("MILLRACE_TIMER_IAM", "https://cloudresourcemanager.googleapis.com")
 SAVING = 9  # looks that a job has to save itself
 TRIES = 30  # to delete the slice, before the machine is switched off at least
+ASKS = 15  # looks between two questions what this machine may do: somebody may give it the role
 NEEDED = "tpu.nodes.delete"  # what the account of the machine must be allowed
-NO = f"no {NEEDED}"
-VERDICT = (
-    'cat "${MILLRACE_TIMER_PLACE:-/var/lib/millrace}/may-delete" 2> /dev/null || true'  # for the launcher
-)
+YES, NO = f"yes {NEEDED}", f"no {NEEDED}"
+# Under systemd, which starts it again whatever ends it, and as often as it takes.
+UNIT = """\
+[Unit]
+Description=Gives this TPU slice back
+StartLimitIntervalSec=0
+
+[Service]
+ExecStart={python} {script} watch
+Restart=always
+RestartSec=5
+OOMScoreAdjust=-1000
+"""
 
 
 def main() -> None:
     """Goes on in the background: a machine does not count as started before its startup script has ended."""
-    if os.fork():
-        return
-    os.setsid()
-    PLACE.mkdir(parents=True, exist_ok=True)
-    log = os.open(PLACE / "timer.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    if sys.argv[1:] != ["watch"]:
+        if under_systemd() or os.fork():
+            return
+        os.setsid()
+    # What is told and written down may fail, as on a disk that is full; what costs money ends all the same.
+    with contextlib.suppress(OSError):
+        PLACE.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("-1000")
+    log = os.open(os.devnull, os.O_WRONLY)
+    with contextlib.suppress(OSError):
+        log = os.open(PLACE / "timer.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for number, target in ((os.open(os.devnull, os.O_RDONLY), 0), (log, 1), (log, 2)):
         os.dup2(number, target)
-    since = born()
-    ask_permission()
-    watch(since)
+    watch(born())
+
+
+def under_systemd() -> bool:
+    """Whether a unit of it runs this script now. Nothing of it is on a disk: at the next start of the machine
+    the startup script comes again."""
+    if not UNITS.is_dir():
+        return False
+    try:
+        script = UNITS.parent / "millrace-timer.py"
+        script.write_text(Path(__file__).read_text())
+        (UNITS / "millrace-timer.service").write_text(UNIT.format(python=sys.executable, script=script))
+        for words in ("daemon-reload", "restart millrace-timer"):
+            subprocess.run(["systemctl", *words.split()], check=True, timeout=60)
+        return True
+    except (OSError, subprocess.SubprocessError) as error:
+        say(f"systemd: {type(error).__name__}")
+        return False
 
 
 def ask_permission() -> None:
@@ -50,34 +84,55 @@ def ask_permission() -> None:
         project = attribute("millrace-resource").split("/")[1]
         url = f"{IAM}/v1/projects/{project}:testIamPermissions"
         told = json.loads(call("POST", url, json.dumps({"permissions": [NEEDED]}).encode()))
-        (PLACE / "may-delete").write_text(f"yes {NEEDED}" if NEEDED in told.get("permissions", ()) else NO)
+        (PLACE / "may-delete").write_text(YES if NEEDED in told.get("permissions", ()) else NO)
 
 
 def born() -> float:
-    """When this machine first started; a restart does not give it more time."""
-    file = PLACE / "born"
-    try:
-        return float(file.read_text())
-    except (OSError, ValueError):
-        file.write_text(str(time.time()))
-        return time.time()
+    """When this machine first started; a restart does not give it more time. An empty file has a time, and
+    room on a disk that is full; what is in memory outlives us at least."""
+    for file in (PLACE / "born", UNITS.parent / "millrace-born"):
+        with contextlib.suppress(OSError):
+            os.close(os.open(file, os.O_WRONLY | os.O_CREAT))
+            return file.stat().st_mtime
+    return time.time()
 
 
 def watch(since: float) -> None:
-    seconds, idle = None, None
+    """Whatever goes wrong with one look, there is another."""
+    looks, seconds, idle = 0, None, None
     while True:
-        seconds = number("millrace-seconds", seconds)
-        idle = number("millrace-idle", idle)
-        if seconds is not None and time.time() > since + seconds:
-            say("the hours of this slice are over")
-            break
-        if idle and forgotten(since, idle):
-            say("the job of this slice has ended, and nobody gave it back")
-            break
+        try:
+            if looks < 3 or looks % ASKS == 0:
+                ask_permission()
+            beat()
+            seconds = number("millrace-seconds", seconds)
+            idle = number("millrace-idle", idle)
+            if over(since, seconds, idle):
+                break
+        except Exception as error:
+            say(f"look: {type(error).__name__}: {error}")
+        looks += 1
         time.sleep(PACE)
-    stop()
+    with contextlib.suppress(Exception):
+        stop()
     time.sleep(PACE * random.uniform(2, 3))  # the other workers save too, and one of them is the first
     give_back()
+
+
+def over(since: float, seconds: "float | None", idle: "float | None") -> bool:
+    if seconds is not None and time.time() > since + seconds:
+        say("the hours of this slice are over")
+        return True
+    if idle and forgotten(since, idle):
+        say("the job of this slice has ended, and nobody gave it back")
+        return True
+    return False
+
+
+def beat() -> None:
+    """Shows whoever asks that this lives."""
+    with contextlib.suppress(OSError):
+        (PLACE / "alive").touch()
 
 
 def forgotten(since: float, idle: float) -> bool:
@@ -114,7 +169,8 @@ def stop() -> None:
 
 
 def places() -> "list[Path]":
-    return sorted(Path(HOMES).glob("*/.millrace/jobs/*/"))
+    homes = [*Path(HOMES).glob("*"), Path(ROOT)]
+    return sorted(job for home in homes for job in home.glob(".millrace/jobs/*/"))
 
 
 def running(job: Path) -> int:
@@ -131,16 +187,21 @@ def give_back() -> None:
     tries = 0
     while True:
         tries += 1
+        beat()
         try:
             call("DELETE", f"{API}/v2/{attribute('millrace-resource')}?force=true")
             say("asked to be deleted")
         except urllib.error.HTTPError as error:
             say(f"delete: {error.code} {error.reason}")
+            if error.code == 403:
+                with contextlib.suppress(OSError):
+                    (PLACE / "may-delete").write_text(NO)
         except Exception as error:
             say(f"delete: {type(error).__name__}")
         if tries >= TRIES:
             say("this slice is not deleted; switched off")
-            subprocess.call(os.environ.get("MILLRACE_TIMER_OFF", "shutdown -h now").split())
+            with contextlib.suppress(Exception):
+                subprocess.call(os.environ.get("MILLRACE_TIMER_OFF", "shutdown -h now").split())
         time.sleep(PACE)
 
 
@@ -173,7 +234,8 @@ def get(path: str) -> str:
 
 
 def say(words: str) -> None:
-    print(time.strftime("%Y-%m-%d %H:%M:%S"), words, file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError, ValueError):
+        os.write(2, f"{time.strftime('%Y-%m-%d %H:%M:%S')} {words}\n".encode())
 
 
 if __name__ == "__main__":

@@ -19,11 +19,15 @@ ACCELERATORS = {
 }
 GRACE = 120  # seconds to save in
 RESTARTS = 100
+JOB = "slice"
+LONGEST = 63  # letters of a pod's name
+CHANCE = 5  # of them
 
 
 def write(run: Exported) -> str:
     if run.slice.chip.name not in ACCELERATORS:
         raise UserError(f"--to jobset: found {run.slice.name}, expected one of {', '.join(ACCELERATORS)}")
+    check_name(run)
     alone = {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
     # A mistake is not tried again: its job fails by the policy of its pods.
     mistake = {"name": "mistake", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
@@ -34,11 +38,22 @@ def write(run: Exported) -> str:
         "spec": {
             "failurePolicy": {"maxRestarts": RESTARTS, "rules": [mistake]},
             "replicatedJobs": [
-                {"name": "slice", "replicas": run.slice.slices, "template": {"spec": job(run)}},
+                {"name": JOB, "replicas": run.slice.slices, "template": {"spec": job(run)}},
             ],
         },
     }
     return yaml.safe_dump(tree, sort_keys=False, width=200)
+
+
+def check_name(run: Exported) -> None:
+    """A pod has the name of its job, two numbers, and letters by chance."""
+    pods = run.slice.hosts // run.slice.slices
+    longest = LONGEST - len(f"-{JOB}-{run.slice.slices - 1}-{pods - 1}-") - CHANCE
+    if len(run.name) > longest:
+        raise UserError(
+            f"--name: found {run.name} of {len(run.name)} letters, expected {longest} at most with --to "
+            "jobset: its pods have numbers after it"
+        )
 
 
 def job(run: Exported) -> dict[str, Any]:

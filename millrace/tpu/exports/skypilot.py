@@ -16,6 +16,7 @@ grep -v '^libtpu==' constraints.txt > /tmp/constraints.txt
 uv venv --clear --python {python} ~/env
 uv pip install --python ~/env/bin/python -c /tmp/constraints.txt -r pyproject.toml {extras}
 """
+OUTSIDE = "/tmp/millrace-recipe.yaml"
 # Hosts of a TPU slice find each other; those of GPUs are told.
 HOSTS = """\
 export MILLRACE_COORDINATOR="$(echo "$SKYPILOT_NODE_IPS" | head -n1):8476"
@@ -35,13 +36,18 @@ def write(run: Exported) -> str:
     else:
         resources["accelerators"] = f"{run.slice.chip.name.upper()}:{run.slice.shape[0]}"
     resources["job_recovery"] = {"recover_on_exit_codes": [PREEMPTED, 76, 77, 78]}
-    command = shlex.join(run.command[1:])
-    extras = f"--extra {'tpu' if is_tpu else 'gpu'} --extra gcs"
+    words, mounts = list(run.command[1:]), {}
+    if run.outside:  # the tree goes there by itself
+        mounts["file_mounts"] = {OUTSIDE: run.outside}
+        words[words.index(run.outside)] = OUTSIDE
+    command = shlex.join(words)
+    extras = " ".join(f"--extra {name}" for name in ("tpu" if is_tpu else "gpu", "gcs", *run.extras))
     task = {
         "name": run.name,
         "workdir": ".",
         "num_nodes": 1 if is_tpu else run.slice.hosts,
         "resources": resources,
+        **mounts,
         "setup": SETUP.format(python=install.PYTHON, extras=extras),
         "run": f"{'' if is_tpu else HOSTS}PYTHONPATH=$PWD ~/env/bin/python -m millrace {command}\n",
     }

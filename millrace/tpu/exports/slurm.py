@@ -10,7 +10,7 @@ TEXT = """\
 #SBATCH --job-name={name}
 #SBATCH --nodes={nodes}
 #SBATCH --ntasks-per-node=1
-{gpus}#SBATCH --time={hours}:{minutes:02}:00
+{chips}#SBATCH --time={hours}:{minutes:02}:00
 #SBATCH --requeue
 #SBATCH --open-mode=append
 #SBATCH --output={name}-%j.log
@@ -31,9 +31,16 @@ def write(run: Exported) -> str:
     return TEXT.format(
         name=run.name,
         nodes=run.slice.hosts,
-        gpus="" if run.slice.chip.is_tpu else f"#SBATCH --gpus-per-node={run.slice.shape[0]}\n",
+        chips=chips(run),
         hours=hours,
         minutes=minutes,
         again=PREEMPTED,
         command=shlex.join(run.command),
     )
+
+
+def chips(run: Exported) -> str:
+    """Slurm knows GPUs by itself, and TPUs by what its gres.conf calls them."""
+    if run.slice.chip.is_tpu:
+        return f"#SBATCH --gres=tpu:{run.slice.chips // run.slice.hosts}\n"
+    return f"#SBATCH --gpus-per-node={run.slice.shape[0]}\n"

@@ -1,0 +1,170 @@
+"""Whose a slice is, where it is, and how long it has been there: what is forgotten is told, and what another
+machine or another person uses is neither named as forgotten nor deleted unasked."""
+
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+
+from millrace.cli import main
+from millrace.tpu import cost, place
+from millrace.tpu.request import Request, sliced
+from tests.test_bill import NODE, OURS, SPOT, alive, here
+from tests.test_launch import Story
+
+pytest.importorskip("google.cloud.tpu_v2", reason="needs google-cloud-tpu: pip install -e '.[cloud]'")
+
+__all__ = ["here"]
+THEIRS = SPOT | {"labels": {"millrace": "yes", "millrace-owner": "somebody-else"}}
+
+
+def deletes(story: Story) -> list[str]:
+    return [call[1] for call in story.google.calls if call[0] == "DELETE"]
+
+
+def old(story: Story, hours: float, **labels: str) -> None:
+    told = SPOT | {"labels": {"millrace": "yes", "millrace-seconds": "3600"} | labels}
+    story.google.make_node(NODE, told)
+    then = time.gmtime(time.time() - hours * 3600)
+    story.google.nodes[NODE]["createTime"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", then)
+
+
+def test_a_slice_that_should_be_gone_is_told_and_is_an_orphan_whoever_watches_it(here, capsys):
+    old(here, 59)
+    for argv in (["ls"], ["status", "job", *here.key]):
+        assert main(["tpu", *argv]) == 0
+        assert "59 h old, SHOULD HAVE DELETED ITSELF 58 h AGO" in capsys.readouterr().out
+    with place.watching("project/job"):
+        assert main(["tpu", "ls", "--orphans", *here.key]) == 1
+        said = capsys.readouterr().out
+    assert "job should have deleted itself, and costs" in said and "millrace tpu delete job" in said
+    del here.google.nodes[NODE]
+    old(here, 59, **{"millrace-owner": "somebody-else"})
+    assert main(["tpu", "ls", "--orphans", *here.key]) == 1
+    assert "should have deleted itself, and costs: somebody-else made it" in capsys.readouterr().out
+    del here.google.nodes[NODE]
+    old(here, 1.1)  # its timer lets a trainer save, and deletes
+    assert main(["tpu", "ls"]) == 0
+    assert "1.1 h old, deletes itself in 0 min" in capsys.readouterr().out
+
+
+def test_what_another_person_rents_is_no_orphan_and_is_not_deleted_unasked(here, capsys):
+    here.google.make_node(NODE, THEIRS)
+    assert main(["tpu", "ls", "--orphans", *here.key]) == 0
+    assert "job" not in capsys.readouterr().out
+    assert main(["tpu", "delete", "job", *here.key]) == 2
+    assert "job: somebody-else made it; --force deletes it all the same" in capsys.readouterr().err
+    assert not deletes(here) and NODE in here.google.nodes
+    assert main(["tpu", "delete", "job", "--force"]) == 0 and here.nothing_left()
+
+
+def test_a_training_that_is_followed_elsewhere_saves_before_it_is_deleted(here, capsys, monkeypatch):
+    pids = here.trains_alone()
+    monkeypatch.setenv("MILLRACE_HOME", str(here.root / "another-machine"))
+    assert main(["tpu", "ls", "--orphans", *here.key]) == 0
+    said = capsys.readouterr().out
+    assert "job trains; if no other machine of yours watches it" in said and "tpu delete" not in said
+    here.google.block()
+    assert main(["tpu", "delete", "job", *here.key]) == 2  # nobody knows, so nobody decides
+    assert "job: cannot be asked whether anything trains there (ssh: connect" in capsys.readouterr().err
+    assert main(["tpu", "delete", "job", "--ssh-key", "none"]) == 2
+    assert alive(pids) == [True, True] and not deletes(here)
+    for file in here.root.glob("machines/*/blocked"):
+        file.unlink()
+    assert main(["tpu", "delete", "job", *here.key]) == 0
+    assert "job: lets the trainer save\ndeletes job\n" in capsys.readouterr().out and here.nothing_left()
+    logs = [file.read_text() for file in here.root.glob("machines/*/home/user/.millrace/jobs/job/log")]
+    assert len(logs) == 2 and all(log.endswith("saved\n") for log in logs)
+
+
+def test_a_training_of_another_home_is_seen_though_the_slice_has_no_owner(here, capsys):
+    here.google.make_node(NODE, OURS)
+    (machine,) = [place for place in here.root.glob("machines/*") if place.name.endswith(".1")]
+    recipe = machine / "home/other/.millrace/jobs/theirs/recipe.yaml"
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", str(recipe)]) as process:
+        assert main(["tpu", "delete", "job", *here.key]) == 2
+        said = capsys.readouterr().err
+        assert f"job: found another training there ({recipe}); --force deletes it all the same" in said
+        assert main(["tpu", "ls", "--orphans", *here.key]) == 0
+        assert "job trains" in capsys.readouterr().out and NODE in here.google.nodes
+        process.kill()
+    assert main(["tpu", "delete", "job", *here.key]) == 0 and here.nothing_left()
+
+
+def test_a_trainer_that_does_not_end_is_deleted_with_the_slice(here, capsys):
+    here.trainer("wait wait")
+    text = (here.root / "python").read_text()
+    here.google.python(text.partition("\n")[2].replace("echo saved; exit 75", "true"))
+    process = here.launch()
+    here.until(here.training)
+    process.kill()
+    process.communicate()
+    assert main(["tpu", "delete", "job", *here.key]) == 0 and here.nothing_left()
+    assert "the trainer has not ended within 2 s" in capsys.readouterr().out
+
+
+def test_a_name_means_one_thing_in_each_project_and_another_on_this_machine(here, capsys, monkeypatch):
+    here.google.make_node(NODE, OURS)
+    for scope, code in (("local", 1), ("other-project", 1), ("project", 0)):
+        with place.watching(f"{scope}/job"):  # by a run of it
+            assert main(["tpu", "ls", "--orphans", *here.key]) == code, scope
+            assert ("nobody here watches job" in capsys.readouterr().out) == bool(code)
+    with place.watching("project/job"):
+        assert main(["tpu", "ls", "--orphans", "--project", "other-project", *here.key]) == 1
+    here.google.nodes.clear()
+    place.Ledger("other-project/job", "").seen("us-west4-a", 1.0, 2.0)
+    assert here.run() == 0
+    asked = [call[1] for call in here.google.calls if call[1].endswith("/queuedResources")]
+    assert not [path for path in asked if "us-west4-a" in path]
+    assert place.Ledger("other-project/job").lives
+    assert (here.root / "launcher/tpu/project/job/w0.log").exists()
+
+
+def test_a_slice_that_is_made_has_its_own_hours(here, capsys):
+    argv = ["tpu", "create", "--slice", "v4-16", "--name", "mine", "--zone", "us-central2-b", *here.key]
+    now, ledger = time.time(), place.Ledger("project/mine", "")
+    ledger.seen("us-central2-b", now - 30 * 3600, now - 27 * 3600, 3 * 3600)  # yesterday
+    assert main([*argv, "--max-hours", "4"]) == 0
+    (node,) = here.google.nodes.values()
+    assert abs(int(node["metadata"]["millrace-seconds"]) - 4 * 3600) < 60
+    created = place.Ledger("project/mine").lives[-1]["created"]
+    assert main([*argv, "--max-hours", "4"]) == 0  # it is there: its hours go on
+    assert [life["created"] for life in place.Ledger("project/mine").lives] == [created]
+
+
+@pytest.mark.parametrize("act", ["ls", "create", "attach", "detach", "delete"])
+def test_disks_are_of_google_alone(here, capsys, act):
+    here.google.disks["x"] = {"name": "x", "labels": {"millrace": "yes"}}
+    more = {"ls": [], "create": ["x", "--size", "1"], "delete": ["x"]}
+    argv = more.get(act, ["x", "--to" if act == "attach" else "--from", "job"])
+    assert main(["tpu", "disk", act, *argv, "--zone", "us-central2-b", "--platform", "local"]) == 2
+    assert "unrecognized arguments: --platform" in capsys.readouterr().err and "x" in here.google.disks
+    assert not here.google.calls
+
+
+def test_dollars_are_a_limit_where_they_are_known(tmp_path):
+    def asked(*zones: str, **more) -> Request:
+        return Request("job", sliced("v5p-8", ""), zones, **more)
+
+    assert cost.budget(asked("us-central1-a"), None, 100.0, None).rate == pytest.approx(4 * 4.78)
+    with pytest.raises(cost.UserError, match=re.escape("and europe-west4-b may cost more; give its own by")):
+        cost.budget(asked("us-central1-a", "europe-west4-b"), None, 100.0, None)
+    assert cost.budget(asked("europe-west4-b"), 3.0, None, None).hours == 3.0
+    file = tmp_path / "prices.yaml"
+    file.write_text("V5p: {on_demand: 5.0}\n")
+    assert cost.budget(asked("europe-west4-b"), None, 100.0, file).hours == pytest.approx(5.0)
+    with pytest.raises(cost.UserError, match="v5p: {spot: DOLLARS}"):
+        cost.budget(asked("europe-west4-b", terms="spot"), None, 100.0, file)
+    said = cost.spoken(asked("europe-west4-b"), cost.Budget(3.0, 1.0), own_prices=False)
+    assert "the highest of the US, not of every zone asked for" in said
+
+
+def test_a_slice_that_is_found_abroad_does_not_pass_a_limit_of_dollars(here, capsys):
+    there = NODE.replace("us-central2-b", "europe-west4-b")
+    here.google.make_node(there, OURS)
+    place.Ledger("project/job").seen("europe-west4-b", 1.0, 2.0)
+    assert here.run("--max-cost", "100") == 2
+    assert "europe-west4-b may cost more" in capsys.readouterr().err
+    assert there in here.google.nodes and not here.created()

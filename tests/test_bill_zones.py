@@ -1,0 +1,114 @@
+"""What Google does not tell is not taken for nothing: zones that do not answer, lists that are not whole,
+changes that were accepted alone."""
+
+import os
+import signal
+import time
+
+import pytest
+
+from millrace.cli import main
+from millrace.tpu import disk, ending, gcp
+from millrace.tpu.cloud import Silent
+from tests.test_bill import NODE, OURS, ZONE, here, meanwhile
+
+pytest.importorskip("google.cloud.tpu_v2", reason="needs google-cloud-tpu: pip install -e '.[cloud]'")
+
+__all__ = ["here"]
+
+
+@pytest.mark.fault(30)
+@pytest.mark.parametrize("how", ["preempted", "stopped"])
+def test_an_outage_of_another_zone_keeps_nobody_from_deleting_and_renting_again(
+    here, capsys, monkeypatch, how
+):
+    monkeypatch.setattr("millrace.tpu.google.PATIENCE", 0.3)
+    monkeypatch.setattr(gcp.Gcp.__init__, "__defaults__", ((), 0.1))
+    here.trainer("wait 0")
+
+    slices, meant = (2, 0) if how == "preempted" else (1, 75)
+
+    def act() -> None:
+        here.until(here.training)
+        here.google.fault("GET", "us-east1-d", 503, "zone is down", count=10**5)
+        if how == "preempted":
+            here.google.preempt("job")
+        else:
+            os.kill(os.getpid(), signal.SIGINT)
+        end = time.monotonic() + 30
+        while time.monotonic() < end and (len(here.created()), here.nothing_left()) != (slices, True):
+            time.sleep(0.05)
+        here.google.faults.clear()  # who waited for it goes on, and is too late
+        assert time.monotonic() < end
+
+    with meanwhile(act):
+        assert here.run("--zone", "us-east1-d") == meant
+    assert "COULD NOT" not in capsys.readouterr().err
+    assert here.created() == ["us-central2-b"] * slices
+
+
+def test_a_zone_that_never_answered_may_have_one(here, monkeypatch):
+    monkeypatch.setattr("millrace.tpu.ending.GIVE_UP", 3.0)
+    cloud = gcp.Gcp("project", ("us-central2-b", "us-east1-d"), patience=0.1)
+    here.google.fault("GET", "us-east1-d", 503, "zone is down", count=10**5)
+    with pytest.raises(Silent, match="zone is down"):
+        cloud.find("job")
+    here.google.make_node(NODE, OURS)
+    assert cloud.find("job").zone == "us-central2-b"
+    assert ending.give_back(cloud, "job", print, "us-central2-b") and not here.google.nodes
+    here.google.faults.clear()
+    assert cloud.find("job") is None
+    here.google.fault("GET", "us-east1-d", 503, "zone is down", count=10**5)
+    assert cloud.find("job") is None and cloud.find("job", "us-central2-b") is None
+    with pytest.raises(Silent, match="zone is down"):
+        cloud.find("job", "us-east1-d")  # that one is meant
+    here.google.fault("GET", "us-central2-b", 503, "so is this", count=10**5)
+    with pytest.raises(Silent, match="no answer"):
+        cloud.find("job")
+
+
+def test_a_list_that_lacks_a_zone_is_not_taken_for_the_whole(here, capsys, monkeypatch):
+    monkeypatch.setattr("millrace.tpu.ending.GIVE_UP", 0.5)
+    other = f"{ZONE.replace('us-central2-b', 'us-east1-d')}/nodes/other"
+    here.google.make_node(NODE, OURS)
+    here.google.make_node(other, OURS)
+    here.google.unreachable = {"us-central2-b"}
+    words = "warning: us-central2-b does not answer, so that slices there are not listed"
+    for argv in (["ls"], ["ls", "--zone", "us-central2-b"], ["ls", "--orphans"]):
+        assert main(["tpu", *argv]) == 1
+        said = capsys.readouterr().out
+        assert words in said and "no slices" not in said and ("other" in said) == ("--zone" not in argv)
+    for zone in ([], ["--zone", "us-central2-b"]):
+        assert main(["tpu", "delete", "job", "--force", *zone]) == 1
+        said = capsys.readouterr()
+        assert "does not reach us-central2-b: what is there is not known" in said.err, said
+        assert "deleted" not in said.out and "found no slice" not in said.err
+    assert main(["tpu", "delete", "other", "--force"]) == 0
+    assert "other is deleted" in capsys.readouterr().out and list(here.google.nodes) == [NODE]
+    cloud = gcp.Gcp("project", ("us-central2-b",))
+    here.google.unreachable = set()
+    found = cloud.find("job")
+    here.google.unreachable = {"us-central2-b"}
+    with pytest.raises(Silent):
+        cloud.extend(found, 1.0, None)
+
+
+@pytest.mark.parametrize("where", [[], ["--zone", "us-central2-b"]])
+def test_disks_of_all_pages_are_listed(here, capsys, monkeypatch, where):
+    here.google.page = 1
+    for number in range(3):
+        disk.Disks("project", "us-central2-b").create(f"disk-{number}", 10, "pd-balanced")
+    assert main(["tpu", "disk", "ls", *where]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [
+        f"disk-{number}" for number in range(3)
+    ]
+
+
+def test_a_change_of_the_timer_that_was_only_accepted_is_told(here, capsys):
+    told = OURS | {"labels": {"millrace": "yes", "millrace-seconds": "864000", "millrace-idle": "0"}}
+    told["metadata"] = {"millrace-idle": "0", "millrace-seconds": "864000"}
+    here.google.make_node(NODE, told)
+    here.google.unchanged = 1
+    assert here.run("--max-hours", "1", "--keep") == 0
+    assert "the timer of job stays as it is: " in capsys.readouterr().out
+    assert here.google.nodes[NODE]["metadata"]["millrace-seconds"] == "864000"
