@@ -33,6 +33,8 @@ def google(tmp_path):
     for unit in found.root.glob("machines/*/systemd/units/*"):
         unit.unlink()  # which ends who keeps it alive
     found.close()
+    for pid in timers(found):  # with its machine, as it would
+        os.kill(pid, signal.SIGKILL)
 
 
 @pytest.fixture

@@ -100,7 +100,7 @@ def test_the_card_of_a_rounded_model_says_what_was_before_what_it_is_and_what_re
     assert front["library_name"] == "transformers" and body.lstrip().startswith("# named-rtn")
     assert "Of `named` at step 2, before quantisation." in body and "| perplexity | 190.5000 |" in body
     assert "in GPTQ's layout, 4 bits a weight and a scale for each 32 inputs of an output." in body
-    assert "rounded after its training; the other weights are in float16" in body
+    assert "rounded by rtn after its training; the other weights are in float16" in body
     assert "stored by gptq" not in body and "optimum gptqmodel" in body and "from_pretrained" in body
     with pytest.raises(UserError, match="transformers reads as it is, with GPTQModel"):
         huggingface.export(run, str(target / "again"), "float32")
@@ -109,6 +109,7 @@ def test_the_card_of_a_rounded_model_says_what_was_before_what_it_is_and_what_re
     front, body = card(target)
     assert front["library_name"] == "millrace" and "from_pretrained" not in body
     assert "```\nmillrace generate FOLDER\n```" in body and "before quantisation" in body
+    assert "rounded by vptq after its training" in body
     found = stored.linears(file("models", run.cfg.model), run.cfg.model)
     names = {one.name.format(number) for one in found for number in range(run.cfg.model.layers)}
     tensors = load_file(target / "model.safetensors")

@@ -265,7 +265,8 @@ def write(run: Opened, request: Request, found: list[Linear], work: Work) -> lis
     if cfg.objective.use == "dpo":  # which needs a model to measure against, and none is left
         recipe = dataclasses.replace(recipe, objective=config.part_class("objectives", "causal")())
     with huggingface.whole_or_nothing(request.target) as made:
-        huggingface.write(run, settings, tensors(run, request, found, work), made)
+        weights = tensors(run, request, found, work)
+        huggingface.write(run, settings, weights, made, method=request.method.use)
         (made / "recipe.yaml").write_text(config.to_yaml(recipe))
     return sorted(path for path in Path(request.target).rglob("*") if path.is_file())
 

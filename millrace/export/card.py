@@ -47,8 +47,8 @@ KINDS = {
 OTHER = Kind("feature-extraction", "AutoModel", "gives hidden states")
 
 
-def write(run: Opened, settings: dict[str, Any], target: Path) -> None:
-    """`settings` are those of config.json."""
+def write(run: Opened, settings: dict[str, Any], target: Path, method: str | None = None) -> None:
+    """`settings` are those of config.json, `method` is one of millrace/quantize."""
     known: Facts | None = None
     with contextlib.suppress(UserError, OSError):  # an import has no history
         known = facts.read(run.cfg.run)
@@ -58,7 +58,7 @@ def write(run: Opened, settings: dict[str, Any], target: Path) -> None:
     title = target.name if is_rounded(settings) else source_of(run)
     parts = [front(run, settings), about(run, settings, title), use(settings)]
     parts += [data(run), training(run, known, has_curve=bool(curve)), evaluation(run, settings, known)]
-    parts += [quantised(run, settings, known), whole_recipe(run)]
+    parts += [quantised(run, settings, known, method), whole_recipe(run)]
     (target / "README.md").write_text(secret.clean("\n\n".join(part for part in parts if part)) + "\n")
 
 
@@ -192,7 +192,7 @@ def evaluation(run: Opened, settings: dict[str, Any], known: Facts | None) -> st
     return f"## Evaluation\n\n{whose}\n\n" + "\n".join(rows)
 
 
-def quantised(run: Opened, settings: dict[str, Any], known: Facts | None) -> str:
+def quantised(run: Opened, settings: dict[str, Any], known: Facts | None, method: str | None) -> str:
     how, which = settings.get("quantization_config"), layout(settings)
     if how is None:
         return ""
@@ -209,7 +209,7 @@ def quantised(run: Opened, settings: dict[str, Any], known: Facts | None) -> str
         said = "BitNet's layout, ternary, 2 bits a weight"
     lines = [f"## Quantisation\n\nThe matrices of the layers are in {said}."]
     if is_rounded(settings):
-        when = "in its training" if is_learnt(known) else "after its training"
+        when = "in its training" if is_learnt(known) else f"by {method} after its training"
         lines.append(
             f"Those of `{source_of(run)}` were rounded {when}; the other weights are in {settings['dtype']}."
         )

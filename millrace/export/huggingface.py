@@ -71,8 +71,14 @@ def exports_of(family: Any, cfg: Any, params: Any) -> dict[str, tuple[Any, Any]]
 
 
 def write(
-    run: Opened, settings: dict[str, Any], tensors: Iterator[tuple[str, np.ndarray]], target: Path
+    run: Opened,
+    settings: dict[str, Any],
+    tensors: Iterator[tuple[str, np.ndarray]],
+    target: Path,
+    *,
+    method: str | None = None,
 ) -> None:
+    """`method` is what rounded its matrices, if anything did."""
     target.mkdir(exist_ok=True)
     (target / "config.json").write_text(json.dumps(settings | special_ids(run), indent=2) + "\n")
     save_shards(tensors, target)
@@ -81,7 +87,7 @@ def write(
         # A folder that was moved is not where its recipe says, and another may be there.
         if not (target / "tokenizer.json").is_file() or tokenise.sha256(target) != run.tokenizer_sha256:
             tokenise.save(run.tokenizer, target)
-    card.write(run, settings, target)
+    card.write(run, settings, target, method)
 
 
 def settings_of(run: Opened, model: Any, dtype: str) -> dict[str, Any]:
