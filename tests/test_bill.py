@@ -257,7 +257,7 @@ def test_a_slice_that_is_kept_loses_the_timer_that_waits_for_the_end_of_its_job(
 
 def test_logs_end_with_the_slice_and_tell_a_broken_line_from_no_job(here, capsys):
     here.trains_alone()
-    with meanwhile(lambda: (time.sleep(1), here.google.preempt("job"))):
+    with meanwhile(lambda: (time.sleep(5), here.google.preempt("job"))):
         assert main(["tpu", "logs", "job", *here.key]) == 1
     said = capsys.readouterr().out
     assert "[w0] step" in said and said.endswith("job: it is SUSPENDED\n")
