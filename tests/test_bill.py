@@ -233,7 +233,7 @@ def test_a_slice_that_is_found_far_from_its_bucket_is_refused_and_left(here, cap
 
 
 def test_a_slice_that_somebody_deletes_is_not_rented_again(here, capsys):
-    here.trainer("wait wait")
+    here.trainer("wait " * 9)  # the launcher starts it again, until the slice is gone
 
     def delete() -> None:
         here.until(here.training)
