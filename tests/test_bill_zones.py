@@ -18,7 +18,7 @@ __all__ = ["here"]
 
 
 @pytest.mark.fault(30)
-@pytest.mark.parametrize("how", ["preempted", pytest.param("stopped", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("how", ["preempted", "stopped"])
 def test_an_outage_of_another_zone_keeps_nobody_from_deleting_and_renting_again(
     here, capsys, monkeypatch, how
 ):

@@ -67,9 +67,8 @@ def totals_and_gradients(
         vocab = scores.shape[1] * psum(1, split.vocab)
         d = d_logits(head, scores, hit, stats, d_stats, vocab)
         d_x, d_matrix = products.gradients(x, d, d_stats)
-        return (add(sums, stats, losses, w), d_unembed + d_matrix), psum(d_x, split.vocab).astype(
-            hidden.dtype
-        )
+        sums = add(sums, stats, losses, w)
+        return (sums, d_unembed + d_matrix), psum(d_x, split.vocab).astype(hidden.dtype)
 
     # float32: in bf16 a sum over chunks loses whatever is below 1/256 of it.
     start = zero(), jnp.zeros(matrix.shape, jnp.float32)

@@ -87,8 +87,14 @@ class Workers:
         while True:
             process = self.start(worker, script, stderr=subprocess.PIPE)
             self.live.add(process)
-            out, err = process.communicate(given)
-            self.live.discard(process)
+            with process:
+                try:
+                    out, err = process.communicate(given)
+                except BaseException:  # Ctrl-C: nobody would end it, nor close its pipes
+                    process.kill()
+                    raise
+                finally:
+                    self.live.discard(process)
             code, said = process.returncode, (err or out).decode(errors="replace")
             if code != UNREACHABLE and code >= 0:  # an ssh of ours that was killed has reached nobody
                 self.reached.add(worker)
