@@ -130,6 +130,9 @@ def observe(
     return sums.grams
 
 
+@partial(
+    jax.tree_util.register_dataclass, data_fields=["number", "params"], meta_fields=["cfg", "how", "turn"]
+)
 @dataclass(frozen=True)
 class Layer:
     """One of a model's, of a kind that takes its turn. `params` are the model as it was."""

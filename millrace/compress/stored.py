@@ -2,7 +2,7 @@
 beside them. Read for use, matrices stay as they are stored, and each layer's are made whole as it is run."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -102,7 +102,7 @@ def _is_linear(place: Place, inputs: int) -> bool:
     return theirs == f"{both(names[inputs:])} {both(names[:inputs])}"
 
 
-def with_layer(params: Any, found: list[Linear], made: dict[str, Any]) -> Any:
+def with_layer(params: Any, found: Sequence[Linear], made: dict[str, Any]) -> Any:
     """The model with the matrices of one layer as they are stored, each a stack of this layer alone."""
     parts: dict[str, Any] = {}
     for one in found:
