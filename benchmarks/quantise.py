@@ -1,7 +1,7 @@
 """Few bits a weight: what training so takes, and how long a layer of a large model takes to be rounded.
 
-python -m benchmarks.quantise one GPU, about 5 minutes: Llama-3.2-1B, and a layer of Llama 3 8B python -m
-benchmarks.quantise --small a CPU, small shapes; its times say nothing
+    python -m benchmarks.quantise              one GPU, about 5 minutes: Llama-3.2-1B, a layer of Llama 3 8B
+    python -m benchmarks.quantise --small      a CPU, small shapes; its times say nothing
 
 Training in 4 bits with all weights (QAT) beside LR-QAT, each in a process of its own, on random tokens:
 tokens/s and the most memory that was held. LR-QAT's paper has 98 GB for QAT of 7B, 62 GB where activations

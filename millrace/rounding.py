@@ -148,14 +148,19 @@ def flops(family: Any, cfg: Any, sequence: int) -> float:
 
 
 def low_rank(w: Array, its: Grid, key: Array) -> LowRank:
-    """Of a weight [layers ...]."""
+    """Of a weight [layers ...], one layer at a time: the scales are searched for in float32."""
     outs = w.shape[1 + its.inputs :]
-    flat = jax.vmap(its.flat)(w.astype(jnp.float32))
-    scales = jax.lax.map(lambda one: grid.searched(one, its.bits, its.group), flat)
-    each = jax.vmap(lambda scale: grid.spread(scale, flat.shape[1], its.group))(scales)
+
+    def one(w: Array) -> tuple[Array, Array]:
+        flat = its.flat(w.astype(jnp.float32))
+        scales = grid.searched(flat, its.bits, its.group)
+        shares = flat / grid.spread(scales, flat.shape[0], its.group)
+        return fixed_point(shares, its.bits).reshape(w.shape), scales.reshape(-1, *outs)
+
+    fixed, scales = jax.lax.map(one, w)
     return LowRank(
-        fixed=fixed_point(flat / each, its.bits).reshape(w.shape),
-        scale=scales.reshape(*scales.shape[:2], *outs),
+        fixed=fixed,
+        scale=scales,
         down=thin(key, w, its.inputs, its.rank),
         up=jnp.zeros((w.shape[0], its.rank, *outs)),
         grid=its,

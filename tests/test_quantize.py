@@ -356,6 +356,28 @@ def test_a_quantised_folder_is_not_trained_in(trained, tmp_path):
         train.run(recipe.load_run(tmp_path / "out"))
 
 
+def test_codebooks_of_all_layers_learn_together_and_go_on_where_they_were_stopped(
+    trained, tmp_path, monkeypatch
+):
+    options = "bits=2", "vector=2", "tune=0"
+    rough = quantized(trained, tmp_path / "rough", "vptq", *options)
+    together = command.tune.together
+
+    def stop(*given):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command.tune, "together", stop)
+    with pytest.raises(KeyboardInterrupt):
+        quantized(trained, tmp_path / "out", "vptq", *options, "finish=20")
+    monkeypatch.setattr(command.tune, "together", together)
+    monkeypatch.setattr(command, "rounded", stop)  # no layer is rounded a second time
+    finished = quantized(trained, tmp_path / "out", "vptq", *options, "finish=20")
+    assert perplexity(finished) < perplexity(rough)
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("rough", "out"))
+    moved = {name for name in before if not np.array_equal(before[name], after[name])}
+    assert moved == {name for name in before if name.endswith("centroids.weight")}
+
+
 @pytest.mark.slow
 def test_more_bits_are_never_worse_and_vectors_of_2_bits_beat_rounding_to_3(library, tmp_path):
     cfg = library()
@@ -365,12 +387,15 @@ def test_more_bits_are_never_worse_and_vectors_of_2_bits_beat_rounding_to_3(libr
     told["unfitted"] = perplexity(
         quantized(cfg, tmp_path / "unfitted", "vptq", "bits=2", "tune=0", samples=64)
     )
+    told["finished"] = perplexity(
+        quantized(cfg, tmp_path / "finished", "vptq", "bits=2", "finish=100", samples=64)
+    )
     for group in (0, 128):
         made = quantized(cfg, tmp_path / f"rounded-{group}", "rtn", "bits=3", f"group={group}")
         told[f"rounded {group}"] = perplexity(made)
     print(told)
     assert told["whole"] <= told[4] <= told[3] <= told[2]
-    assert told[2] < min(told["unfitted"], told["rounded 0"], told["rounded 128"])
+    assert told["finished"] < told[2] < min(told["unfitted"], told["rounded 0"], told["rounded 128"])
 
 
 CONTRACT = dict(layers=2, embed=64, heads=2, kv_heads=2, mlp=64, vocab=64, window=8, global_every=2)

@@ -67,6 +67,8 @@ def quantize(run: Opened, request: Request, say: Say) -> list[Path]:
             run = huggingface.plain_run(run)
         elif dataset is not None:
             calibrated(run, request, dataset, found, work, say)
+            if getattr(request.method, "finish", 0):
+                finish(run, request, dataset, found, work, say)
         else:
             for number in range(cfg.layers):
                 if not work.has(number):
@@ -122,6 +124,31 @@ def calibrated(
             model = with_layer(run.params, found, work.layer(number))
             given = [np.asarray(layer.out(model, text, x)) for text, x in rows()]
         say(f"layer {number + 1} of {cfg.layers}")
+
+
+def finish(
+    run: Opened, request: Request, dataset: Dataset, found: list[Linear], work: "Work", say: Say
+) -> None:
+    """The codebooks of all layers together. What comes of it lies beside the layers that it began with."""
+    cfg, numbers = without_preference(run.cfg), range(run.cfg.model.layers)
+    layers = [work.layer(number) for number in numbers]
+    work.stage = "finished"
+    if all(work.has(number) for number in numbers):
+        return
+    task, axes = make_task(cfg, vocabulary(dataset)), module.axes(file("models", cfg.model).Model, cfg.model)
+    rows = rows_of(run, request)
+    batch = lambda number: place(dataset, run.devices, number, split="train", sequences=rows, seed=cfg.seed)
+    made = tune.together(task, axes, run.params, request.method, found, layers, batch)
+    for number in numbers:
+        work.keep(number, made[number])
+    say(f"all layers, {request.method.finish} steps")
+
+
+def without_preference(cfg: Any) -> Any:
+    """DPO needs a model to measure against, and none is left."""
+    if cfg.objective.use != "dpo":
+        return cfg
+    return dataclasses.replace(cfg, objective=config.part_class("objectives", "causal")())
 
 
 def hessians(
@@ -180,10 +207,15 @@ def open_data(run: Opened, request: Request) -> Dataset:
     return Dataset.open(request.data, sequence_length=length, tokenizer_sha256=run.tokenizer_sha256)
 
 
+def rows_of(run: Opened, request: Request) -> int:
+    """That are on the devices at a time."""
+    rows = max(run.devices.size, min(request.samples, run.cfg.batch.sequences // run.cfg.batch.accumulate))
+    return rows - rows % run.devices.size
+
+
 def texts_of(run: Opened, request: Request, dataset: Dataset, task: Any) -> Iterator[Text]:
     """Rows of the training split, a few at a time, as the objective would show them to the model."""
-    rows = max(run.devices.size, min(request.samples, run.cfg.batch.sequences // run.cfg.batch.accumulate))
-    rows -= rows % run.devices.size
+    rows = rows_of(run, request)
     prepare = jax.jit(lambda batch, key: file("objectives", task.objective).prepare(task, batch, key))
     for number in range(max(1, request.samples // rows)):
         batch = place(dataset, run.devices, number, split="train", sequences=rows, seed=run.cfg.seed)
@@ -193,8 +225,10 @@ def texts_of(run: Opened, request: Request, dataset: Dataset, task: Any) -> Iter
 
 
 class Work:
-    """The layers that are done, in a folder beside the target. One that was begun for something else is
-    refused."""
+    """The layers that are done, in a folder beside the target, at the stage that they have come to. A folder
+    that was begun for something else is refused."""
+
+    stage = "layer"
 
     def __init__(self, run: Opened, request: Request, found: list[Linear], dataset: Dataset | None):
         self.folder, self.found = Path(f"{request.target}.unfinished"), found
@@ -215,7 +249,7 @@ class Work:
         about.write_text(json.dumps(asked, indent=2) + "\n")
 
     def path(self, number: int) -> Path:
-        return self.folder / f"layer-{number:05}.safetensors"
+        return self.folder / f"{self.stage}-{number:05}.safetensors"
 
     def has(self, number: int) -> bool:
         return self.path(number).is_file()
@@ -261,9 +295,7 @@ def write(run: Opened, request: Request, found: list[Linear], work: Work) -> lis
     for number in range(cfg.model.layers):
         about = joined(about, work.settings(number, work.layer(number)))
     settings |= {"quantization_config": about}
-    recipe = dataclasses.replace(cfg, run=request.target)
-    if cfg.objective.use == "dpo":  # which needs a model to measure against, and none is left
-        recipe = dataclasses.replace(recipe, objective=config.part_class("objectives", "causal")())
+    recipe = dataclasses.replace(without_preference(cfg), run=request.target)
     with huggingface.whole_or_nothing(request.target) as made:
         weights = tensors(run, request, found, work)
         huggingface.write(run, settings, weights, made, method=request.method.use)

@@ -12,7 +12,7 @@ Array = jax.Array
 CANDIDATES = 100  # shares of the largest weight that are tried as the end of the grid
 LEAST = 2.0**-14  # of a scale: the smallest that float16 holds with all its bits
 # The exponent of the error that scales are to make small: LR-QAT's for 4 bits, one it tries for others.
-NORMS = {2: 2.4, 3: 3.0, 4: 4.0, 8: 5.0}
+NORMS: dict[int, float] = {2: 2.4, 3: 3, 4: 4, 8: 5}  # whole ones are multiplied out
 
 
 def ends(bits: int) -> tuple[int, int]:

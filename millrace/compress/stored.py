@@ -102,12 +102,17 @@ def _is_linear(place: Place, inputs: int) -> bool:
     return theirs == f"{both(names[inputs:])} {both(names[:inputs])}"
 
 
-def with_layer(params: Any, found: Sequence[Linear], made: dict[str, Any]) -> Any:
-    """The model with the matrices of one layer as they are stored, each a stack of this layer alone."""
+def with_stacks(params: Any, found: Sequence[Linear], stacks: dict[str, Any]) -> Any:
+    """The model with its matrices as they are stored, each a stack over layers."""
     parts: dict[str, Any] = {}
     for one in found:
-        parts |= one.parts(jax.tree.map(lambda x: jnp.asarray(x)[None], made[one.name]))
+        parts |= one.parts(stacks[one.name])
     return jax.tree_util.tree_map_with_path(lambda path, w: parts.get(module.dotted(path), w), params)
+
+
+def with_layer(params: Any, found: Sequence[Linear], made: dict[str, Any]) -> Any:
+    """The model with the matrices of one layer as they are stored, each a stack of this layer alone."""
+    return with_stacks(params, found, jax.tree.map(lambda x: jnp.asarray(x)[None], made))
 
 
 def settings_of(folder: str | Path) -> dict[str, Any] | None:

@@ -1,5 +1,5 @@
-"""Codebooks of a layer fitted to what the layer gave before it was rounded, indices as they are (VPTQ's
-layer-wise fine-tuning)."""
+"""Codebooks fitted, indices as they are: those of a layer to what the layer gave before it was rounded
+(VPTQ's layer-wise fine-tuning), and those of all layers together to the text (its end-to-end one)."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,12 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from millrace import execution
 from millrace.compress.calibrate import Layer, Text
-from millrace.compress.stored import Linear, with_layer
+from millrace.compress.stored import Linear, with_layer, with_stacks
 from millrace.compress.vectors import Vectors
 from millrace.module import Array
+from millrace.objective import Batch, Task, file, turns
 
 BOOKS = ("centroids", "residual", "outlier_centroids")
+JUDGES = 8  # batches
 
 
 def tuned(
@@ -31,7 +34,7 @@ def tuned(
     that of the matrices they stand for. The result is taken only if it does, over all rows. Inputs and
     outputs lie in the host's memory, and come to the devices by `put`, a batch at a time."""
     books, matrices = {name: _books(stored) for name, stored in made.items()}, tuple(found)
-    state, begun = _rule(method).init(books), books
+    state, begun = _rule(method.tune_rate, method.tune).init(books), books
     wanted = [np.asarray(layer.out(layer.params, text, put(x))) for text, x in rows]
     batch = lambda at: (rows[at][0], put(rows[at][1]), put(wanted[at]))
     total = lambda books: sum(
@@ -71,12 +74,58 @@ def step(
     wanted: Array,
 ) -> Any:
     slopes = jax.grad(missed, argnums=3)(found, layer, made, books, text, x, wanted)
-    moves, state = _rule(method).update(slopes, state)
+    moves, state = _rule(method.tune_rate, method.tune).update(slopes, state)
     return optax.apply_updates(books, moves), state
 
 
-def _rule(method: Any) -> optax.GradientTransformation:
-    return optax.adam(optax.linear_schedule(method.tune_rate, 0.0, method.tune))
+def together(
+    task: Task,
+    axes: Any,
+    params: Any,
+    method: Any,
+    found: list[Linear],
+    layers: list[dict[str, Vectors]],
+    batch: Callable[[int], Batch],
+) -> list[dict[str, Any]]:
+    """The matrices of all layers with codebooks that have learnt by the loss of training, a batch a step. The
+    result is taken only if the loss on batches that come after these is lower."""
+    stacks = {
+        one.name: jax.tree.map(lambda *w: jnp.stack(w), *(each[one.name] for each in layers)) for one in found
+    }
+    begun = {name: _books(stack) for name, stack in stacks.items()}
+    rule = _rule(method.tune_rate, method.finish)
+
+    @jax.jit
+    def loss(books: Any, params: Any, stacks: Any, batch: Batch, number: Any) -> Array:
+        fitted = {name: replace(stack, **books[name]) for name, stack in stacks.items()}
+        model = execution.cast(with_stacks(params, found, fitted), axes, task.how)
+        examples: Any = file("objectives", task.objective).prepare(
+            task, batch, jax.random.fold_in(jax.random.key(0), number)
+        )
+        total = jnp.zeros(())
+        for turn in turns(task):
+            told = turn.loss(task, model, examples)
+            examples, total = told.following, total + told.loss / jnp.maximum(told.sums["count"], 1.0)
+        return total
+
+    @jax.jit
+    def learn(books: Any, state: Any, params: Any, stacks: Any, batch: Batch, number: Any) -> Any:
+        moves, state = rule.update(jax.grad(loss)(books, params, stacks, batch, number), state)
+        return optax.apply_updates(books, moves), state
+
+    books, state = begun, rule.init(begun)
+    for number in range(method.finish):
+        books, state = jax.block_until_ready(learn(books, state, params, stacks, batch(number), number))
+    books = jax.tree.map(lambda book: book.astype(jnp.float16).astype(jnp.float32), books)
+    after = range(method.finish, method.finish + JUDGES)
+    total = lambda books: sum(float(loss(books, params, stacks, batch(number), number)) for number in after)
+    best = books if total(books) < total(begun) else begun
+    made = {name: replace(stack, **_halves(best[name])) for name, stack in stacks.items()}
+    return [jax.tree.map(lambda w, n=n: np.asarray(w[n]), made) for n in range(len(layers))]
+
+
+def _rule(rate: float, steps: int) -> optax.GradientTransformation:
+    return optax.adam(optax.linear_schedule(rate, 0.0, steps))
 
 
 def _books(stored: Vectors) -> dict[str, Array]:

@@ -28,6 +28,7 @@ class Config:
     outliers: float = 0.0  # share of the inputs that have a codebook of their own; 0.01 is usual
     tune: int = 100  # steps in which the codebooks of a layer are fitted to its output; 0: none
     tune_rate: float = 1e-3  # how far each goes
+    finish: int = 0  # steps in which the codebooks of all layers then learn together, as in training; 0: none
 
     def __post_init__(self):
         if self.bits not in (2, 3, 4):
@@ -38,10 +39,12 @@ class Config:
             raise ValueError("outliers: expected a share from 0 up to, but not including, 1")
         if self.tune < 0:
             raise ValueError("tune: expected 0 or more")
+        if self.finish < 0:
+            raise ValueError("finish: expected 0 or more")
         if self.tune_rate <= 0:
             raise ValueError("tune_rate: expected a number above 0")
-        if not self.tune and self.tune_rate != type(self).tune_rate:
-            raise ValueError("tune_rate: expected tune above 0, or it has no effect")
+        if not (self.tune or self.finish) and self.tune_rate != type(self).tune_rate:
+            raise ValueError("tune_rate: expected tune or finish above 0, or it has no effect")
 
 
 def quantize(cfg: Any, w: Array, hessian: Array | None, key: Array) -> vectors.Vectors:
