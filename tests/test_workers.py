@@ -1,0 +1,30 @@
+"""What becomes of processes here when a question to a worker ends otherwise than with an answer."""
+
+import signal
+import time
+
+import pytest
+
+from millrace.tpu.workers import Place, Workers
+
+
+@pytest.mark.parametrize("ask", [lambda workers: workers.one(0, "sleep 60"), lambda w: w.each("sleep 60")])
+def test_an_interrupted_question_leaves_no_process_and_no_pipe(ask):
+    workers, started = Workers([Place((), remote=False)]), []
+    start = workers.start
+    workers.start = lambda *given, **more: started.append(start(*given, **more)) or started[-1]
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.5)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            ask(workers)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    (process,) = started
+    process.wait(10)
+    deadline = time.monotonic() + 10  # of the thread that reads, where there is one
+    while not all(pipe.closed for pipe in (process.stdin, process.stdout, process.stderr)):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert not workers.live
