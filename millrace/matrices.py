@@ -72,16 +72,18 @@ def of_plain(model: Any, cfg: Any, params: Any, key: Array) -> Any:
     """The weights with which training begins, of those of the plain model."""
     if reference.has_reference(cfg):
         return reference.of_plain(params)
-    its, taken = _kind(cfg), _taken(model, cfg)
-
-    def one(path: Any, axes: Axes, w: Array) -> Any:
-        name = module.dotted(path)
-        if name not in taken:
-            return w.astype(its.beside(cfg, axes).dtype or w.dtype)
-        return its.made(cfg, axes, w, jax.random.fold_in(key, zlib.crc32(name.encode())))
-
     axes = module.axes(model, plain(cfg))
-    return jax.tree_util.tree_map_with_path(one, axes, params, is_leaf=_is_axes)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _, w: held(model, cfg, module.dotted(path), w, key), axes, params, is_leaf=_is_axes
+    )
+
+
+def held(model: Any, cfg: Any, name: str, w: Array, key: Array) -> Any:
+    """One weight of the plain model as this one holds it when training begins."""
+    its, axes = _kind(cfg), dict(module.named(module.axes(model, plain(cfg))))[name]
+    if name not in _taken(model, cfg):
+        return w.astype(its.beside(cfg, axes).dtype or w.dtype)
+    return its.made(cfg, axes, w, jax.random.fold_in(key, zlib.crc32(name.encode())))
 
 
 def to_plain(model: Any, cfg: Any, params: Any) -> Any:

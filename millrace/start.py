@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from millrace import classifier, config, enlarge, matrices, mesh, module, recipe, sections, store
+from millrace import classifier, config, enlarge, matrices, mesh, module, recipe, reference, sections, store
 from millrace.checkpoint import Checkpoints
 from millrace.compress import stored
 from millrace.data.mapped import open_folder
@@ -105,18 +105,24 @@ def weights(source: Source, model: Any, fresh: Any, devices: Mesh, data: str) ->
         params = huggingface.exports_of(file("models", old), old, params)[""][1]
     theirs, its = dict(named(params)), dict(named(axes))
     depths = old.layers, model.layers
+    taken = {name: leaf for name, leaf in named(fresh) if name in source.taken}
+
+    def as_it_is(name: str, leaf: Any) -> bool:
+        other = rows is not None and "vocab" in its[name].names
+        return not other and (leaf.shape, leaf.sharding) == (theirs[name].shape, theirs[name].sharding)
 
     def grown(theirs: dict[str, Any]) -> dict[str, Any]:
         return {
-            name: enlarge.tiled(theirs[name], its[name], leaf.shape, depths, rows)
-            for name, leaf in named(fresh)
-            if name in source.taken
+            name: enlarge.tiled(w, its[name], taken[name].shape, depths, rows) for name, w in theirs.items()
         }
 
-    homes = {name: leaf.sharding for name, leaf in named(fresh) if name in source.taken}
-    made = jax.jit(grown, out_shardings=homes)({name: theirs[name] for name in source.taken})
+    # A second copy is made of what changes alone: this is where a run needs most memory beyond its state.
+    changes = [name for name, leaf in taken.items() if not as_it_is(name, leaf)]
+    homes = {name: taken[name].sharding for name in changes}
+    made = {name: theirs[name] for name in taken.keys() - set(changes)}
+    made |= jax.jit(grown, out_shardings=homes)({name: theirs[name] for name in changes})
     whole = jax.tree_util.tree_map_with_path(lambda path, w: made.get(module.dotted(path), w), fresh)
-    count = len(homes), len(dict(named(fresh)))
+    count = len(taken), len(dict(named(fresh)))
     begun = f"start: {count[0]} of {count[1]} weights from {source.path}"
     new = sorted(dict(named(fresh)).keys() - source.taken)
     drawn = f"; {', '.join(new[:3])}{' and others' * (len(new) > 3)} drawn" if new else ""
@@ -143,9 +149,19 @@ def frozen(source: Source, model: Any, fresh: Any, devices: Mesh, data: str) -> 
     bare = matrices.plain(model)
     family = file("models", bare).Model
     whole, said = weights(source, bare, mesh.placed(family, bare, devices), devices, data)
-    homes = jax.tree.map(lambda leaf: leaf.sharding, fresh)
-    begun = lambda whole: matrices.of_plain(family, model, whole, jax.random.key(0))
-    held = jax.jit(begun, out_shardings=homes)(whole)
+    homes, key = jax.tree.map(lambda leaf: leaf.sharding, fresh), jax.random.key(0)
+    if reference.has_reference(model):
+        held = jax.jit(partial(matrices.of_plain, family, model), out_shardings=homes)(whole, key)
+    else:
+        # One after the other, each gone when it is frozen: all in one program, they would be there twice.
+        structure: Any = jax.tree.structure(whole)
+        names, each, parts = [name for name, _ in named(whole)], jax.tree.leaves(whole), []
+        del whole
+        for number, (name, home) in enumerate(zip(names, structure.flatten_up_to(homes), strict=True)):
+            w, each[number] = each[number], None
+            freeze = jax.jit(partial(matrices.held, family, model, name), out_shardings=home)
+            parts.append(jax.block_until_ready(freeze(w, key)))
+        held = structure.unflatten(parts)
     # What learns is drawn already, by the run's seed.
     drawn = lambda path, made, leaf: leaf if module.dotted(path).endswith(".down") else made
     return jax.tree_util.tree_map_with_path(drawn, held, fresh), said
