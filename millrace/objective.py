@@ -127,22 +127,22 @@ def file(folder: str, cfg: Any) -> Any:
     return found if held is None else matrices.family(found, held)
 
 
-def check_data(objective: Any, path: str, index: Any) -> None:
-    """Whether packed data is for this objective; UserError where it is not."""
+def check_data(objective: Any, path: str, index: Any, key: str = "data.path") -> None:
+    """Whether packed data, which `key` names, is for this objective; UserError where it is not."""
     reads = getattr(file("objectives", objective), "READS", "text")
     if index.pairs and reads != "pairs":
         raise UserError(
-            f"data.path: {path} holds pairs of answers, which objective {objective.use} does not read; train "
-            "with objective.use: dpo, or prepare the preferred answers alone, with `column: chosen`"
+            f"{key}: {path} holds pairs of answers, which objective {objective.use} does not read; name "
+            "other data, train with objective.use: dpo, or prepare the preferred ones with `column: chosen`"
         )
     if reads == "pairs" and not index.pairs:
         raise UserError(
-            f"data.path: {path} holds no pairs of answers, which objective {objective.use} needs; prepare "
+            f"{key}: {path} holds no pairs of answers, which objective {objective.use} needs; prepare "
             "records that have `chosen` and `rejected`"
         )
     if reads == "labels" and not index.labels:
         raise UserError(
-            f"data.path: {path} has no labels, which objective {objective.use} needs; prepare records that "
+            f"{key}: {path} has no labels, which objective {objective.use} needs; prepare records that "
             "have a `label` beside their text, or `tags` beside their words"
         )
 

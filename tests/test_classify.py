@@ -26,6 +26,7 @@ from millrace import (
     step,
     train,
 )
+from millrace.compress import command
 from millrace.data import learn
 from millrace.draw import Sampling
 from millrace.errors import UserError
@@ -255,6 +256,23 @@ def test_a_decoder_that_tells_labels_is_refused_where_text_is_to_be_continued(tm
         with pytest.raises(UserError, match="objective.use: .*decoder was trained by classify"):
             attempt()
     assert not (tmp_path / "x.gguf").exists()
+
+
+def test_an_encoder_that_tells_labels_is_quantised_and_evaluated(tmp_path: Path, sorted_texts: Path) -> None:
+    """DeBERTa has no head for tokens then, and its matrices have biases beside them."""
+    model = dict(use="deberta", layers=2, embed=32, heads=4, mlp=64, buckets=8, reach=24)
+    cfg = make_run(tmp_path, "encoder", sorted_texts, model=model, schedule=dict(use="constant", steps=30))
+    train.run(cfg)
+    whole = evaluate.evaluate_run(open_run(recipe.load_run(cfg.run)))
+    method = recipe.load_method("vptq", ["bits=4", "vector=2", "tune=2", "finish=2"])
+    request = command.Request(str(tmp_path / "few"), method, 16, "float32", str(sorted_texts))
+    command.quantize(open_run(recipe.load_run(cfg.run)), request, lambda line: None)
+    few = evaluate.evaluate_run(open_run(recipe.load_run(tmp_path / "few")))
+    assert few["loss"] == pytest.approx(whole["loss"], abs=0.1)
+    layers = json.loads((tmp_path / "few/config.json").read_text())["quantization_config"][
+        "config_for_layers"
+    ]
+    assert layers and all(layer["bias"] for layer in layers.values())
 
 
 @pytest.mark.slow

@@ -350,6 +350,29 @@ def test_what_dpo_has_trained_is_stored_as_a_model_that_goes_on(trained, tmp_pat
     assert stored_run.cfg.objective.use == "causal" and perplexity(stored_run) > 1
 
 
+def test_two_models_trained_together_are_refused(trained, tmp_path):
+    deberta = config.part_class("models", "deberta", sections.Every)
+    cfg = deberta(layers=1, embed=32, heads=2, mlp=32, vocab=64, generator=1)
+    run, objective = open_run(recipe.load_run(trained.run)), config.part_class("objectives", "rtd")()
+    params = module.init(file("models", cfg).Model, cfg, jax.random.key(0))
+    pair = dataclasses.replace(
+        run, cfg=dataclasses.replace(run.cfg, model=cfg, objective=objective), params=params
+    )
+    for name in ("rtn", "gptq"):
+        method = recipe.load_method(name, ["bits=4", "group=32"])
+        request = command.Request(str(tmp_path / "out"), method, 32, "float32", trained.data.path)
+        with pytest.raises(UserError, match="found two models, trained together by rtd"):
+            command.quantize(pair, request, lambda line: None)
+    assert os.listdir(tmp_path) == []
+
+
+def test_work_whose_request_cannot_be_read_is_told(trained, tmp_path):
+    (tmp_path / "out.unfinished").mkdir()
+    (tmp_path / "out.unfinished" / "request.json").touch()
+    with pytest.raises(UserError, match="request.json: not valid JSON; remove that folder"):
+        quantized(trained, tmp_path / "out", "rtn", "bits=4", "group=32")
+
+
 def test_a_quantised_folder_is_not_trained_in(trained, tmp_path):
     quantized(trained, tmp_path / "out", "rtn", "bits=4", "group=32")
     with pytest.raises(UserError, match="out holds a quantised model, which is not trained further"):

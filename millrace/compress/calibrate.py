@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from millrace import classifier
 from millrace.errors import UserError
 from millrace.execution import Execution, depth
 from millrace.module import Array, dotted, module
@@ -83,7 +84,9 @@ class Only:
 
 def through(cfg: Any, how: Execution, only: Only, model: Any, text: Text) -> Array:
     how = replace(how, loop=only)
-    model(cfg, text.tokens, how=how, segments=text.segments, positions=text.positions)
+    # A head for labels takes the place of the one for tokens, which some families apply themselves.
+    run: Any = getattr(model, "states", model) if classifier.has_labels(cfg) else model
+    run(cfg, text.tokens, how=how, segments=text.segments, positions=text.positions)
     return only.out
 
 

@@ -24,15 +24,16 @@ from millrace import config, matrices, mesh, module, rounding, store
 from millrace.compress import calibrate, integers, stored, tune
 from millrace.compress.calibrate import Layer, Text
 from millrace.compress.stored import Linear, linears, load, tensors_of, with_layer
+from millrace.data import shards
 from millrace.data.stream import Dataset
 from millrace.errors import UserError
 from millrace.evaluate import place, vocabulary
 from millrace.execution import Execution, own_products
 from millrace.export import huggingface
-from millrace.export.tensors import table_of, theirs_of, to_tensors
+from millrace.export.tensors import in_place, part_of, table_of, theirs_of, to_tensors
 from millrace.folder import Opened
 from millrace.module import dotted
-from millrace.objective import file, make_task
+from millrace.objective import check_data, file, make_task
 
 Say = Callable[[str], None]
 
@@ -89,6 +90,11 @@ def check(run: Opened, request: Request) -> None:
         raise UserError(
             "quantize: found a model with recurrent depth (model.recurrence), expected one without"
         )
+    if len(huggingface.exports_of(file("models", cfg.model), cfg.model, run.params)) > 1:
+        raise UserError(
+            f"quantize: found two models, trained together by {cfg.objective.use}, expected one; `start` "
+            "another run from them, on labels say, and quantise that"
+        )
     if request.samples < 1:
         raise UserError(f"--samples: found {request.samples}, expected 1 or more")
     if store.is_url(request.target):
@@ -105,7 +111,7 @@ def calibrated(
     gives to the next. Of the text, what one layer is given is held, in the host's memory."""
     cfg = run.cfg.model
     how = Execution(run.cfg.attention, run.cfg.memory.compute)
-    texts = list(texts_of(run, request, dataset, make_task(run.cfg, vocabulary(dataset))))
+    texts = list(texts_of(run, request, dataset, make_task(shown_by(run.cfg, dataset), vocabulary(dataset))))
     turns = calibrate.period(cfg, how, run.params, texts[0])
     given = [np.asarray(calibrate.enter(cfg, how, run.params, text)) for text in texts]
     for number in range(cfg.layers):
@@ -130,7 +136,7 @@ def finish(
     run: Opened, request: Request, dataset: Dataset, found: list[Linear], work: "Work", say: Say
 ) -> None:
     """The codebooks of all layers together. What comes of it lies beside the layers that it began with."""
-    cfg, numbers = without_preference(run.cfg), range(run.cfg.model.layers)
+    cfg, numbers = shown_by(run.cfg, dataset), range(run.cfg.model.layers)
     layers = [work.layer(number) for number in numbers]
     work.stage = "finished"
     if all(work.has(number) for number in numbers):
@@ -149,6 +155,11 @@ def without_preference(cfg: Any) -> Any:
     if cfg.objective.use != "dpo":
         return cfg
     return dataclasses.replace(cfg, objective=config.part_class("objectives", "causal")())
+
+
+def shown_by(cfg: Any, dataset: Dataset) -> Any:
+    """The run's settings with the objective that shows this data to the model: of pairs, its own."""
+    return cfg if dataset.index.pairs else without_preference(cfg)
 
 
 def hessians(
@@ -204,7 +215,14 @@ def learnt(run: Opened, one: Linear, number: int) -> Any:
 
 def open_data(run: Opened, request: Request) -> Dataset:
     length = run.cfg.data.sequence_length
-    return Dataset.open(request.data, sequence_length=length, tokenizer_sha256=run.tokenizer_sha256)
+    dataset = Dataset.open(request.data, sequence_length=length, tokenizer_sha256=run.tokenizer_sha256)
+    check_data(shown_by(run.cfg, dataset).objective, request.data, dataset.index, "--data")
+    if getattr(request.method, "finish", 0) and dataset.index.pairs:
+        raise UserError(
+            f"finish: {request.data} holds pairs of answers, and codebooks would learn those that were "
+            "rejected, too; name other data with --data"
+        )
+    return dataset
 
 
 def rows_of(run: Opened, request: Request) -> int:
@@ -235,18 +253,18 @@ class Work:
         asked = dataclasses.asdict(request) | {"method": config.to_dict(request.method)}
         asked |= {"run": run.cfg.run, "step": run.step, "weights": fingerprint(run.params)}
         asked |= {"rows": None if dataset is None else dataset.fingerprint}
-        about = self.folder / "request.json"
-        self.method = request.method
-        if about.is_file():
-            before = json.loads(about.read_text())
+        self.method, self.asked, self.about = request.method, asked, self.folder / "request.json"
+        if self.about.is_file():
+            try:
+                before = json.loads(self.about.read_text())
+            except ValueError:
+                raise UserError(f"{self.about}: not valid JSON; remove that folder to begin anew") from None
             other = sorted(key for key in {**asked, **before} if asked.get(key) != before.get(key))
             if other:
                 raise UserError(
                     f"{self.folder}: found work with {other[0]} {before.get(other[0])}, expected "
                     f"{asked.get(other[0])}; remove that folder to begin anew"
                 )
-        self.folder.mkdir(parents=True, exist_ok=True)
-        about.write_text(json.dumps(asked, indent=2) + "\n")
 
     def path(self, number: int) -> Path:
         return self.folder / f"{self.stage}-{number:05}.safetensors"
@@ -256,6 +274,9 @@ class Work:
 
     def keep(self, number: int, made: dict[str, Any]) -> None:
         """Under another name first: a file that is there is whole."""
+        if not self.about.is_file():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            shards.write_json(self.about, self.asked)
         tensors: dict[str, np.ndarray] = {}
         for name, one in made.items():
             tensors |= tensors_of(name.format(number), one)
@@ -294,13 +315,24 @@ def write(run: Opened, request: Request, found: list[Linear], work: Work) -> lis
     about: dict[str, Any] = {}
     for number in range(cfg.model.layers):
         about = joined(about, work.settings(number, work.layer(number)))
+    if about["quant_method"] == "vptq":
+        theirs = {part_of(place)[0] for place, *_ in table_of(file("models", cfg.model), cfg.model).values()}
+        for one in (one for one in found if f"{one.name}.bias" in theirs):
+            for number in range(cfg.model.layers):
+                about["config_for_layers"][in_place(one.name, (number,))]["bias"] = True
     settings |= {"quantization_config": about}
     recipe = dataclasses.replace(without_preference(cfg), run=request.target)
     with huggingface.whole_or_nothing(request.target) as made:
         weights = tensors(run, request, found, work)
-        huggingface.write(run, settings, weights, made, method=request.method.use)
+        huggingface.write(run, settings, weights, made, method=by_what(request.method))
         (made / "recipe.yaml").write_text(config.to_yaml(recipe))
     return sorted(path for path in Path(request.target).rglob("*") if path.is_file())
+
+
+def by_what(method: Any) -> str:
+    """As the model card says it."""
+    steps = getattr(method, "finish", 0)
+    return method.use + (f", with codebooks that then learnt from text for {steps} steps," if steps else "")
 
 
 def tensors(

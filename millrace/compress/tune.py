@@ -88,7 +88,7 @@ def together(
     batch: Callable[[int], Batch],
 ) -> list[dict[str, Any]]:
     """The matrices of all layers with codebooks that have learnt by the loss of training, a batch a step. The
-    result is taken only if the loss on batches that come after these is lower."""
+    result is taken only if the loss on the first batches, from which nothing is learnt, is lower."""
     stacks = {
         one.name: jax.tree.map(lambda *w: jnp.stack(w), *(each[one.name] for each in layers)) for one in found
     }
@@ -114,11 +114,12 @@ def together(
         return optax.apply_updates(books, moves), state
 
     books, state = begun, rule.init(begun)
-    for number in range(method.finish):
+    for number in range(JUDGES, JUDGES + method.finish):
         books, state = jax.block_until_ready(learn(books, state, params, stacks, batch(number), number))
     books = jax.tree.map(lambda book: book.astype(jnp.float16).astype(jnp.float32), books)
-    after = range(method.finish, method.finish + JUDGES)
-    total = lambda books: sum(float(loss(books, params, stacks, batch(number), number)) for number in after)
+    total = lambda books: sum(
+        float(loss(books, params, stacks, batch(number), number)) for number in range(JUDGES)
+    )
     best = books if total(books) < total(begun) else begun
     made = {name: replace(stack, **_halves(best[name])) for name, stack in stacks.items()}
     return [jax.tree.map(lambda w, n=n: np.asarray(w[n]), made) for n in range(len(layers))]

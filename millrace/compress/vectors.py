@@ -1,6 +1,6 @@
-"""A matrix of vectors from codebooks, in the tensors that VPTQ's files have (arXiv 2409.17066; transformers
-reads them with the package vptq). A vector is of some outputs of one input; inputs lie in the order in which
-they were rounded; the first of them, the outliers, may have a codebook of their own."""
+"""A matrix of vectors from codebooks, in the tensors that VPTQ's files have and the package vptq reads (arXiv
+2409.17066). A vector is of some outputs of one input; inputs lie in the order in which they were rounded; the
+first of them, the outliers, may have a codebook of their own."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -124,7 +124,7 @@ def settings(layers: dict[str, Sizes]) -> dict[str, Any]:
 def _layer(sizes: Sizes) -> dict[str, Any]:
     none = -1
     return {
-        "bias": False,
+        "bias": False,  # unless the model has one
         "enable_norm": False,
         "enable_perm": True,
         "group_num": 1,

@@ -185,9 +185,10 @@ def evaluation(run: Opened, settings: dict[str, Any], known: Facts | None) -> st
     if is_rounded(settings) and is_learnt(known):
         whose = f"{whose[:-1]} of `{source_of(run)}`, whose matrices were rounded as they are stored here."
     elif is_rounded(settings):
+        text = " data.path=TEXT" if run.cfg.objective.use == "dpo" else ""
         whose = (
-            f"Of `{source_of(run)}` at step {row['step']:,}, before quantisation. `millrace eval FOLDER` "
-            "measures the quantised model."
+            f"Of `{source_of(run)}` at step {row['step']:,}, before quantisation. "
+            f"`millrace eval FOLDER{text}` measures the quantised model."
         )
     return f"## Evaluation\n\n{whose}\n\n" + "\n".join(rows)
 
