@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,9 @@ import pytest
 from test_chat import GENERATION, TOOLS, pair, say
 from test_labelled import lines, prepared, silent
 
-from millrace import recipe
+from millrace import config, recipe
 from millrace.cli import main
+from millrace.compress import command
 from millrace.data import learn, shapes, tokenise
 from millrace.data.annotations import Notes
 from millrace.data.documents import Problems
@@ -188,3 +190,24 @@ def test_the_guides_example_makes_pairs_and_a_recipe_to_learn_from_them(
     name, *overrides = shlex.split(train)[2:]
     cfg = recipe.load(name, overrides)
     assert cfg.objective.use == "dpo" and cfg.start == "runs/lora-demo" and cfg.data.path == "data/pairs"
+
+
+def test_few_bits_are_not_learnt_from_what_was_rejected(tmp_path: Path) -> None:
+    records = [{"prompt": f"{n}?", "chosen": "yes", "rejected": "no"} for n in range(30)]
+    source = f"  a: {{path: {lines(tmp_path / 'a.jsonl', records)}}}"
+    folder = str(prepared(tmp_path, source, "tokenizer.template=plain", "pack.sequence_length=120"))
+
+    def opened(objective: str, *options: str) -> Dataset:
+        section = config.part_class("objectives", objective)()
+        run = SimpleNamespace(
+            cfg=SimpleNamespace(objective=section, data=SimpleNamespace(sequence_length=120)),
+            tokenizer_sha256=None,
+        )
+        method = recipe.load_method("vptq", options)
+        return command.open_data(run, command.Request("out", method, 8, "float32", folder))
+
+    assert opened("dpo").index.pairs  # to be calibrated with
+    with pytest.raises(UserError, match="finish: .* holds pairs of answers"):
+        opened("dpo", "finish=10")
+    with pytest.raises(UserError, match="--data: .* holds pairs of answers, which objective causal"):
+        opened("causal")
