@@ -2,6 +2,7 @@
 it any more."""
 
 import contextlib
+import errno
 import os
 import signal
 import sys
@@ -22,10 +23,13 @@ class Voice:
         self.print(line)
 
     def print(self, words: str, end: str = "\n") -> None:
-        """Where nobody listens any more (`| head`), it ends as by Ctrl-C: saved, and given back."""
+        """Where nobody listens any more (`| head`), it ends as by Ctrl-C: saved, and given back. A file that
+        has no room for it is none who listened."""
         try:
             print(words, end=end, flush=True)
-        except OSError:
+        except OSError as why:
+            if why.errno in (errno.ENOSPC, errno.EDQUOT):
+                return
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             self.ask(signal.SIGPIPE, None)
 
