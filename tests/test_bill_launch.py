@@ -12,6 +12,7 @@ import pytest
 
 from millrace.cli import main
 from tests.test_bill import FOREIGN, NODE, OURS, ZONE, Here, alive, meanwhile
+from tests.test_launch import end, hear
 
 pytest.importorskip("google.cloud.tpu_v2", reason="needs google-cloud-tpu: pip install -e '.[cloud]'")
 
@@ -358,3 +359,16 @@ def test_a_full_disk_of_the_launching_machine_ends_no_training(here, capsys):
     assert said.out.count(f"warning: {folder}/w0.log: No space left on device") == 2  # in each life
     assert said.err.count(f"warning: {folder}/lives.json: No space left on device") == 1
     assert "life 1" in (folder / "w1.log").read_text()
+
+
+def test_a_terminal_that_is_closed_while_it_saves_leaves_no_slice(here):
+    here.trainer("wait")
+    text = (here.root / "python").read_text()
+    here.google.python(text.partition("\n")[2].replace("echo saved;", "sleep 2; echo saved;"))
+    process = here.launch()
+    hear(process, "[w1] step 1\n")
+    process.send_signal(signal.SIGINT)
+    hear(process, "lets the trainer save")
+    process.send_signal(signal.SIGHUP)
+    code, said = end(process)
+    assert code == 75 and said.count("saved") == 2 and here.nothing_left()

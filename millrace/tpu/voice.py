@@ -58,11 +58,15 @@ class Voice:
 
     def ask(self, number: int, frame: Any) -> None:
         """While it trains, a wish that the loop sees; before that, an end; while it deletes, nothing. A
-        terminal that is closed ends who waits in the queue, and leaves a slice with its job alone."""
+        terminal that is closed ends who waits in the queue, and leaves a slice with its job alone, unless
+        that was to end already."""
         if number == signal.SIGHUP and self.alone:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
+        if self.asked and self.gentle and number not in (signal.SIGINT, signal.SIGTERM):
+            return  # it ends already, and nobody is in a hurry because no terminal is there
         self.asked += 1
+        self.alone = False
         if not self.gentle:
             raise KeyboardInterrupt
         whisper(complain, f"\nmillrace: {signal.Signals(number).name} heard; please wait")

@@ -144,10 +144,20 @@ def by_ssh(addresses: Sequence[str], key: Path | None, known: Path) -> Workers:
     argv += ["-i", str(key)] if key else []
     places = []
     for address in addresses:
-        target = f"{getpass.getuser()}@{address}"
+        target = f"{login()}@{address}"
         batch = (*argv, "-o", "BatchMode=yes", target, "--")
         places.append(Place(batch, shell=(*argv, target)))
     return Workers(places)
+
+
+def login() -> str:
+    """The name by which ssh goes to the machines."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container whose user has a number alone
+        raise UserError(
+            "user: found no name of the user with this number, expected one for ssh: set USER or LOGNAME"
+        ) from None
 
 
 def ssh() -> list[str]:
@@ -188,7 +198,7 @@ def public_key(named: Path | None) -> tuple[Path, str]:
     for key in candidates:
         public = key.with_name(key.name + ".pub")
         if public.is_file():
-            return key, f"{getpass.getuser()}:{public.read_text().strip()}"
+            return key, f"{login()}:{public.read_text().strip()}"
     looked = ", ".join(map(str, candidates))
     raise UserError(
         f"ssh: found no key with a .pub beside it ({looked}); "
