@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from millrace.cli import main
+from millrace.tpu.voice import Voice
 from tests.test_bill import FOREIGN, NODE, OURS, ZONE, Here, alive, meanwhile
 from tests.test_launch import end, hear
 
@@ -359,6 +360,14 @@ def test_a_full_disk_of_the_launching_machine_ends_no_training(here, capsys):
     assert said.out.count(f"warning: {folder}/w0.log: No space left on device") == 2  # in each life
     assert said.err.count(f"warning: {folder}/lives.json: No space left on device") == 1
     assert "life 1" in (folder / "w1.log").read_text()
+
+
+def test_a_file_without_room_for_what_is_said_is_nobody_who_stopped_listening(monkeypatch):
+    voice = Voice()
+    with contextlib.suppress(OSError), open("/dev/full", "w") as full:  # which cannot be closed in peace
+        monkeypatch.setattr("sys.stdout", full)
+        voice.say("trains on 2 workers")
+        assert not voice.asked
 
 
 def test_a_terminal_that_is_closed_while_it_saves_leaves_no_slice(here):

@@ -95,7 +95,8 @@ def ls(args: Namespace) -> int:
             print("no slices")
         return 1 if silent else 0
     left = sum(orphaned(args, cloud, one) for one in found)
-    disk.say_left_out("slice", sum(bool(one.theirs) for one in every if one not in found))
+    if not args.everybody:
+        disk.say_left_out("slice", sum(bool(one.theirs) for one in every if one not in found))
     if isinstance(cloud, Gcp):
         disk.show_unused(args, cloud, {(one.zone, name) for one in every for name in one.disks})
     return 1 if left or silent else 0
