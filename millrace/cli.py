@@ -1,6 +1,7 @@
 """The command line: what was typed goes to one function of commands.py, and what goes wrong is told."""
 
 import argparse
+import errno
 import glob
 import importlib.metadata
 import importlib.util
@@ -36,9 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141  # as if ended by SIGPIPE: whatever was being done is not finished
     except OSError as error:  # a folder that cannot be written, a full disk
-        if not error.filename:
+        if not error.filename and error.errno != errno.ENOSPC:
             raise
-        print(f"millrace: {error.filename}: {error.strerror}", file=sys.stderr)
+        print(f"millrace: {error.filename or 'what was to be written'}: {error.strerror}", file=sys.stderr)
         return 2
 
 

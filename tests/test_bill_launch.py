@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from millrace.cli import main
+from millrace.tpu.voice import Voice
 from tests.test_bill import FOREIGN, NODE, OURS, ZONE, Here, alive, meanwhile
+from tests.test_launch import end, hear
 
 pytest.importorskip("google.cloud.tpu_v2", reason="needs google-cloud-tpu: pip install -e '.[cloud]'")
 
@@ -327,3 +329,55 @@ def test_who_comes_back_shortly_before_the_timer_ends_an_idle_slice_has_its_time
     assert here.run("--keep") == 1  # it was installing
     for job in here.root.glob("machines/*/home/user/.millrace/jobs/job"):
         assert timer.ended(job) > time.time() - 60
+
+
+def test_workers_that_let_us_in_and_never_answer_do_not_keep_a_slice(here, capsys, monkeypatch):
+    monkeypatch.setattr("millrace.tpu.job.ANSWER", 1.0)
+    here.trainer("wait")
+    begun = []
+
+    def stop() -> None:
+        here.until((here.root / "launcher/tpu/project/job/w0.log").exists)
+        here.google.block("hung")
+        begun.append(time.monotonic())
+        interrupt()
+
+    with meanwhile(stop):
+        assert here.run() == 75
+    assert time.monotonic() - begun[0] < 30 and here.created() and here.nothing_left()
+    assert "lets the trainer save" in capsys.readouterr().out
+
+
+def test_a_full_disk_of_the_launching_machine_ends_no_training(here, capsys):
+    folder = here.root / "launcher/tpu/project/job"
+    folder.mkdir(parents=True)
+    for name in ("w0.log", "lives.new"):
+        (folder / name).symlink_to("/dev/full")
+    here.trainer("75 0")
+    assert here.run() == 0 and here.nothing_left()
+    said = capsys.readouterr()
+    assert "[w0] life 1 of worker 0 does 0" in said.out and "done" in said.out
+    assert said.out.count(f"warning: {folder}/w0.log: No space left on device") == 2  # in each life
+    assert said.err.count(f"warning: {folder}/lives.json: No space left on device") == 1
+    assert "life 1" in (folder / "w1.log").read_text()
+
+
+def test_a_file_without_room_for_what_is_said_is_nobody_who_stopped_listening(monkeypatch):
+    voice = Voice()
+    with contextlib.suppress(OSError), open("/dev/full", "w") as full:  # which cannot be closed in peace
+        monkeypatch.setattr("sys.stdout", full)
+        voice.say("trains on 2 workers")
+        assert not voice.asked
+
+
+def test_a_terminal_that_is_closed_while_it_saves_leaves_no_slice(here):
+    here.trainer("wait")
+    text = (here.root / "python").read_text()
+    here.google.python(text.partition("\n")[2].replace("echo saved;", "sleep 2; echo saved;"))
+    process = here.launch()
+    hear(process, "[w1] step 1\n")
+    process.send_signal(signal.SIGINT)
+    hear(process, "lets the trainer save")
+    process.send_signal(signal.SIGHUP)
+    code, said = end(process)
+    assert code == 75 and said.count("saved") == 2 and here.nothing_left()

@@ -2,6 +2,7 @@
 machine or another person uses is neither named as forgotten nor deleted unasked."""
 
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -12,7 +13,7 @@ from millrace.cli import main
 from millrace.tpu import cost, place
 from millrace.tpu.request import Request, sliced
 from tests.test_bill import NODE, OURS, SPOT, alive, here
-from tests.test_launch import Story
+from tests.test_launch import Story, end, hear
 
 pytest.importorskip("google.cloud.tpu_v2", reason="needs google-cloud-tpu: pip install -e '.[cloud]'")
 
@@ -53,11 +54,85 @@ def test_a_slice_that_should_be_gone_is_told_and_is_an_orphan_whoever_watches_it
 def test_what_another_person_rents_is_no_orphan_and_is_not_deleted_unasked(here, capsys):
     here.google.make_node(NODE, THEIRS)
     assert main(["tpu", "ls", "--orphans", *here.key]) == 0
-    assert "job" not in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "job" not in said and "1 slice of another user is left out" in said and ": --everybody" in said
     assert main(["tpu", "delete", "job", *here.key]) == 2
     assert "job: somebody-else made it; --force deletes it all the same" in capsys.readouterr().err
     assert not deletes(here) and NODE in here.google.nodes
     assert main(["tpu", "delete", "job", "--force"]) == 0 and here.nothing_left()
+
+
+def test_who_asks_every_night_for_others_is_told_of_what_they_rent(here, capsys, monkeypatch):
+    here.google.make_node(NODE, THEIRS)
+    assert main(["tpu", "ls", "--orphans", "--everybody", *here.key]) == 1
+    said = capsys.readouterr().out
+    assert "somebody-else made job, and nobody here watches it" in said and "left out" not in said
+    assert "  millrace tpu delete job --force\n" in said
+    monkeypatch.setenv("MILLRACE_OWNER", "Somebody.Else")
+    assert main(["tpu", "ls", "--orphans", *here.key]) == 1
+    assert "nobody here watches job: `millrace tpu run` adopts it" in capsys.readouterr().out
+    assert main(["tpu", "delete", "job", *here.key]) == 0 and here.nothing_left()
+
+
+def test_disks_have_an_owner_and_are_in_use_by_machines_of_any_kind(here, capsys, monkeypatch):
+    zone = ["--zone", "us-central2-b"]
+    assert main(["tpu", "disk", "create", "texts", "--size", "9", *zone]) == 0
+    monkeypatch.setenv("MILLRACE_OWNER", "nightly")
+    capsys.readouterr()
+    assert main(["tpu", "ls", "--orphans"]) == 0
+    assert (
+        capsys.readouterr().out == "1 disk of another user is left out, since you are nightly: --everybody\n"
+    )
+    assert main(["tpu", "disk", "delete", "texts", *zone]) == 2 and "texts" in here.google.disks
+    assert "made it; --force deletes it all the same" in capsys.readouterr().err
+    assert main(["tpu", "ls", "--orphans", "--everybody", "--project", "project"]) == 0
+    said = capsys.readouterr().out
+    assert "no slice has the disk texts (9 GB in us-central2-b), which costs: " in said
+    assert "  millrace tpu disk delete texts --project project --zone us-central2-b --force\n" in said
+    here.google.disks["texts"]["users"] = ["projects/project/zones/us-central2-b/instances/vm"]
+    assert main(["tpu", "ls", "--orphans", "--everybody"]) == 0 and not capsys.readouterr().out
+    assert main(["tpu", "disk", "delete", "texts", "--force", *zone]) == 0 and not here.google.disks
+
+
+def test_a_slice_that_is_being_repaired_is_not_deleted_unasked(here, capsys):
+    here.google.make_node(NODE, OURS)
+    here.google.nodes[NODE]["state"] = "REPAIRING"
+    assert main(["tpu", "delete", "job", *here.key]) == 2 and NODE in here.google.nodes
+    assert "job: found it REPAIRING, so that nobody can be asked" in capsys.readouterr().err
+    here.google.nodes[NODE]["state"] = "CREATING"  # nothing was ever on it
+    assert main(["tpu", "delete", "job", *here.key]) == 0 and here.nothing_left()
+
+
+def test_of_machines_that_are_off_it_is_told_what_a_start_comes_to(here, capsys):
+    for hours, says in (
+        (0.5, "its hours end in 30 min; started after that"),
+        (9, "its hours are over: star"),
+    ):
+        old(here, hours)
+        here.google.nodes[NODE]["state"] = "STOPPED"
+        assert main(["tpu", "status", "job", *here.key]) == 0
+        said = capsys.readouterr().out
+        assert says in said and "deletes itself in" not in said and "SHOULD" not in said
+        here.google.nodes.clear()
+        here.google.made = 9  # other machines
+
+
+def test_a_user_who_has_a_number_alone_is_told_what_to_set(here, capsys, monkeypatch):
+    here.google.make_node(NODE, THEIRS)
+    for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("os.getuid", lambda: 987654)
+    assert main(["tpu", "status", "job", *here.key]) == 2
+    assert "set USER or LOGNAME" in capsys.readouterr().err
+
+
+def test_a_command_on_a_worker_ends_with_ctrl_c(here):
+    here.google.make_node(NODE, OURS)
+    process = here.start("ssh", "job", *here.key, "--", "echo here; sleep 60")
+    hear(process, "[w0] here")
+    begun = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    assert end(process)[0] == 130 and time.monotonic() - begun < 30
 
 
 def test_a_training_that_is_followed_elsewhere_saves_before_it_is_deleted(here, capsys, monkeypatch):
@@ -159,6 +234,7 @@ def test_dollars_are_a_limit_where_they_are_known(tmp_path):
         cost.budget(asked("europe-west4-b", terms="spot"), None, 100.0, file)
     said = cost.spoken(asked("europe-west4-b"), cost.Budget(3.0, 1.0), own_prices=False)
     assert "the highest of the US, not of every zone asked for" in said
+    assert cost.own(asked("europe-west4-b"), file) and not cost.own(asked("x", terms="spot"), file)
 
 
 def test_a_slice_that_is_found_abroad_does_not_pass_a_limit_of_dollars(here, capsys):

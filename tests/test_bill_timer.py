@@ -13,7 +13,7 @@ from millrace.cli import main
 from millrace.tpu import alarm, timer
 from tests.fake_google import Google
 from tests.test_bill import Here
-from tests.test_launch import ROOT
+from tests.test_launch import ROOT, end
 
 pytest.importorskip("google.cloud.tpu_v2", reason="needs google-cloud-tpu: pip install -e '.[cloud]'")
 
@@ -177,6 +177,17 @@ def test_what_is_not_known_of_the_timer_is_a_warning_too(timed, capsys, monkeypa
     timed.google.block()
     assert main(["tpu", "status", "mine", *timed.key]) == 0
     assert "[w0] cannot be asked after its timer: ssh: connect" in capsys.readouterr().out
+
+
+def test_who_ends_the_asking_after_the_timer_knows_what_stays(timed):
+    timed.google.fault("POST", ":testIamPermissions", 403, "API has not been used", count=10**6)
+    process = timed.start(*CREATE[1:], *timed.key, MILLRACE_PATIENCE="300")
+    log = timed.root / "ssh.log"
+    timed.until(lambda: log.exists() and log.read_text().count("may-delete") > 2)
+    process.send_signal(signal.SIGINT)
+    code, said = end(process)
+    assert code == 130 and "mine is ready in us-central2-b" in said and timed.google.nodes
+    assert "  millrace tpu delete mine --zone us-central2-b\n" in said
 
 
 def test_a_timer_is_taken_for_alive_by_what_it_wrote_last():

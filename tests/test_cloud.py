@@ -72,6 +72,7 @@ def request(name: str = "v4-32", **more) -> Request:
         ([*RENT, "recipe.yaml", "--env", "KEY=hush"], "--env KEY: found a value with it, expected the name"),
         ([*RENT, "recipe.yaml", "--zone", "us-central2-z"], "Location us-central2-z is not found"),
         ([*RENT, "recipe.yaml", "--disk", "My_Disk"], "--disk: found My_Disk, expected small letters"),
+        ([*RENT, "recipe.yaml", "--disk", "x", "run=/mnt/x/run"], "run: found /mnt/x/run, expected what all"),
         ([*RENT, "recipe.yaml", "--disk", "none"], "disk: The resource 'none' was not found"),
         (["tpu", "disk", "create", "A/b", "--size", "1", "--zone", "us-central2-b"], "DISK: found A/b"),
         (["tpu", "run", "--slice", "v4-32", "recipe.yaml"], "--zone: found none"),

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from millrace.tpu.workers import Place, Workers
+from millrace.tpu.workers import UNREACHABLE, Failed, Place, Workers
 
 
 @pytest.mark.parametrize("ask", [lambda workers: workers.one(0, "sleep 60"), lambda w: w.each("sleep 60")])
@@ -28,3 +28,14 @@ def test_an_interrupted_question_leaves_no_process_and_no_pipe(ask):
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert not workers.live
+
+
+@pytest.mark.parametrize(
+    "ask", [lambda workers: workers.one(0, "sleep 60", limit=0.3), lambda w: w.each("sleep 60", limit=0.3)]
+)
+def test_a_worker_that_lets_us_in_and_does_not_answer_counts_as_not_reached(ask):
+    workers, begun = Workers([Place((), remote=False)]), time.monotonic()
+    with pytest.raises(Failed, match="no answer within 0.3 s") as told:
+        ask(workers)
+    assert told.value.exit_code == UNREACHABLE and time.monotonic() - begun < 20
+    assert not workers.reached and not workers.live

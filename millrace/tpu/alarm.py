@@ -6,7 +6,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 from millrace.tpu import timer
-from millrace.tpu.workers import Failed, Workers
+from millrace.tpu.workers import ANSWER, Failed, Workers
 
 SILENT = 15 * 60  # seconds without a sign of life
 ASK = """
@@ -43,7 +43,7 @@ def doubt(workers: Workers, patience: float = 0.0) -> str:
 
 def of(workers: Workers, worker: int) -> str:
     try:
-        said = workers.one(worker, ASK)
+        said = workers.one(worker, ASK, limit=ANSWER)
     except Failed as why:
         return f"[w{worker}] cannot be asked after its timer: {why.said}"
     return read(said)

@@ -5,7 +5,7 @@ import argparse
 import contextlib
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,15 @@ def reachable(cfg: Any, platform: str) -> Any:
                 f"{key}=gs://BUCKET/FOLDER, or a path from / of a disk that they share"
             )
     return cfg
+
+
+def check_written(run: str, disks: Sequence[str]) -> None:
+    for name in disks:
+        if Path(os.path.normpath(run)).is_relative_to(f"/mnt/{name}"):
+            raise UserError(
+                f"run: found {run}, expected what all workers write to: --disk {name} is read-only there; "
+                "run=gs://BUCKET/FOLDER"
+            )
 
 
 def absolute(path: str) -> str:

@@ -1,7 +1,7 @@
 """The seam to whoever rents out machines: what a slice looks like from outside, and what can be asked for.
 gcp.py is Google's; local.py is this machine, "a pod on your laptop"."""
 
-import getpass
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,6 +10,7 @@ from typing import Protocol
 
 from millrace.errors import UserError
 from millrace.tpu.request import Request
+from millrace.tpu.workers import login
 
 # Labels and metadata of everything that is rented from here, so that it is found again.
 LABEL = "millrace"
@@ -52,8 +53,7 @@ class Rented:
     @property
     def theirs(self) -> str:
         """The user who made it by Millrace, if that is not who asks."""
-        owner = self.labels.get(OWNER, "")
-        return owner if owner != user() else ""
+        return other(self.labels)
 
     @property
     def stays(self) -> bool:
@@ -80,9 +80,16 @@ class Rented:
 
 
 def user() -> str:
-    """Who asks, as a label can hold it: the name by which ssh goes to the machines, and by
-    which folders there are told apart."""
-    return re.sub(r"[^a-z0-9_-]", "-", getpass.getuser().lower())[:63]
+    """Who asks, as a label can hold it: the name by which ssh goes to the machines, and by which folders
+    there are told apart; or MILLRACE_OWNER, where one person or team has several."""
+    name = os.environ.get("MILLRACE_OWNER") or login()
+    return re.sub(r"[^a-z0-9_-]", "-", name.lower())[:63]
+
+
+def other(labels: Mapping[str, str]) -> str:
+    """The user who made what has these labels, if that is not who asks."""
+    owner = labels.get(OWNER, "")
+    return owner if owner and owner != user() else ""
 
 
 class Refused(UserError):

@@ -4,6 +4,7 @@ rented."""
 import argparse
 import os
 import shlex
+import signal
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +29,7 @@ from millrace.tpu import (
 )
 from millrace.tpu.arguments import (
     budgeted,
+    check_written,
     connector,
     found_by_name,
     opened_to_rent,
@@ -38,6 +40,7 @@ from millrace.tpu.arguments import (
     told,
 )
 from millrace.tpu.cloud import Cloud, Rented, State
+from millrace.tpu.gcp import STATES
 from millrace.tpu.rent import IDLE, Renter
 from millrace.tpu.request import Request, name_from
 from millrace.tpu.times import DENIED, POLL, REACH, REST
@@ -53,11 +56,12 @@ def run(args: Namespace) -> int:
     args.name = args.name or name_from(Path(args.recipe).stem)
     request = requested(args)
     cfg = reachable(cfg, args.platform)
+    check_written(cfg.run, request.disks)
     allowed = budgeted(args, request)
     secrets = {name: secret(name) for name in args.env}
     near = nearness(args, cfg, request)
     if args.platform != "local":
-        print(cost.spoken(request, allowed, own_prices=args.prices is not None), flush=True)
+        print(cost.spoken(request, allowed, own_prices=cost.own(request, args.prices)), flush=True)
         if not args.dry_run:
             near(*request.zones)
             disk.check(google.project(args.project), request.zones, request.disks)
@@ -122,7 +126,7 @@ def create(args: Namespace) -> int:
     request = requested(args)
     allowed = budgeted(args, request)
     if args.platform != "local":
-        print(cost.spoken(request, allowed, own_prices=args.prices is not None), flush=True)
+        print(cost.spoken(request, allowed, own_prices=cost.own(request, args.prices)), flush=True)
         if not args.dry_run:
             disk.check(google.project(args.project), request.zones, request.disks)
     if args.dry_run and args.platform == "local":
@@ -144,13 +148,17 @@ def create(args: Namespace) -> int:
                 renter.voice.gentle = True
                 renter.delete()
             raise
+        say_ready(args, found)  # before anything else takes time: who ends it now knows what stays
         renter.timed(found)
     look_command.doubt(args, cloud, found, DENIED)
+    return 0
+
+
+def say_ready(args: Namespace, found: Rented) -> None:
     print(f"{found.name} is ready in {found.zone}, {len(found.workers)} workers; next:")
     terms = "" if found.terms == "on-demand" else f" --{found.terms}"
     print(f"  millrace tpu run --name {found.name} --slice {args.slice}{terms} --keep{told(args)} RECIPE")
-    print(f"  millrace tpu delete {found.name}{told(args)}")
-    return 0
+    print(f"  millrace tpu delete {found.name}{told(args)}", flush=True)
 
 
 def install_all(args: Namespace) -> None:
@@ -179,7 +187,12 @@ def ssh(args: Namespace) -> int:
         chosen = range(len(machines)) if every else [int(args.worker)]
         text = shlex.join(args.words) if len(args.words) > 1 else args.words[0]
         with ThreadPoolExecutor(len(chosen)) as pool:
-            return max(pool.map(lambda number: streamed(machines, number, text), chosen))
+            try:
+                return max(pool.map(lambda number: streamed(machines, number, text), chosen))
+            except BaseException:  # Ctrl-C: nobody waits for the end of the command
+                for process in [one for one in machines.live if one.poll() is None]:
+                    os.killpg(process.pid, signal.SIGKILL)
+                raise
     if every:
         raise UserError("--worker all: expected a command to run on them")
     where = machines.places[int(args.worker)]
@@ -189,6 +202,7 @@ def ssh(args: Namespace) -> int:
 def streamed(machines: workers.Workers, number: int, script: str) -> int:
     """Each line as it comes; returns the exit code."""
     process = machines.start(number, script)
+    machines.live.add(process)
     assert process.stdin is not None and process.stdout is not None
     process.stdin.close()
     for line in process.stdout:
@@ -218,6 +232,11 @@ def delete(args: Namespace) -> int:
 
 def let_save(args: Namespace, cloud: Cloud, found: Rented) -> None:
     """Another machine may follow a training there, of which nothing is known here."""
+    if found.state is State.WAITING and found.created and STATES.get(found.said) is not State.WAITING:
+        raise UserError(
+            f"{found.name}: found it {found.said}, so that nobody can be asked whether anything trains "
+            "there; --force deletes it all the same, unsaved"
+        )
     if found.state is not State.READY:
         return
     try:

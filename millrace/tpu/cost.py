@@ -51,12 +51,22 @@ def budget(request: Request, max_hours: float | None, max_cost: float | None, pr
 
 def check_zone(request: Request, zone: str, prices: Path | None) -> None:
     """Refuses a limit of dollars where an hour may cost more than is known."""
-    chip, terms = request.slice.chip.name, "spot" if request.terms == "spot" else "on_demand"
-    if abroad(zone) and (chip, terms) not in chips.given(prices):
+    chip, terms = sold(request)
+    if abroad(zone) and not own(request, prices):
         raise UserError(
             f"--max-cost: the prices known here are of the US, and {zone} may cost more; give its own by "
             f"--prices (a file with `{chip}: {{{terms}: DOLLARS}}`, of a chip and hour), or use --max-hours"
         )
+
+
+def sold(request: Request) -> tuple[str, str]:
+    """The chip and the terms, as a file of prices has them."""
+    return request.slice.chip.name, "spot" if request.terms == "spot" else "on_demand"
+
+
+def own(request: Request, prices: Path | None) -> bool:
+    """Whether the user's file has the price of just that."""
+    return sold(request) in chips.given(prices)
 
 
 def abroad(zone: str) -> bool:

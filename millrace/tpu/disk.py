@@ -1,5 +1,6 @@
 """The data disk: filled once from a single machine, then mounted read-only on every worker of every slice."""
 
+import argparse
 import time
 import urllib.parse
 from collections.abc import Iterator, Sequence
@@ -8,7 +9,7 @@ from typing import Any
 
 from millrace.errors import UserError
 from millrace.tpu import google
-from millrace.tpu.cloud import LABEL, Rented
+from millrace.tpu.cloud import LABEL, OWNER, Rented, other, user
 from millrace.tpu.gcp import Gcp, disk_source, same
 
 # Newer TPUs take no persistent disks (docs.cloud.google.com/tpu/docs/attach-durable-block-storage, 2026-11).
@@ -27,15 +28,15 @@ class Disks:
         self.session = google.session(root)
 
     def create(self, name: str, gigabytes: int, kind: str) -> None:
-        body = dict(name=name, sizeGb=str(gigabytes), labels={LABEL: "yes"})
+        body = dict(name=name, sizeGb=str(gigabytes), labels={LABEL: "yes", OWNER: user()})
         body["type"] = f"projects/{self.project}/zones/{self.zone}/diskTypes/{kind}"
         self.wait(self.ask("POST", "disks", body))
 
     def delete(self, name: str) -> None:
         self.wait(self.ask("DELETE", f"disks/{name}"))
 
-    def is_ours(self, name: str) -> bool:
-        return LABEL in self.ask("GET", f"disks/{name}").get("labels", {})
+    def labels(self, name: str) -> dict[str, str]:
+        return self.ask("GET", f"disks/{name}").get("labels", {})
 
     def pages(self, query: str) -> Iterator[dict[str, Any]]:
         """All disks; those of zones that do not answer are told of, and not left out."""
@@ -75,6 +76,8 @@ class Made:
     zone: str
     gigabytes: int
     kind: str
+    theirs: str  # the user who made it, if that is not who asks
+    used: bool  # by a machine, of whatever kind
 
 
 def ours(project: str, zones: Sequence[str] = ()) -> list[Made]:
@@ -86,21 +89,38 @@ def ours(project: str, zones: Sequence[str] = ()) -> list[Made]:
         pages = list(Disks(project, "-", place="aggregated").pages(query))
         answers = [part for page in pages for part in page.get("items", {}).values()]
     told = [one for answer in answers for one in answer.get("items", answer.get("disks", ()))]
+    return sorted(map(made, told), key=lambda one: (one.zone, one.name))
+
+
+def made(told: dict[str, Any]) -> Made:
     last = lambda text: text.rpartition("/")[2]
-    found = [Made(one["name"], last(one["zone"]), int(one["sizeGb"]), last(one["type"])) for one in told]
-    return sorted(found, key=lambda one: (one.zone, one.name))
+    kind = last(told["zone"]), int(told["sizeGb"]), last(told["type"])
+    return Made(told["name"], *kind, other(told["labels"]), bool(told.get("users")))
 
 
-def show_unused(cloud: Gcp, used: set[tuple[str, str]]) -> None:
+def show_unused(args: argparse.Namespace, cloud: Gcp, used: set[tuple[str, str]]) -> None:
     """Disks of ours that no slice has: they wait for the next one, or are forgotten."""
     try:
-        found = [one for one in ours(cloud.project, cloud.zones) if (one.zone, one.name) not in used]
+        every = ours(cloud.project, cloud.zones)
     except UserError as why:
         print(f"warning: disks could not be listed: {why}")
         return
-    for one in found:
-        print(f"no slice has the disk {one.name} ({one.gigabytes} GB in {one.zone}), which costs; delete it?")
-        print(f"  millrace tpu disk delete {one.name} --zone {one.zone}")
+    unused = [one for one in every if not one.used and (one.zone, one.name) not in used]
+    project = f" --project {args.project}" if args.project else ""
+    for one in unused if args.everybody else [one for one in unused if not one.theirs]:
+        whose = f": {one.theirs} made it" if one.theirs else ""
+        what = f"the disk {one.name} ({one.gigabytes} GB in {one.zone})"
+        print(f"no slice has {what}, which costs{whose}; delete it?")
+        force = " --force" if one.theirs else ""
+        print(f"  millrace tpu disk delete {one.name}{project} --zone {one.zone}{force}")
+    if not args.everybody:
+        say_left_out("disk", sum(bool(one.theirs) for one in unused))
+
+
+def say_left_out(what: str, count: int) -> None:
+    if count:
+        several = f"{what}s of other users are" if count > 1 else f"{what} of another user is"
+        print(f"{count} {several} left out, since you are {user()}: --everybody")
 
 
 def check(project: str, zones: Sequence[str], names: Sequence[str]) -> None:

@@ -1,10 +1,12 @@
 """`millrace tpu disk ...`: create, attach, detach, delete and ls."""
 
 import argparse
+from collections.abc import Mapping
 
 from millrace.errors import UserError
 from millrace.tpu import disk, google, install
 from millrace.tpu.arguments import reached
+from millrace.tpu.cloud import LABEL, other
 from millrace.tpu.gcp import Gcp
 from millrace.tpu.look_command import table
 from millrace.tpu.request import check_there, sliced, zones_from
@@ -36,8 +38,8 @@ def change(args: argparse.Namespace) -> None:
                 f"{args.disk}: {args.size} GB of {kind} in {zone}; it costs until `millrace tpu disk delete`"
             )
         else:
-            if not disks.is_ours(args.disk) and not args.force:
-                raise UserError(f"{args.disk}: Millrace did not make it; --force deletes it all the same")
+            if not args.force:
+                check_ours(args.disk, disks.labels(args.disk))
             disks.delete(args.disk)
             print(f"{args.disk} is deleted")
         return
@@ -52,3 +54,10 @@ def change(args: argparse.Namespace) -> None:
     number = disk.attach(cloud, found, args.disk, write=args.write)
     install.mount(machines, args.disk, number, "rw" if args.write else "ro", REACH)
     print(f"{args.disk} is /mnt/{args.disk} on {len(machines)} workers of {found.name}")
+
+
+def check_ours(name: str, labels: Mapping[str, str]) -> None:
+    if LABEL not in labels:
+        raise UserError(f"{name}: Millrace did not make it; --force deletes it all the same")
+    if who := other(labels):
+        raise UserError(f"{name}: {who} made it; --force deletes it all the same")

@@ -28,13 +28,13 @@ STATES = {
     "FAILED": State.FAILED,
     "DELETING": State.DELETING,
 }
-# Of a machine; what is not here comes by itself (CREATING, STARTING, REPAIRING, RESTARTING, ...).
+# Of a machine; what is not here comes by itself (CREATING, STARTING, REPAIRING, RESTARTING, ...) or becomes
+# one of them (STOPPING).
 NODE_STATES = {
     "READY": State.READY,
     "PREEMPTED": State.LOST,
     "TERMINATED": State.LOST,
     "STOPPED": State.STOPPED,
-    "STOPPING": State.STOPPED,
     "DELETING": State.DELETING,
 }
 

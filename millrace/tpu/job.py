@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from millrace.tpu.workers import CONNECT, UNREACHABLE, Failed, Workers
+from millrace.tpu.workers import ANSWER, CONNECT, UNREACHABLE, Failed, Workers
 
 # What runs on a worker is asked by what is installed there; where nothing is, nothing runs.
 NEW = (
@@ -66,9 +66,9 @@ def stop(workers: Workers, name: str, how: str = "save") -> None:
 
     def one(worker: int) -> None:
         with contextlib.suppress(Failed):
-            workers.one(worker, f"{HERE} stop {name} {how}")
+            workers.one(worker, f"{HERE} stop {name} {how}", limit=ANSWER)
 
-    threads = [threading.Thread(target=one, args=(worker,)) for worker in range(len(workers))]
+    threads = [threading.Thread(target=one, args=(worker,), daemon=True) for worker in range(len(workers))]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -97,7 +97,7 @@ class State:
 
 def ask(workers: Workers, name: str, patience: float) -> list[State]:
     """Of each worker; raises Failed where one cannot be asked."""
-    return list(map(State.read, workers.each(asking(name), b"", patience)))
+    return list(map(State.read, workers.each(asking(name), b"", patience, ANSWER)))
 
 
 def announce(workers: Workers, name: str, patience: float) -> None:
@@ -115,7 +115,7 @@ def states(workers: Workers, name: str) -> list[State]:
 
     def one(worker: int) -> State:
         try:
-            return State.read(workers.one(worker, asking(name)))
+            return State.read(workers.one(worker, asking(name), limit=ANSWER))
         except Failed as why:
             return State(unknown=why.said or "cannot be reached")
         except (ValueError, KeyError, IndexError):
@@ -197,7 +197,7 @@ class Following:
         put: Callable[[str], None],
         logs: Path | None = None,
     ) -> None:
-        self.put, self.logs = put, logs
+        self.put, self.logs, self.unkept = put, logs, False
         self.said: queue.Queue[tuple[int, str]] = queue.Queue()
         self.followers = [
             Follower(workers, name, worker, offset=offset, say=lambda *said: self.said.put(said))
@@ -223,8 +223,17 @@ class Following:
     def print(self, worker: int, line: str) -> None:
         self.put(f"[w{worker}] {line}")
         if self.logs is not None:
-            with open(self.logs / f"w{worker}.log", "a", encoding="utf-8") as file:
+            self.keep(self.logs / f"w{worker}.log", line)
+
+    def keep(self, log: Path, line: str) -> None:
+        """A disk that is full here is told once, and no reason to end a training elsewhere."""
+        try:
+            with open(log, "a", encoding="utf-8") as file:
                 file.write(f"{line}\n")
+        except OSError as why:
+            if not self.unkept:
+                self.put(f"warning: {log}: {why.strerror}; what is said is shown, and not kept there")
+            self.unkept = True
 
     @property
     def codes(self) -> list[int | None]:

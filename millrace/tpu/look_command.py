@@ -86,7 +86,7 @@ def ls(args: Namespace) -> int:
     """With --orphans the exit code is 1 if there are slices among them, for whoever asks every night."""
     cloud = opened(args)
     every, silent = cloud.survey()
-    found = [one for one in every if forgotten(cloud, one)] if args.orphans else every
+    found = [one for one in every if forgotten(args, cloud, one)] if args.orphans else every
     table([(one.name, one.zone, one.accelerator, one.terms, one.said, aged(one)) for one in found])
     for zone, why in silent.items():
         print(f"warning: {zone} does not answer, so that slices there are not listed: {why}")
@@ -95,15 +95,17 @@ def ls(args: Namespace) -> int:
             print("no slices")
         return 1 if silent else 0
     left = sum(orphaned(args, cloud, one) for one in found)
+    if not args.everybody:
+        disk.say_left_out("slice", sum(bool(one.theirs) for one in every if one not in found))
     if isinstance(cloud, Gcp):
-        disk.show_unused(cloud, {(one.zone, name) for one in every for name in one.disks})
+        disk.show_unused(args, cloud, {(one.zone, name) for one in every for name in one.disks})
     return 1 if left or silent else 0
 
 
-def forgotten(cloud: Cloud, one: Rented) -> bool:
+def forgotten(args: Namespace, cloud: Cloud, one: Rented) -> bool:
     """Whether it may be: nobody here watches it, though it is ours, or its timer has not ended it."""
-    mine = one.ours and not one.theirs and not place.watched(place.key(cloud.scope, one.name))
-    return mine or overdue(one) > 0
+    asked = one.ours and (args.everybody or not one.theirs)
+    return asked and not place.watched(place.key(cloud.scope, one.name)) or overdue(one) > 0
 
 
 def orphaned(args: Namespace, cloud: Cloud, one: Rented) -> bool:
@@ -115,9 +117,11 @@ def orphaned(args: Namespace, cloud: Cloud, one: Rented) -> bool:
     elif working(args, cloud, one):
         print(f"{one.name} trains; if no other machine of yours watches it, `millrace tpu run` adopts it")
         return False
+    elif one.theirs:
+        print(f"{one.theirs} made {one.name}, and nobody here watches it; after a word with {one.theirs},")
     else:
         print(f"nobody here watches {one.name}: `millrace tpu run` adopts it, or")
-    print(f"  millrace tpu delete {one.name}{told(args)}")
+    print(f"  millrace tpu delete {one.name}{told(args)}{' --force' if one.theirs else ''}")
     return True
 
 
@@ -146,12 +150,16 @@ def aged(found: Rented) -> str:
         return words
     if late := overdue(found):
         return f"{words}, SHOULD HAVE DELETED ITSELF {cost.hours(late)} AGO"
-    return f"{words}, deletes itself in {cost.hours(max(0.0, found.seconds / 3600 - age))}"
+    left = found.seconds / 3600 - age
+    if found.state is State.STOPPED:  # nobody is at home who would delete it
+        over = f"end in {cost.hours(left)}; started after that" if left > 0 else "are over: started again"
+        return f"{words}, its hours {over}, it deletes itself"
+    return f"{words}, deletes itself in {cost.hours(max(0.0, left))}" if found.state is State.READY else words
 
 
 def overdue(found: Rented) -> float:
     """Hours since its timer should have ended it, if that is so long ago that it did not."""
-    if not found.created or found.seconds is None or found.zone == "local":
+    if not found.created or found.seconds is None or found.zone == "local" or found.state is State.STOPPED:
         return 0.0
     late = time.time() - found.created - found.seconds
     return late / 3600 if late > LATE else 0.0

@@ -45,6 +45,8 @@ def add_to(commands: Any) -> None:
     one.add_argument(
         "--orphans", action="store_true", help="only those that nobody here watches, and disks without one"
     )
+    text = "with --orphans: also what other users made"
+    one.add_argument("--everybody", action="store_true", help=text)
 
     disks(acts)
     exports(acts)
@@ -142,7 +144,7 @@ def disks(acts: Any) -> None:
             one.add_argument("--type", metavar="NAME", help="of disk (default: what the TPU takes)")
             one.add_argument("--slice", metavar="NAME", help="what it is for: v6e takes other disks than v5e")
         if act == "delete":
-            one.add_argument("--force", action="store_true", help="also one that is not ours")
+            one.add_argument("--force", action="store_true", help="also one that is not yours")
         if act in ("attach", "detach"):
             one.add_argument(
                 "--to" if act == "attach" else "--from", dest="to", required=True, metavar="NAME"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from millrace.errors import UserError
+from millrace.tpu.voice import complain, whisper
 
 
 def home() -> Path:
@@ -106,11 +107,20 @@ class Ledger:
         self.lives = []
         self.save()
 
+    unsaved = False
+
     def save(self) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        new = self.path.with_suffix(".new")
-        new.write_text(json.dumps(dict(run=self.run, lives=self.lives)))
-        new.replace(self.path)
+        """Where that cannot be written, hours are counted on in memory: the slice has a timer of its own."""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            new = self.path.with_suffix(".new")
+            new.write_text(json.dumps(dict(run=self.run, lives=self.lives)))
+            new.replace(self.path)
+        except OSError as why:
+            if not self.unsaved:
+                words = f"warning: {self.path}: {why.strerror}; the hours of this run are not kept there"
+                whisper(complain, words)
+            self.unsaved = True
 
 
 def until(life: dict[str, Any], now: float) -> float:

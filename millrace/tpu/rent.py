@@ -286,7 +286,8 @@ def stopped(found: Rented) -> str:
     """By somebody who means to start it again."""
     command = f"gcloud compute tpus tpu-vm start {found.name} --zone={found.zone}"
     return (
-        f"{found.said} in {found.zone}, with its disks; `{command}` starts it, "
+        f"{found.said} in {found.zone}, with its disks; `{command}` starts it "
+        "(it deletes itself then if its hours are over), "
         f"`millrace tpu delete {found.name} --zone {found.zone}` deletes it"
     )
 

@@ -2,6 +2,7 @@
 it any more."""
 
 import contextlib
+import errno
 import os
 import signal
 import sys
@@ -22,10 +23,13 @@ class Voice:
         self.print(line)
 
     def print(self, words: str, end: str = "\n") -> None:
-        """Where nobody listens any more (`| head`), it ends as by Ctrl-C: saved, and given back."""
+        """Where nobody listens any more (`| head`), it ends as by Ctrl-C: saved, and given back. A file that
+        has no room for it is none who listened."""
         try:
             print(words, end=end, flush=True)
-        except OSError:
+        except OSError as why:
+            if why.errno in (errno.ENOSPC, errno.EDQUOT):
+                return
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             self.ask(signal.SIGPIPE, None)
 
@@ -54,11 +58,15 @@ class Voice:
 
     def ask(self, number: int, frame: Any) -> None:
         """While it trains, a wish that the loop sees; before that, an end; while it deletes, nothing. A
-        terminal that is closed ends who waits in the queue, and leaves a slice with its job alone."""
+        terminal that is closed ends who waits in the queue, and leaves a slice with its job alone, unless
+        that was to end already."""
         if number == signal.SIGHUP and self.alone:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
+        if self.asked and self.gentle and number not in (signal.SIGINT, signal.SIGTERM):
+            return  # it ends already, and nobody is in a hurry because no terminal is there
         self.asked += 1
+        self.alone = False
         if not self.gentle:
             raise KeyboardInterrupt
         whisper(complain, f"\nmillrace: {signal.Signals(number).name} heard; please wait")

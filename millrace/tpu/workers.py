@@ -15,10 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from millrace.errors import UserError
-from millrace.tpu.times import DENIED
+from millrace.tpu.times import BROKEN, DENIED
 
 UNREACHABLE = 255  # ssh's own exit code
 CONNECT = 20  # seconds that ssh has for a connection
+ANSWER = CONNECT + BROKEN  # and a worker for a short answer, with the connection
 KEYS = ("google_compute_engine", "id_ed25519", "id_rsa")  # the first is gcloud's
 
 
@@ -80,22 +81,28 @@ class Workers:
         given: bytes = b"",
         patience: float = 0.0,
         ended: threading.Event | None = None,
+        limit: float | None = None,
     ) -> str:
         """What a script says. A worker that cannot be reached is tried again for so many seconds, for fewer
-        if it answers that it does not let us in, and no more when `ended` is set."""
+        if it answers that it does not let us in, and no more when `ended` is set. One that has not
+        answered within `limit` seconds is not reached either, though it let us in."""
         begin, delay, ended = time.monotonic(), 0.5, ended or threading.Event()
         while True:
             process = self.start(worker, script, stderr=subprocess.PIPE)
             self.live.add(process)
             with process:
                 try:
-                    out, err = process.communicate(given)
+                    out, err = process.communicate(given, limit)
+                    code = process.returncode
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    code, out, err = UNREACHABLE, b"", f"no answer within {limit:g} s".encode()
                 except BaseException:  # Ctrl-C: nobody would end it, nor close its pipes
                     process.kill()
                     raise
                 finally:
                     self.live.discard(process)
-            code, said = process.returncode, (err or out).decode(errors="replace")
+            said = (err or out).decode(errors="replace")
             if code != UNREACHABLE and code >= 0:  # an ssh of ours that was killed has reached nobody
                 self.reached.add(worker)
             if code == 0:
@@ -108,13 +115,15 @@ class Workers:
                 raise Failed(worker, code, said)
             delay = min(2 * delay, 10)
 
-    def each(self, script: str, given: bytes = b"", patience: float = 0.0) -> list[str]:
+    def each(
+        self, script: str, given: bytes = b"", patience: float = 0.0, limit: float | None = None
+    ) -> list[str]:
         """The same on all, at once. An interruption ends all of it."""
         ended = threading.Event()
         with ThreadPoolExecutor(min(64, len(self))) as pool:
             try:
                 tasks = [
-                    pool.submit(self.one, number, script, given, patience, ended)
+                    pool.submit(self.one, number, script, given, patience, ended, limit)
                     for number in range(len(self))
                 ]
                 return [task.result() for task in tasks]
@@ -135,10 +144,20 @@ def by_ssh(addresses: Sequence[str], key: Path | None, known: Path) -> Workers:
     argv += ["-i", str(key)] if key else []
     places = []
     for address in addresses:
-        target = f"{getpass.getuser()}@{address}"
+        target = f"{login()}@{address}"
         batch = (*argv, "-o", "BatchMode=yes", target, "--")
         places.append(Place(batch, shell=(*argv, target)))
     return Workers(places)
+
+
+def login() -> str:
+    """The name by which ssh goes to the machines."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container whose user has a number alone
+        raise UserError(
+            "user: found no name of the user with this number, expected one for ssh: set USER or LOGNAME"
+        ) from None
 
 
 def ssh() -> list[str]:
@@ -179,7 +198,7 @@ def public_key(named: Path | None) -> tuple[Path, str]:
     for key in candidates:
         public = key.with_name(key.name + ".pub")
         if public.is_file():
-            return key, f"{getpass.getuser()}:{public.read_text().strip()}"
+            return key, f"{login()}:{public.read_text().strip()}"
     looked = ", ".join(map(str, candidates))
     raise UserError(
         f"ssh: found no key with a .pub beside it ({looked}); "
