@@ -327,3 +327,65 @@ def test_who_comes_back_shortly_before_the_timer_ends_an_idle_slice_has_its_time
     assert here.run("--keep") == 1  # it was installing
     for job in here.root.glob("machines/*/home/user/.millrace/jobs/job"):
         assert timer.ended(job) > time.time() - 60
+
+
+def logs(here: Here) -> list[str]:
+    """Of the workers, in their order."""
+    found = sorted(here.root.glob("machines/*/home/user/.millrace/jobs/job/log"))
+    return [log.read_text() for log in found]
+
+
+def processes(*words: str) -> list[int]:
+    """The numbers of those that have all that in their command lines and variables."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            said = (process / "cmdline").read_bytes() + (process / "environ").read_bytes()
+            if all(word.encode() in said for word in words):
+                found.append(int(process.name))
+    return found
+
+
+@pytest.mark.fault(31)
+def test_an_ssh_of_ours_that_is_killed_is_not_the_end_of_the_trainer(here, capsys):
+    here.trainer("wait")
+
+    def kill() -> None:
+        here.until(lambda: here.training() and len(processes(f"{here.root}/ssh\0", " follow job ")) == 2)
+        os.killpg(processes(f"{here.root}/ssh\0", " follow job ")[0], signal.SIGKILL)
+        pids = here.google.trainers()
+        time.sleep(2.5)  # the others have less to end in
+        assert here.google.trainers() == pids
+        interrupt()
+
+    with meanwhile(kill):
+        assert here.run() == 75
+    assert [text.endswith("saved\n") for text in logs(here)] == [True, True]
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    for worker in range(2):
+        steps = [int(words[2]) for words in lines if words[:2] == [f"[w{worker}]", "step"]]
+        assert steps == list(range(1, len(steps) + 1)) and len(steps) > 20
+
+
+@pytest.mark.fault(31)
+def test_who_cannot_follow_a_trainer_does_not_tell_its_end(here, capsys):
+    here.trainer("wait 0")
+
+    def cut() -> None:
+        here.until(lambda: here.training() and len(processes("follow\0job\0", f"{here.root}/machines")) == 2)
+        for link in here.root.glob("machines/*/home/user/.millrace/tree"):
+            link.unlink()
+            link.symlink_to("/nowhere")
+        for pid in processes("follow\0job\0", f"{here.root}/machines"):
+            os.kill(pid, signal.SIGKILL)
+        pids = here.google.trainers()
+        time.sleep(2.5)
+        assert here.google.trainers() == pids
+        for pid in pids:
+            os.kill(pid, signal.SIGTERM)
+
+    with meanwhile(cut):
+        assert here.run() == 0
+    said = capsys.readouterr().out
+    assert "the trainer ended and can go on (w0: 75, w1: 75)" in said
+    assert len(here.created()) == 1 and here.nothing_left()
