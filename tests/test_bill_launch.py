@@ -389,3 +389,17 @@ def test_who_cannot_follow_a_trainer_does_not_tell_its_end(here, capsys):
     said = capsys.readouterr().out
     assert "the trainer ended and can go on (w0: 75, w1: 75)" in said
     assert len(here.created()) == 1 and here.nothing_left()
+
+
+def test_hours_that_are_over_do_not_end_a_slice_that_is_kept(here, capsys):
+    assert main([*CREATE, *here.key]) == 0
+    node = here.google.nodes[NODE]
+    node["createTime"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() - 7200))
+    before = json.dumps(node)
+    hours = ["--max-hours", "1"]
+    assert here.run("--keep", *hours) == here.run(*hours) == main([*CREATE, *here.key, *hours]) == 2
+    said = capsys.readouterr().err
+    assert said.count("job: found it 2") == said.count("--max-hours or --max-cost (1 h) would delete it") == 3
+    assert before == json.dumps(here.google.nodes[NODE])
+    assert here.run("--keep", "--max-hours", "3") == 0  # and these are its timer's from now on
+    assert here.google.nodes[NODE]["labels"]["millrace-seconds"] == "10800"
