@@ -12,6 +12,7 @@ import pytest
 
 from millrace.cli import main
 from tests.test_bill import FOREIGN, NODE, OURS, ZONE, Here, alive, meanwhile
+from tests.test_launch import end, hear
 
 pytest.importorskip("google.cloud.tpu_v2", reason="needs google-cloud-tpu: pip install -e '.[cloud]'")
 
@@ -329,10 +330,76 @@ def test_who_comes_back_shortly_before_the_timer_ends_an_idle_slice_has_its_time
         assert timer.ended(job) > time.time() - 60
 
 
+def break_install(here: Here, script: str = "exit 1") -> None:
+    """What is installed does for a trainer that runs, and nothing can be installed any more."""
+    (here.root / "install").write_text(f"{script}\n")
+    for env in here.root.glob("machines/*/home/user/.millrace/envs/*/ready"):
+        env.unlink()
+
+
 def logs(here: Here) -> list[str]:
     """Of the workers, in their order."""
     found = sorted(here.root.glob("machines/*/home/user/.millrace/jobs/job/log"))
     return [log.read_text() for log in found]
+
+
+@pytest.mark.fault(32)
+def test_who_adopts_a_training_changes_nothing_under_it(here):
+    pids = here.trains_alone()
+    break_install(here)
+    (here.root / "machine/sudo").write_text("#!/bin/sh\nexit 32\n")
+    here.google.disks["more"] = {"name": "more", "zone": "zones/us-central2-b"}
+    envs = [os.readlink(link) for link in here.root.glob("machines/*/home/user/.millrace/env")]
+    second = here.launch("--disk", "more")
+    hear(second, "found it training on 2 workers")
+    assert here.google.trainers() == pids and alive(pids) == [True, True]
+    assert envs == [os.readlink(link) for link in here.root.glob("machines/*/home/user/.millrace/env")]
+    second.send_signal(signal.SIGINT)
+    code, said = end(second)
+    assert code == 75 and [text.endswith("saved\n") for text in logs(here)] == [True, True], said
+
+
+def half_trains(here: Here) -> int:
+    """The process number of a trainer whose launcher was killed, and whose other half is gone."""
+    first, second = here.trains_alone()
+    os.kill(second, signal.SIGKILL)
+    here.until(lambda: here.google.trainers() == [first])
+    return first
+
+
+@pytest.mark.fault(32)
+def test_a_slice_that_was_found_and_cannot_be_set_up_is_left_alone(here, capsys):
+    pid = half_trains(here)
+    break_install(here)
+    assert here.run() == 1
+    said = capsys.readouterr().out
+    assert "setting up failed while installing" in said and "given up, since it said the same before" in said
+    assert (
+        "left alone, and costs money until" in said and "millrace tpu delete job --zone us-central2-b" in said
+    )
+    assert alive([pid]) == [True] and len(here.google.queued) == 1
+
+
+@pytest.mark.fault(32)
+def test_one_who_is_stopped_between_two_tries_to_set_up_lets_the_trainer_save(here, capsys):
+    half_trains(here)
+    tried = here.root / "tried"
+    break_install(here, f"touch {tried}; sleep 0.5; exit 1")
+
+    def stop() -> None:
+        here.until(tried.exists)
+        here.google.fault("GET", "", 403, "what is this", count=1000)
+        said = ""
+        while "starts it again" not in said:
+            time.sleep(0.05)
+            said += capsys.readouterr().out
+            assert "given up" not in said
+        interrupt()
+        here.google.faults.clear()
+
+    with meanwhile(stop):
+        assert here.run() == 75
+    assert logs(here)[0].endswith("saved\n") and here.nothing_left()
 
 
 def processes(*words: str) -> list[int]:
@@ -389,6 +456,31 @@ def test_who_cannot_follow_a_trainer_does_not_tell_its_end(here, capsys):
     said = capsys.readouterr().out
     assert "the trainer ended and can go on (w0: 75, w1: 75)" in said
     assert len(here.created()) == 1 and here.nothing_left()
+
+
+@pytest.mark.fault(31)
+def test_one_list_without_its_nodes_does_not_end_a_slice(here, capsys, monkeypatch):
+    here.trainer("wait")
+    whole, lacking = here.google.reached, ["nodes"]
+
+    def reached(parent, kind, found):
+        if kind in lacking:
+            lacking.remove(kind)
+            found = []
+        return whole(parent, kind, found)
+
+    def lack() -> None:
+        here.until(here.training)
+        pids = here.google.trainers()
+        monkeypatch.setattr(here.google, "reached", reached)
+        here.until(lambda: not lacking)
+        time.sleep(1.0)
+        assert here.google.trainers() == pids
+        interrupt()
+
+    with meanwhile(lack):
+        assert here.run() == 75
+    assert "taken away" not in capsys.readouterr().out and len(here.created()) == 1
 
 
 def test_hours_that_are_over_do_not_end_a_slice_that_is_kept(here, capsys):
