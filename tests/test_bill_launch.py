@@ -458,7 +458,7 @@ def test_who_cannot_follow_a_trainer_does_not_tell_its_end(here, capsys):
     assert len(here.created()) == 1 and here.nothing_left()
 
 
-@pytest.mark.fault(31)
+@pytest.mark.fault(30)
 def test_one_list_without_its_nodes_does_not_end_a_slice(here, capsys, monkeypatch):
     here.trainer("wait")
     whole, lacking = here.google.reached, ["nodes"]
