@@ -381,3 +381,170 @@ def test_a_terminal_that_is_closed_while_it_saves_leaves_no_slice(here):
     process.send_signal(signal.SIGHUP)
     code, said = end(process)
     assert code == 75 and said.count("saved") == 2 and here.nothing_left()
+
+
+def break_install(here: Here, script: str = "exit 1") -> None:
+    """What is installed does for a trainer that runs, and nothing can be installed any more."""
+    (here.root / "install").write_text(f"{script}\n")
+    for env in here.root.glob("machines/*/home/user/.millrace/envs/*/ready"):
+        env.unlink()
+
+
+def logs(here: Here) -> list[str]:
+    """Of the workers, in their order."""
+    found = sorted(here.root.glob("machines/*/home/user/.millrace/jobs/job/log"))
+    return [log.read_text() for log in found]
+
+
+@pytest.mark.fault(32)
+def test_who_adopts_a_training_changes_nothing_under_it(here):
+    pids = here.trains_alone()
+    break_install(here)
+    (here.root / "machine/sudo").write_text("#!/bin/sh\nexit 32\n")
+    here.google.disks["more"] = {"name": "more", "zone": "zones/us-central2-b"}
+    envs = [os.readlink(link) for link in here.root.glob("machines/*/home/user/.millrace/env")]
+    second = here.launch("--disk", "more")
+    hear(second, "found it training on 2 workers")
+    assert here.google.trainers() == pids and alive(pids) == [True, True]
+    assert envs == [os.readlink(link) for link in here.root.glob("machines/*/home/user/.millrace/env")]
+    second.send_signal(signal.SIGINT)
+    code, said = end(second)
+    assert code == 75 and [text.endswith("saved\n") for text in logs(here)] == [True, True], said
+
+
+def half_trains(here: Here) -> int:
+    """The process number of a trainer whose launcher was killed, and whose other half is gone."""
+    first, second = here.trains_alone()
+    os.kill(second, signal.SIGKILL)
+    here.until(lambda: here.google.trainers() == [first])
+    return first
+
+
+@pytest.mark.fault(32)
+def test_a_slice_that_was_found_and_cannot_be_set_up_is_left_alone(here, capsys):
+    pid = half_trains(here)
+    break_install(here)
+    assert here.run() == 1
+    said = capsys.readouterr().out
+    assert "setting up failed while installing" in said and "given up, since it said the same before" in said
+    assert (
+        "left alone, and costs money until" in said and "millrace tpu delete job --zone us-central2-b" in said
+    )
+    assert alive([pid]) == [True] and len(here.google.queued) == 1
+
+
+@pytest.mark.fault(32)
+def test_one_who_is_stopped_between_two_tries_to_set_up_lets_the_trainer_save(here, capsys):
+    half_trains(here)
+    tried = here.root / "tried"
+    break_install(here, f"touch {tried}; sleep 0.5; exit 1")
+
+    def stop() -> None:
+        here.until(tried.exists)
+        here.google.fault("GET", "", 403, "what is this", count=1000)
+        said = ""
+        while "starts it again" not in said:
+            time.sleep(0.05)
+            said += capsys.readouterr().out
+            assert "given up" not in said
+        interrupt()
+        here.google.faults.clear()
+
+    with meanwhile(stop):
+        assert here.run() == 75
+    assert logs(here)[0].endswith("saved\n") and here.nothing_left()
+
+
+def processes(*words: str) -> list[int]:
+    """The numbers of those that have all that in their command lines and variables."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            said = (process / "cmdline").read_bytes() + (process / "environ").read_bytes()
+            if all(word.encode() in said for word in words):
+                found.append(int(process.name))
+    return found
+
+
+@pytest.mark.fault(31)
+def test_an_ssh_of_ours_that_is_killed_is_not_the_end_of_the_trainer(here, capsys):
+    here.trainer("wait")
+
+    def kill() -> None:
+        here.until(lambda: here.training() and len(processes(f"{here.root}/ssh\0", " follow job ")) == 2)
+        os.killpg(processes(f"{here.root}/ssh\0", " follow job ")[0], signal.SIGKILL)
+        pids = here.google.trainers()
+        time.sleep(2.5)  # the others have less to end in
+        assert here.google.trainers() == pids
+        interrupt()
+
+    with meanwhile(kill):
+        assert here.run() == 75
+    assert [text.endswith("saved\n") for text in logs(here)] == [True, True]
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    for worker in range(2):
+        steps = [int(words[2]) for words in lines if words[:2] == [f"[w{worker}]", "step"]]
+        assert steps == list(range(1, len(steps) + 1)) and len(steps) > 20
+
+
+@pytest.mark.fault(31)
+def test_who_cannot_follow_a_trainer_does_not_tell_its_end(here, capsys):
+    here.trainer("wait 0")
+
+    def cut() -> None:
+        here.until(lambda: here.training() and len(processes("follow\0job\0", f"{here.root}/machines")) == 2)
+        for link in here.root.glob("machines/*/home/user/.millrace/tree"):
+            link.unlink()
+            link.symlink_to("/nowhere")
+        for pid in processes("follow\0job\0", f"{here.root}/machines"):
+            os.kill(pid, signal.SIGKILL)
+        pids = here.google.trainers()
+        time.sleep(2.5)
+        assert here.google.trainers() == pids
+        for pid in pids:
+            os.kill(pid, signal.SIGTERM)
+
+    with meanwhile(cut):
+        assert here.run() == 0
+    said = capsys.readouterr().out
+    assert "the trainer ended and can go on (w0: 75, w1: 75)" in said
+    assert len(here.created()) == 1 and here.nothing_left()
+
+
+@pytest.mark.fault(30)
+def test_one_list_without_its_nodes_does_not_end_a_slice(here, capsys, monkeypatch):
+    here.trainer("wait")
+    whole, lacking = here.google.reached, ["nodes"]
+
+    def reached(parent, kind, found):
+        if kind in lacking:
+            lacking.remove(kind)
+            found = []
+        return whole(parent, kind, found)
+
+    def lack() -> None:
+        here.until(here.training)
+        pids = here.google.trainers()
+        monkeypatch.setattr(here.google, "reached", reached)
+        here.until(lambda: not lacking)
+        time.sleep(1.0)
+        assert here.google.trainers() == pids
+        interrupt()
+
+    with meanwhile(lack):
+        assert here.run() == 75
+    assert "taken away" not in capsys.readouterr().out and len(here.created()) == 1
+
+
+def test_hours_that_are_over_do_not_end_a_slice_that_is_kept(here, capsys):
+    assert main([*CREATE, *here.key]) == 0
+    node = here.google.nodes[NODE]
+    node["createTime"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() - 7200))
+    before = json.dumps(node)
+    hours = ["--max-hours", "1"]
+    assert here.run("--keep", *hours) == here.run(*hours) == main([*CREATE, *here.key, *hours]) == 2
+    said = capsys.readouterr().err
+    assert said.count("job: found it 2") == said.count("--max-hours or --max-cost (1 h) would delete it") == 3
+    assert before == json.dumps(here.google.nodes[NODE])
+    assert here.run("--keep", "--max-hours", "3") == 0  # and these are its timer's from now on
+    assert here.google.nodes[NODE]["labels"]["millrace-seconds"] == "10800"

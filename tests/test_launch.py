@@ -453,9 +453,9 @@ def test_one_who_is_stopped_while_it_adopts_a_job_lets_the_trainer_save(story):
     story.until(story.training)
     first.kill()
     first.communicate()
-    pushes = lambda: (story.root / "ssh.log").read_text().count("test -d")
-    before, second = pushes(), story.launch()
-    story.until(lambda: pushes() > before)
+    announced = lambda: (story.root / "ssh.log").read_text().count("touch -c")
+    before, second = announced(), story.launch()
+    story.until(lambda: announced() > before)
     second.send_signal(signal.SIGINT)
     code, said = end(second)
     assert code == 75 and story.nothing_left(), said

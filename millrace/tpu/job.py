@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from millrace.tpu.worker import BROKEN, KILLED
 from millrace.tpu.workers import ANSWER, CONNECT, UNREACHABLE, Failed, Workers
 
 # What runs on a worker is asked by what is installed there; where nothing is, nothing runs.
@@ -32,6 +33,14 @@ HERE = (
     'cd -P "$HOME/.millrace/tree" && '
     'PYTHONPATH="$PWD" exec "$HOME/.millrace/env/bin/python" -m millrace.tpu.worker'
 )
+
+# How a trainer ended, as it is written down; nothing where it is at work. Needs neither tree nor environment.
+ENDED = """
+job="$HOME/.millrace/jobs/{name}"
+cat "$job/exit" && exit
+pid=$(cat "$job/pid")
+(cat "/proc/$pid/cmdline" || ps -ww -o args= -p "$pid") | grep -qaF "$job/recipe.yaml" || echo {killed}
+"""
 
 
 @dataclass(frozen=True)
@@ -150,8 +159,8 @@ class Follower:
                 self.process = process = self.workers.start(self.worker, script, stderr=subprocess.DEVNULL)
                 assert process.stdin is not None
                 process.stdin.close()
-                code = self.lines(process)
-            if code != UNREACHABLE:
+                code = self.believed(self.lines(process))
+            if reached(code):
                 self.code = code
                 return
             self.broken = self.broken or time.monotonic()
@@ -163,13 +172,26 @@ class Follower:
 
     def lines(self, process: Any) -> int:
         for line in process.stdout:
-            if not line.endswith(b"\n") and process.wait() == UNREACHABLE:
+            if not line.endswith(b"\n") and not reached(process.wait()):
                 break  # the connection broke within it: it comes again as a whole
             self.broken = 0.0
             self.offset += len(line)
             self.say(self.worker, line.decode(errors="replace").rstrip())
         process.stdout.close()
         return process.wait()
+
+    def believed(self, code: int) -> int:
+        """The trainer's own exit code: who followed it may have ended alone, or never begun."""
+        if code == 0 or not reached(code):
+            return code
+        script, said = ENDED.format(name=self.name, killed=KILLED), b""
+        self.process = self.workers.start(self.worker, script, stderr=subprocess.DEVNULL)
+        with self.process as process:
+            try:
+                said = process.communicate(timeout=ANSWER)[0].strip()
+            except subprocess.TimeoutExpired:
+                process.kill()
+        return min(int(said), BROKEN - 1) if said.isdigit() else UNREACHABLE
 
     @property
     def unheard(self) -> float:
@@ -184,6 +206,11 @@ class Follower:
         self.ended.set()
         if self.process is not None and self.process.poll() is None:
             self.process.kill()
+
+
+def reached(code: int) -> bool:
+    """Whether that is the word of somebody over there. An ssh of ours that was killed has none."""
+    return code >= 0 and code != UNREACHABLE
 
 
 class Following:

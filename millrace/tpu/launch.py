@@ -66,7 +66,8 @@ class Launcher:
             self.rented = rented = self.renter.ensure()
             begun = time.monotonic()
             how = self.live(rented)
-            self.rented = None
+            if how.end is not End.SET_UP:  # which leaves a trainer at work where there was one
+                self.rented = None
             if how.end is End.UNREACHED:
                 return self.left_alone(rented, how)
             self.renter.seen(rented)
@@ -77,12 +78,10 @@ class Launcher:
             if how.end is not End.LOST:
                 failures = 1 if time.monotonic() - begun > LIVED else failures + 1
             if how.end is End.SET_UP and how.words == before:
-                self.say(f"{how.end.value}{how.words}; given up, since it said the same before")
-                return how.code
+                return self.given_up(rented, how, ", since it said the same before")
             before = how.words
             if failures >= FAILURES:
-                self.say(f"{how.end.value}{how.words}; given up after {failures} times in a row")
-                return how.code or 1
+                return self.given_up(rented, how, f" after {failures} times in a row")
             if how.end in (End.AGAIN, End.SET_UP):
                 self.say(f"{how.end.value}{how.words}: starts it again")
             else:
@@ -115,6 +114,14 @@ class Launcher:
             return how.code or 1
         return None
 
+    def given_up(self, rented: Rented, how: Outcome, why: str) -> int:
+        self.say(f"{how.end.value}{how.words}; given up{why}")
+        if how.end is End.SET_UP and not self.renter.made:  # what was on it before is not ended by that
+            self.rented = None
+            if self.renter.mine and not self.renter.keep:
+                self.left_alone(rented, how)
+        return how.code or 1
+
     def left_alone(self, rented: Rented, how: Outcome) -> int:
         """The cloud says that the machines are well: somebody's training may be on them, which is not ended
         because we do not see it. One that was made here and never heard of us has none, and is given back."""
@@ -132,7 +139,7 @@ class Launcher:
         """Whether nothing is left that should be gone. Whatever goes wrong on the way, it gets there."""
         rented, self.rented = self.rented, None
         try:
-            if rented is not None and self.renter.mine:
+            if rented is not None and self.renter.mine and self.renter.held:
                 self.spare(rented)
         except Exception as why:
             if rented is not None and not self.renter.made:
@@ -191,12 +198,21 @@ class Launcher:
 
     def set_up(self, workers: Workers, rented: Rented) -> list[job.Begun]:
         """Who is at work there is asked before anything is changed, its timer and our ledger included.
-        Everything that a worker has already is left as it is."""
+        Everything that a worker has already is left as it is, and all of it where this very job trains."""
         self.doing = "asking what runs there"
-        self.refuse_other(job.ask(workers, self.task.name, REACH), rented)
+        states = job.ask(workers, self.task.name, REACH)
+        self.refuse_other(states, rented)
         self.reached |= {rented.created}
         job.announce(workers, self.task.name, REACH)
         self.renter.timed(rented)
+        if all(state.running for state in states):
+            begun = [job.Begun("running", state.recent) for state in states]
+        else:
+            begun = self.start(workers, rented)
+        self.warn_of_timer(workers, rented)
+        return begun
+
+    def start(self, workers: Workers, rented: Rented) -> list[job.Begun]:
         self.doing = "sending the tree"
         if bundle.push(workers, self.packed, REACH):
             size = len(self.packed.content) / 2**20
@@ -210,7 +226,6 @@ class Launcher:
         begun = self.task.start(workers, REACH)
         if any(one.how == "other" for one in begun):  # since a moment
             self.refuse_other(job.states(workers, self.task.name), rented)
-        self.warn_of_timer(workers, rented)
         return begun
 
     def warn_of_timer(self, workers: Workers, rented: Rented) -> None:
@@ -289,7 +304,7 @@ class Launcher:
     def gone(self) -> Outcome | None:
         """That the slice is lost, if it is known to be. One that is deleted was so by somebody who meant it,
         or by its own timer."""
-        for _ in range(2):  # that something is not there is believed when it is said twice
+        for last in (False, True):  # that something is not there is believed when it is said twice
             try:
                 found = self.cloud.find(self.request.name, self.renter.where)
             except UserError as why:  # also a login that has run out: training goes on without it
@@ -305,7 +320,8 @@ class Launcher:
             if found is not None and found.state is State.STOPPED:
                 return Outcome(End.HALTED, 0, f": it is {stopped(found)}")
             self.renter.found = None
-            if found is not None and found.state is not State.DELETING:
+            lacking = found is None or found.said.startswith("ACTIVE") and not last
+            if found is not None and not lacking and found.state is not State.DELETING:
                 if not self.voice.gentle:
                     self.renter.count_loss(found.said)
                 return Outcome(End.LOST, 0, f" ({found.said})")

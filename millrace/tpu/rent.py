@@ -88,9 +88,12 @@ class Renter:
         """Seconds that a new slice may have."""
         self.ledger.close(time.time())
         hours = self.left()
-        if hours <= min(cost.SOON, self.budget.hours / 5):
+        if self.scarce(hours):
             raise UserError(f"{self.spent()}: nothing is left of --max-hours or --max-cost; more goes on")
         return hours * 3600
+
+    def scarce(self, hours: float) -> bool:
+        return hours <= min(cost.SOON, self.budget.hours / 5)
 
     def create(self, refusals: int, seconds: float) -> int:
         """Returns how many zones in a row have refused."""
@@ -153,10 +156,22 @@ class Renter:
             )
         if found.zone not in self.request.zones and found.state is State.READY:
             self.near(found.zone)
+        if own and found.state is State.READY and not self.made and not self.begun:
+            self.enough(found)
         self.mine, self.where = own, found.zone
         if own and found.stays and not self.keep and not self.made:
             self.keep = True
             self.say(f"{found.name} was made to stay (by `tpu create` or --keep): it is kept at the end")
+
+    def enough(self, found: Rented) -> None:
+        """Refuses hours that are over by now for one that is to stay: its timer would end it at once."""
+        hours = (time.time() - found.created) / 3600
+        left = self.budget.hours - self.ledger.spent(time.time(), but=found.created) - hours
+        if self.budget.asked and (self.keep or found.stays) and self.scarce(left):
+            raise UserError(
+                f"{found.name}: found it {cost.hours(hours)} old, and that counts: --max-hours or --max-cost "
+                f"({cost.hours(self.budget.hours)}) would delete it; give more, or another --name"
+            )
 
     def since(self, found: Rented) -> float:
         """From when its hours count: all of them if it is ours. On what is not, from when we began, though
