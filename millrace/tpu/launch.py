@@ -300,6 +300,7 @@ class Launcher:
             if len(places) == len(workers):
                 self.say(f"{found.name} has other addresses than before: connects to these")
                 workers.places, self.addresses = places, found.workers
+                self.rented = found  # who ends this asks there
 
     def gone(self) -> Outcome | None:
         """That the slice is lost, if it is known to be. One that is deleted was so by somebody who meant it,
