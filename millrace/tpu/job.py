@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from millrace.tpu.worker import BROKEN, KILLED
-from millrace.tpu.workers import ANSWER, CONNECT, UNREACHABLE, Failed, Workers
+from millrace.tpu.workers import ANSWER, CONNECT, UNREACHABLE, Failed, Workers, reached
 
 # What runs on a worker is asked by what is installed there; where nothing is, nothing runs.
 NEW = (
@@ -206,11 +206,6 @@ class Follower:
         self.ended.set()
         if self.process is not None and self.process.poll() is None:
             self.process.kill()
-
-
-def reached(code: int) -> bool:
-    """Whether that is the word of somebody over there. An ssh of ours that was killed has none."""
-    return code >= 0 and code != UNREACHABLE
 
 
 class Following:

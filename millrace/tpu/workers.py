@@ -103,7 +103,7 @@ class Workers:
                 finally:
                     self.live.discard(process)
             said = (err or out).decode(errors="replace")
-            if code != UNREACHABLE and code >= 0:  # an ssh of ours that was killed has reached nobody
+            if reached(code):
                 self.reached.add(worker)
             if code == 0:
                 return out.decode(errors="replace")
@@ -133,6 +133,11 @@ class Workers:
                 for process in list(self.live):
                     process.kill()
                 raise
+
+
+def reached(code: int) -> bool:
+    """Whether that is the word of somebody over there. An ssh of ours that was killed has none."""
+    return code >= 0 and code != UNREACHABLE
 
 
 def by_ssh(addresses: Sequence[str], key: Path | None, known: Path) -> Workers:
