@@ -232,7 +232,6 @@ def test_a_slice_that_is_found_far_from_its_bucket_is_refused_and_left(here, cap
     assert here.run("--far-bucket") == 0
 
 
-@pytest.mark.slow  # a race that is not understood: one in a few runs ends otherwise
 def test_a_slice_that_somebody_deletes_is_not_rented_again(here, capsys):
     here.trainer("wait " * 9)  # the launcher starts it again, until the slice is gone
 
@@ -245,6 +244,29 @@ def test_a_slice_that_somebody_deletes_is_not_rented_again(here, capsys):
         assert here.run() == 75
     assert "the slice was deleted by somebody else; the same command goes on" in capsys.readouterr().out
     assert here.nothing_left() and len(here.created()) == 1
+
+
+@pytest.mark.parametrize("there", ["DELETING", "nothing", "another"])
+def test_a_slice_that_is_deleted_between_two_lives_is_not_rented_again(here, capsys, monkeypatch, there):
+    from millrace.tpu.launch import Launcher
+
+    here.trainer("75 wait")
+    ended = Launcher.ended
+
+    def while_nobody_looks(launcher, how):
+        with here.google.lock:
+            for queued in here.google.queued.values():
+                queued["ends"] = time.monotonic() + (1.0 if there == "DELETING" else -1.0)
+            here.google.bury()
+            if there == "another":
+                here.google.make_node(NODE, OURS)
+        monkeypatch.setattr(Launcher, "ended", ended)
+        return ended(launcher, how)
+
+    monkeypatch.setattr(Launcher, "ended", while_nobody_looks)
+    assert here.run() == 75
+    assert "the slice was deleted by somebody else; the same command goes on" in capsys.readouterr().out
+    assert len(here.created()) == 1 and len(here.google.nodes) == (there == "another")
 
 
 def test_a_slice_that_is_kept_loses_the_timer_that_waits_for_the_end_of_its_job(here):

@@ -143,6 +143,8 @@ def create(args: Namespace) -> int:
             if renter.look() is None:  # an earlier one of that name is over, with its hours
                 ledger.clear()
             found = renter.ensure()
+            if found.state is State.DELETING:
+                raise UserError(f"{found.name}: somebody else deleted it; the same command asks anew")
         except BaseException:
             if renter.mine and renter.made:  # and not one that somebody asked for before
                 renter.voice.gentle = True

@@ -175,6 +175,8 @@ class Launcher:
     reached: frozenset[float] = frozenset()  # when slices were created whose workers all answered
 
     def live(self, rented: Rented) -> Outcome:
+        if rented.state is State.DELETING:  # since the life before
+            return self.deleted()
         workers, self.addresses = self.connect(rented), rented.workers
         workers.trouble = self.trouble
         try:
@@ -327,6 +329,9 @@ class Launcher:
                     self.renter.count_loss(found.said)
                 return Outcome(End.LOST, 0, f" ({found.said})")
             time.sleep(min(POLL, 5.0))
+        return self.deleted()
+
+    def deleted(self) -> Outcome:
         return Outcome(End.OVER if self.renter.left() <= 0 else End.DELETED)
 
     def gone_unless_done(self, following: job.Following) -> Outcome:

@@ -47,10 +47,14 @@ class Renter:
         self.asked, self.waiting, self.where = -60.0, time.time(), request.zones[0]
 
     def ensure(self) -> Rented:
+        """One that is ready; or the one that we held, where somebody else deletes it: who did so wants no
+        other."""
         refusals, since, self.voice.alone = 0, time.monotonic(), False
         while True:
             found = self.found = self.look()
-            if found is None:
+            if self.held and self.known is not None and self.taken(self.known, found):
+                return dataclasses.replace(self.known, state=State.DELETING)
+            if (found := self.found) is None:
                 refusals = self.create(refusals, self.affordable())
                 since = time.monotonic()
                 continue
@@ -77,6 +81,12 @@ class Renter:
                 self.zone += 1
             else:
                 self.wait(found, since)
+
+    def taken(self, known: Rented, found: Rented | None) -> bool:
+        if found is None:  # which is believed when it is said twice
+            time.sleep(min(POLL, 5.0))
+            found = self.found = self.look()
+        return found is None or found.state is State.DELETING or found.replaces(known)
 
     def wait(self, found: Rented, since: float) -> None:
         minutes = (time.monotonic() - since) / 60
@@ -250,6 +260,7 @@ class Renter:
                 time.sleep(POLL)
 
     def delete(self) -> bool:
+        self.held = False  # from now on it is we who delete it
         # What was asked for a moment ago may not be seen yet.
         time.sleep(max(0.0, min(POLL, 5.0) - (time.monotonic() - self.asked)))
         gone = give_back(self.cloud, self.request.name, self.say, self.where, self.known)
