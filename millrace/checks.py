@@ -52,6 +52,8 @@ def check_run(run: Run, reader: Reader) -> None:
         reader.fail("memory.products", f"expected nothing, since those of {run.model.use} are {own} anyway")
     if getattr(run.model, "experts", 1) > 1 and run.memory.products != "compute":
         reader.fail("memory.products", "expected compute, since experts are not multiplied in 8 bits")
+    if run.loss.split == "bf16" and run.memory.compute != "bfloat16":
+        reader.fail("loss.split", f"expected auto, since memory.compute is {run.memory.compute}")
     _check_bits(run, reader)
     _check_lora(run, reader)
     _check_preference(run, reader)

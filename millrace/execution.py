@@ -1,5 +1,6 @@
 """How a model is run, as opposed to what it computes: dtype, what the backward pass keeps, which kernel."""
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -193,10 +194,16 @@ def check_offload(devices: Mesh) -> None:
         ) from error
 
 
+def compiler_options(platform: str) -> dict[str, bool | int]:
+    """Those above, less what XLA_FLAGS says otherwise."""
+    own = {flag.lstrip("-").partition("=")[0] for flag in os.environ.get("XLA_FLAGS", "").split()}
+    return {name: value for name, value in COMPILER_OPTIONS.get(platform, {}).items() if name not in own}
+
+
 def compile_fast(lowered: Any, platform: str) -> Any:
     """Compiles with the options above, or without them where this compiler does not know one of them."""
     try:
-        return lowered.compile(compiler_options=COMPILER_OPTIONS.get(platform))
+        return lowered.compile(compiler_options=compiler_options(platform))
     except jax.errors.JaxRuntimeError as error:
         if "No such compile option" not in str(error):
             raise

@@ -11,7 +11,7 @@ from jax.experimental import serialize_executable
 from jax.sharding import Mesh
 
 from millrace.data.shards import atomic
-from millrace.execution import compile_fast
+from millrace.execution import compile_fast, compiler_options
 
 SUFFIX = ".program"
 
@@ -33,7 +33,11 @@ def compiled(
             except Exception as error:  # a damaged file makes the loader raise errors of every kind
                 why = f"{file} cannot be loaded: {str(error).partition(chr(10))[0]}"
         say(f"the step is compiled anew; {why}")
-    return compile_fast(lowered, devices.devices.flat[0].platform)
+    platform = devices.devices.flat[0].platform
+    if platform != "cpu" and (chosen := compiler_options(platform)):
+        words = " ".join(f"{name}={str(value).lower()}" for name, value in chosen.items())
+        say(f"compiles with {words} (XLA_FLAGS can say otherwise)")
+    return compile_fast(lowered, platform)
 
 
 def name(lowered: Any) -> str:

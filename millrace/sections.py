@@ -124,7 +124,8 @@ class Every(Bits):
 class Loss:
     z_loss: float = 0.0
     soft_cap: float | None = None
-    split: Literal["auto", "tokens", "vocabulary", "kernel", "fp8"] = "auto"  # how logits are made in parts
+    # How logits are made in parts; bf16 and fp8: by tokens, kept in bf16, multiplied in fp8.
+    split: Literal["auto", "tokens", "vocabulary", "kernel", "bf16", "fp8"] = "auto"
     chunk: int | str = "auto"  # tokens, or rows of the vocabulary, whose logits are held at a time
     filter: float = 0.0  # gradients of probabilities below may be skipped, where a kernel can: 2.4e-4
 

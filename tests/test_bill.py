@@ -111,7 +111,11 @@ def test_a_foreign_slice_that_cannot_be_reached_is_left_alone(here, capsys, why)
     assert here.run("--keep") == 1
     said = capsys.readouterr().out
     words = {"blocked": "Connection refused", "denied": "Permission denied (publickey)"}[why]
-    assert words in said and "left alone" in said and "tpu delete job --zone us-central2-b" in said
+    assert (
+        words in said
+        and "left alone" in said
+        and "tpu delete job --project project --zone us-central2-b" in said
+    )
     assert NODE in here.google.nodes and not here.created()
 
 

@@ -56,7 +56,7 @@ def test_no_number_of_interruptions_ends_a_training_that_cannot_be_asked(here, c
         assert here.run() == 75
     assert time.monotonic() - begun[0] < 10  # it does not go on trying
     said = capsys.readouterr().out
-    assert "left alone" in said and "tpu delete job --zone us-central2-b" in said
+    assert "left alone" in said and "tpu delete job --project project --zone us-central2-b" in said
     assert alive(pids) == [True, True] and len(here.google.queued) == 1
 
 
@@ -176,7 +176,8 @@ def test_a_terminal_that_is_closed_leaves_the_training_alone(here):
 
 
 def test_what_is_kept_is_told_with_its_price(here, capsys):
-    costs = "job is kept and costs $7.36 an hour until `millrace tpu delete job --zone us-central2-b`"
+    costs = "job is kept and costs $7.36 an hour until `millrace tpu delete job --project project "
+    costs += "--zone us-central2-b`"
     here.trainer("0 2")
     assert here.run("--keep") == 0 and costs in capsys.readouterr().out
     assert here.run("--keep") == 2 and costs in capsys.readouterr().out
@@ -218,8 +219,9 @@ def test_a_slice_that_is_being_repaired_is_waited_for_and_not_deleted(here, caps
     with meanwhile(stop):
         assert here.run(*zones) == 75
     assert name in here.google.nodes and not here.created()
-    assert f"job is kept and costs $7.36 an hour until `millrace tpu delete job --zone {zone}`" in (
-        capsys.readouterr().out
+    assert (
+        f"job is kept and costs $7.36 an hour until `millrace tpu delete job --project project --zone {zone}`"
+        in (capsys.readouterr().out)
     )
 
 
@@ -235,7 +237,7 @@ def test_machines_that_somebody_stopped_are_not_deleted(here, capsys):
     with meanwhile(stop):
         assert here.run() == 75
     told = "STOPPED in us-central2-b, with its disks; `gcloud compute tpus tpu-vm start job "
-    told += "--zone=us-central2-b`"
+    told += "--project=project --zone=us-central2-b`"
     assert f"stopped by somebody else: it is {told} starts it" in capsys.readouterr().out
     assert here.run() == 2 and told in capsys.readouterr().err
     assert NODE in here.google.nodes and not here.created()
@@ -430,7 +432,8 @@ def test_a_slice_that_was_found_and_cannot_be_set_up_is_left_alone(here, capsys)
     said = capsys.readouterr().out
     assert "setting up failed while installing" in said and "given up, since it said the same before" in said
     assert (
-        "left alone, and costs money until" in said and "millrace tpu delete job --zone us-central2-b" in said
+        "left alone, and costs money until" in said
+        and "millrace tpu delete job --project project --zone us-central2-b" in said
     )
     assert alive([pid]) == [True] and len(here.google.queued) == 1
 

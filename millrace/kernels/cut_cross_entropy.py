@@ -14,8 +14,11 @@ from jax.sharding import PartitionSpec as P
 
 from millrace import mesh
 from millrace.errors import UserError
-from millrace.kernels.head import Array, Head, PerToken, Split, Stats, Totals
+from millrace.kernels.cut_fp8 import Narrow
+from millrace.kernels.head import Array, Head, PerToken, Products, Short, Split, Stats, Totals
 from millrace.probe import device
+
+LOW: dict[str, type[Products]] = {"bf16": Short, "fp8": Narrow}
 
 
 def bind(per_token: Callable[[Any, Stats], Array], cfg: Any) -> PerToken:
@@ -42,10 +45,11 @@ def cut(
     [v d], multiplied in hidden's dtype and summed in float32. `chunk` is the most tokens, or rows of the
     vocabulary, at a time on one device. A target may be anything where its weight is 0. Only `hidden` and
     `unembed` get gradients. Where kernels can skip it, probabilities below `filter` are left out of them. The
-    token `without` is ruled out; the mean of the logits then means nothing. Split as fp8, it goes by tokens,
-    and what trains is multiplied in 8 bits; what is only read is not."""
-    head = Head(per_token, soft_cap, chunk, filter, without, narrow=split == "fp8")
-    return _cut(head, "tokens" if head.narrow else split, hidden, unembed, targets, weights)
+    token `without` is ruled out; the mean of the logits then means nothing. Split as bf16 or fp8, it goes by
+    tokens, and what trains has logits of 16 bits, or is multiplied in 8; what is only read is not."""
+    products = LOW.get(split, Products)
+    head = Head(per_token, soft_cap, chunk, filter, without, products)
+    return _cut(head, "tokens" if split in LOW else split, hidden, unembed, targets, weights)
 
 
 def each(

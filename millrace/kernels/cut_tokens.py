@@ -10,8 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from millrace.kernels import head as common
-from millrace.kernels.cut_fp8 import Narrow
-from millrace.kernels.head import Array, Head, Products, Split, Stats, Totals, add, d_logits, psum, zero
+from millrace.kernels.head import Array, Head, Split, Stats, Totals, add, d_logits, psum, zero
 
 # One GiB of float32 logits a chunk: 8,192 tokens at a vocabulary of 32k, 1,024 at 256k; more where a GPU has
 # room. Each chunk reads and writes the float32 gradient of `unembed` once, 8 bytes a weight against 6 x chunk
@@ -53,7 +52,7 @@ def totals_and_gradients(
     head: Head, split: Split, hidden: Array, unembed: Array, targets: Array, weights: Array
 ) -> tuple[Totals, Array, Array]:
     matrix = _whole(unembed, split).astype(hidden.dtype)
-    products = (Narrow if head.narrow else Products)(hidden, matrix)
+    products = head.products(hidden, matrix)
     first = common.first_column(len(matrix), split)
 
     def step(carry: tuple[Totals, Array], piece: tuple[Array, Array, Array]) -> Any:

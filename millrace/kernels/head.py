@@ -37,31 +37,6 @@ class Totals:
 PerToken = Callable[[Stats], Array]
 
 
-@dataclass(frozen=True)
-class Head:
-    per_token: PerToken
-    soft_cap: float | None = None
-    chunk: int | str = "auto"  # tokens or rows of the vocabulary at a time
-    filter: float = 0.0  # probabilities below may be left out of the gradients
-    without: int | None = None  # a token that has no probability, whatever its logit
-    narrow: bool = False  # products in fp8 instead of the dtype of the hidden states
-
-
-@dataclass(frozen=True)
-class Split:
-    """The mesh axes over which tokens and vocabulary are split here, and those over which the width of
-    `unembed` is. Empty on one device."""
-
-    tokens: tuple[str, ...] = ()
-    vocab: tuple[str, ...] = ()
-    width: tuple[str, ...] = ()
-
-    @property
-    def rest(self) -> tuple[str, ...]:
-        """The axes of the tokens over which the gradient of `unembed` is to be summed whole."""
-        return tuple(axis for axis in self.tokens if axis not in self.width)
-
-
 class Products:
     """The three products of hidden states [b s d] with the vocabulary's matrix [v d] and the gradients of
     logits, a chunk of rows at a time, in the dtype of the hidden states and summed in float32."""
@@ -78,6 +53,41 @@ class Products:
         d = d.astype(x.dtype)
         d_x = jnp.einsum("cv,vd->cd", d, self.matrix, preferred_element_type=jnp.float32)
         return d_x, jnp.einsum("cv,cd->vd", d, x, preferred_element_type=jnp.float32)
+
+
+class Short(Products):
+    """Logits are kept in the dtype of the hidden states, as transformers keeps them: half the bytes, where
+    that is bf16, and each up to 1/512 off."""
+
+    def scores(self, x: Array) -> Array:
+        made = jnp.einsum("cd,vd->cv", x, self.matrix, preferred_element_type=x.dtype)
+        bits = jnp.finfo(x.dtype)  # said once more: a compiler may leave out a dtype between two wider ones
+        return lax.reduce_precision(made.astype(jnp.float32), bits.nexp, bits.nmant)
+
+
+@dataclass(frozen=True)
+class Head:
+    per_token: PerToken
+    soft_cap: float | None = None
+    chunk: int | str = "auto"  # tokens or rows of the vocabulary at a time
+    filter: float = 0.0  # probabilities below may be left out of the gradients
+    without: int | None = None  # a token that has no probability, whatever its logit
+    products: type[Products] = Products  # in training; what is only read has those
+
+
+@dataclass(frozen=True)
+class Split:
+    """The mesh axes over which tokens and vocabulary are split here, and those over which the width of
+    `unembed` is. Empty on one device."""
+
+    tokens: tuple[str, ...] = ()
+    vocab: tuple[str, ...] = ()
+    width: tuple[str, ...] = ()
+
+    @property
+    def rest(self) -> tuple[str, ...]:
+        """The axes of the tokens over which the gradient of `unembed` is to be summed whole."""
+        return tuple(axis for axis in self.tokens if axis not in self.width)
 
 
 def logits(head: Head, x: Array, unembed: Array, first: Any) -> Array:

@@ -137,3 +137,11 @@ class Cloud(Protocol):
     def delete(self, rented: Rented) -> None:
         """Asks for its end, and does not wait. What is gone already is no error."""
         ...
+
+
+def by_hand(cloud: Cloud, found: Rented) -> str:
+    """The command that deletes it, from wherever it is typed."""
+    local = cloud.name == "local"
+    words = " --platform local" if local else f" --project {cloud.scope} --zone {found.zone}"
+    force = "" if found.ours and not found.theirs else " --force"
+    return f"millrace tpu delete {found.name}{words}{force}"

@@ -9,7 +9,7 @@ from pathlib import Path
 from millrace import supervise
 from millrace.errors import UserError
 from millrace.tpu import alarm, bundle, install, job, place
-from millrace.tpu.cloud import Rented, State
+from millrace.tpu.cloud import Rented, State, by_hand
 from millrace.tpu.ending import End, Outcome, verdict
 from millrace.tpu.rent import FAILURES, Renter, stopped
 from millrace.tpu.times import BROKEN, POLL, REACH, REST
@@ -98,7 +98,7 @@ class Launcher:
             return how.code
         if how.end is End.HALTED:
             self.renter.mine = self.renter.held = False  # nor kept: it is what its owner makes of it
-            self.say(f"{how.end.value}{how.words}; the same command goes on after that")
+            self.say(f"{how.end.value}{how.words}; the same command goes on once it is started or deleted")
             return supervise.PREEMPTED
         if how.end in (End.OVER, End.STOPPED, End.DELETED):
             self.renter.keep = self.renter.keep and how.end is not End.OVER
@@ -132,7 +132,7 @@ class Launcher:
             return how.code
         self.renter.mine = self.renter.held = False
         self.say(f"{said}; it is {rented.said} at the cloud, left alone, and costs money until")
-        self.say(f"  millrace tpu delete {rented.name} --zone {rented.zone}")
+        self.say(f"  {by_hand(self.cloud, rented)}")
         return how.code
 
     def finish(self) -> bool:
@@ -242,7 +242,7 @@ class Launcher:
             where = f" ({other})" if other else ""
             raise UserError(
                 f"{rented.name}: found another recipe in training there{where}; give "
-                f"another --name, or `millrace tpu delete {rented.name}` first"
+                f"another --name, or `{by_hand(self.cloud, rented)}` first"
             )
 
     def failed(self, why: Failed, workers: Workers) -> Outcome:
@@ -321,7 +321,7 @@ class Launcher:
                 self.renter.found = found
                 return None
             if found is not None and found.state is State.STOPPED:
-                return Outcome(End.HALTED, 0, f": it is {stopped(found)}")
+                return Outcome(End.HALTED, 0, f": it is {stopped(self.cloud, found)}")
             self.renter.found = None
             lacking = found is None or found.said.startswith("ACTIVE") and not last
             if found is not None and not lacking and found.state is not State.DELETING:

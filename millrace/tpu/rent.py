@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from millrace.errors import UserError
 from millrace.tpu import cost, place
-from millrace.tpu.cloud import Cloud, LoggedOut, Refused, Rented, Silent, State
+from millrace.tpu.cloud import Cloud, LoggedOut, Refused, Rented, Silent, State, by_hand
 from millrace.tpu.ending import give_back
 from millrace.tpu.request import Request
 from millrace.tpu.times import PATIENCE, POLL, REACH
@@ -153,10 +153,10 @@ class Renter:
             who = f"{found.theirs} made it" if found.theirs else "Millrace did not make it"
             raise UserError(
                 f"{found.name}: found it {found.said} in {found.zone}, and {who}; "
-                f"give another --name, or `millrace tpu delete {found.name} --force`"
+                f"give another --name, or `{by_hand(self.cloud, found)}`"
             )
         if found.state is State.STOPPED:
-            raise UserError(f"{found.name}: found it {stopped(found)}")
+            raise UserError(f"{found.name}: found it {stopped(self.cloud, found)}")
         there = (found.slices, found.accelerator, found.terms)
         asked = (self.request.slice.slices, self.request.accelerator, self.request.terms)
         if there != asked:
@@ -291,9 +291,7 @@ class Renter:
         rate = "money" if self.budget.rate is None else f"${self.budget.rate:,.2f} an hour"
         costs = "" if local else f" and costs {rate}"
         costs += " as soon as it is there," if costs and not found.created else ""
-        place = " --platform local" if local else f" --zone {found.zone}"
-        place += "" if found.ours else " --force"
-        return f"{found.name} is kept{costs} until `millrace tpu delete {found.name}{place}`"
+        return f"{found.name} is kept{costs} until `{by_hand(self.cloud, found)}`"
 
     def left(self) -> float:
         """Hours."""
@@ -308,13 +306,13 @@ class Renter:
         self.voice.say(words)
 
 
-def stopped(found: Rented) -> str:
+def stopped(cloud: Cloud, found: Rented) -> str:
     """By somebody who means to start it again."""
-    command = f"gcloud compute tpus tpu-vm start {found.name} --zone={found.zone}"
+    command = f"gcloud compute tpus tpu-vm start {found.name} --project={cloud.scope} --zone={found.zone}"
     return (
         f"{found.said} in {found.zone}, with its disks; `{command}` starts it "
         "(it deletes itself then if its hours are over), "
-        f"`millrace tpu delete {found.name} --zone {found.zone}` deletes it"
+        f"`{by_hand(cloud, found)}` deletes it"
     )
 
 

@@ -1,4 +1,5 @@
-"""The head and its loss with products in fp8, against numbers rounded by ml_dtypes and summed in float64."""
+"""The head and its loss in fp8, or with logits in bf16, against numbers rounded by ml_dtypes and summed in
+float64."""
 
 from typing import Any
 
@@ -9,6 +10,8 @@ import numpy as np
 import pytest
 
 from millrace import mesh
+from millrace.errors import UserError
+from millrace.execution import compiler_options
 from millrace.kernels.cut_cross_entropy import cut
 from millrace.products.support import emulated
 from tests.test_losses import PLAIN_CE, SMOOTHED, Problem, problem
@@ -45,6 +48,27 @@ def test_the_three_products_are_those_of_the_rounded_numbers() -> None:
         np.testing.assert_allclose(ours, theirs, atol=2e-3 * np.abs(theirs).max(), rtol=0)
 
 
+def test_logits_of_16_bits_are_the_rounded_ones() -> None:
+    p = problem()
+    p = Problem(p.hidden.astype("bfloat16"), p.unembed.astype("bfloat16"), p.targets, p.weights)
+    x, w = (np.asarray(a, np.float64) for a in (p.hidden, p.unembed))
+    rows, weights = x.reshape(-1, x.shape[-1]), np.asarray(p.weights, np.float64).reshape(-1, 1)
+    exact = rows @ w.T
+    logits = exact.astype(np.float32).astype(ml_dtypes.bfloat16).astype(np.float64)
+    top = logits.max(1, keepdims=True)
+    lse = top + np.log(np.exp(logits - top).sum(1, keepdims=True))
+    hit = np.arange(w.shape[0]) == np.maximum(np.asarray(p.targets).reshape(-1), 0)[:, None]
+    loss = (weights * (lse - (logits * hit).sum(1, keepdims=True))).sum()
+    d = (weights * (np.exp(logits - lse) - hit)).astype(ml_dtypes.bfloat16).astype(np.float64)
+    found = gradients(PLAIN_CE, p, split="bf16", chunk=10_000)
+    np.testing.assert_allclose(found[0], loss, rtol=1e-6)
+    assert (
+        abs(found[0] - gradients(PLAIN_CE, p, split="tokens")[0]) > 1e-5 * loss
+    )  # it does make a difference
+    for ours, theirs in zip(found[1:], ((d @ w).reshape(x.shape), d.T @ rows), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=5e-3 * np.abs(theirs).max(), rtol=0)
+
+
 @pytest.mark.parametrize("options", [{}, {"soft_cap": 20.0}, {"without": 3}], ids=str)
 def test_gradients_stay_near_the_exact_ones(options: dict[str, Any]) -> None:
     p = problem(tokens=1024, vocab=512, embed=128)
@@ -60,8 +84,9 @@ def test_gradients_stay_near_the_exact_ones(options: dict[str, Any]) -> None:
 
 def test_what_is_only_read_is_not_rounded() -> None:
     p = problem()
-    read = [cut(PLAIN_CE, *p.arrays, split=way).nll for way in ("fp8", "tokens")]
-    assert read[0] == read[1]
+    p = Problem(p.hidden.astype("bfloat16"), *p.arrays[1:])
+    read = [cut(PLAIN_CE, *p.arrays, split=way).nll for way in ("bf16", "fp8", "tokens")]
+    assert read[0] == read[1] == read[2]
 
 
 @pytest.mark.parametrize("sizes", [{"fsdp": 8}, {"fsdp": 2, "tensor": 4}], ids=str)
@@ -82,12 +107,26 @@ def test_what_is_not_finite_is_seen() -> None:
 
 
 def test_a_run_learns_as_it_does_without(tiny: Any) -> None:
-    exact, narrow = (
-        [row["nll"] for row in Bench(tiny(f"loss.split={way}", "schedule.steps=20")).run(20)[1]]
-        for way in ("tokens", "fp8")
+    common = "memory.compute=bfloat16", "schedule.steps=20"
+    exact, short, narrow = (
+        [row["nll"] for row in Bench(tiny(f"loss.split={way}", *common)).run(20)[1]]
+        for way in ("tokens", "bf16", "fp8")
     )
     assert exact[-1] < exact[0] - 0.5
-    assert abs(narrow[-1] - exact[-1]) < 0.02
+    assert abs(short[-1] - exact[-1]) < 0.01 and abs(narrow[-1] - exact[-1]) < 0.02
+
+
+def test_logits_of_16_bits_are_refused_where_hidden_states_have_32(tiny: Any) -> None:
+    with pytest.raises(
+        UserError, match='loss.split: found "bf16", expected auto, since memory.compute is float32'
+    ):
+        tiny("loss.split=bf16", "memory.compute=float32")
+
+
+def test_xla_flags_have_the_last_word(monkeypatch: Any) -> None:
+    assert compiler_options("gpu")["xla_gpu_enable_triton_gemm"] is False
+    monkeypatch.setenv("XLA_FLAGS", "--xla_a=1 --xla_gpu_enable_triton_gemm=true")
+    assert list(compiler_options("gpu")) == ["xla_gpu_enable_latency_hiding_scheduler"]
 
 
 def test_a_chip_without_fp8_says_so() -> None:
