@@ -172,6 +172,20 @@ class Checkpoints:
         flat = self._read(step, item, dict(named(target)), "model")
         return jax.tree.unflatten(jax.tree.structure(target), [flat[path] for path, _ in named(target)])
 
+    def each_param(self, step: int, target: Any) -> Iterator[tuple[str, Any]]:
+        """The weights one after the other: who makes something smaller of each never holds all of them."""
+        wanted, folder = dict(named(target)), self.folder / str(step) / "params"
+        with self._whole(step):
+            _compare(wanted, self.layout(step, "params"), "model")
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as orbax:
+            for path, leaf in wanted.items():
+                one = {path: leaf}
+                how = ocp.checkpoint_utils.construct_restore_args(one)
+                args = ocp.args.PyTreeRestore(item=one, restore_args=how, partial_restore=True)
+                with self._whole(step):
+                    found = orbax.restore(folder, args=args)
+                yield path, found.pop(path)
+
     def close(self) -> None:
         self.settle()
         self.orbax.close()

@@ -1,7 +1,9 @@
 """The first weights of a run from those of another model: a run folder, or one of Hugging Face. All of them,
 or those that `take` names; along the vocabulary by token, the others grown to size (enlarge.py)."""
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -95,40 +97,67 @@ def is_run(path: str) -> bool:
 def weights(source: Source, model: Any, fresh: Any, devices: Mesh, data: str) -> tuple[Any, str]:
     """The fresh weights of `model` with those of the source in their place, laid out as they are, and what is
     to be said of it. `data` is the folder whose tokenizer the model is to know."""
-    if matrices.is_frozen(model):
-        return frozen(source, model, fresh, devices, data)
-    old = source.model
-    rows, said = rows_of(source.path, data, old.vocab, model.vocab)
-    axes = module.axes(file("models", old).Model, old)
+    bare, old = matrices.plain(model), source.model
+    family = file("models", bare).Model
+    plain = mesh.placed(family, bare, devices) if matrices.is_frozen(model) else fresh
+    rows, told = rows_of(source.path, data, old.vocab, model.vocab)
+    fit = Fit(source, bare, {name: leaf for name, leaf in named(plain) if name in source.taken}, rows)
+    said = begun(fit, [name for name, _ in named(plain)], told)
+    if matrices.is_frozen(model) and not reference.has_reference(model):
+        return frozen(fit, model, fresh, devices), said
     params = _read(source, devices)
     if classifier.has_labels(model):  # of what was trained as a pair, the one that is not the generator
         params = huggingface.exports_of(file("models", old), old, params)[""][1]
-    theirs, its = dict(named(params)), dict(named(axes))
-    depths = old.layers, model.layers
-    taken = {name: leaf for name, leaf in named(fresh) if name in source.taken}
+    made = fit({name: w for name, w in named(params) if name in source.taken})
+    whole = jax.tree_util.tree_map_with_path(lambda path, w: made.get(module.dotted(path), w), plain)
+    if not matrices.is_frozen(model):
+        return whole, said
+    homes = jax.tree.map(lambda leaf: leaf.sharding, fresh)
+    twice = jax.jit(partial(matrices.of_plain, family, model), out_shardings=homes)
+    return twice(whole, jax.random.key(0)), said
 
-    def as_it_is(name: str, leaf: Any) -> bool:
-        other = rows is not None and "vocab" in its[name].names
-        return not other and (leaf.shape, leaf.sharding) == (theirs[name].shape, theirs[name].sharding)
 
-    def grown(theirs: dict[str, Any]) -> dict[str, Any]:
-        return {
-            name: enlarge.tiled(w, its[name], taken[name].shape, depths, rows) for name, w in theirs.items()
-        }
+@dataclass(frozen=True)
+class Fit:
+    """Makes weights of the source those of a model: grown to size, tokens in their rows, laid out as those
+    that are `taken`."""
 
-    # A second copy is made of what changes alone: this is where a run needs most memory beyond its state.
-    changes = [name for name, leaf in taken.items() if not as_it_is(name, leaf)]
-    homes = {name: taken[name].sharding for name in changes}
-    made = {name: theirs[name] for name in taken.keys() - set(changes)}
-    made |= jax.jit(grown, out_shardings=homes)({name: theirs[name] for name in changes})
-    whole = jax.tree_util.tree_map_with_path(lambda path, w: made.get(module.dotted(path), w), fresh)
-    count = len(taken), len(dict(named(fresh)))
-    begun = f"start: {count[0]} of {count[1]} weights from {source.path}"
-    new = sorted(dict(named(fresh)).keys() - source.taken)
+    source: Source
+    model: Any
+    taken: dict[str, Any]
+    rows: np.ndarray | None
+
+    def __call__(self, theirs: dict[str, Any]) -> dict[str, Any]:
+        """What is as it should be is not copied: this is where a run needs most memory beyond its state."""
+        old = self.source.model
+        its = dict(named(module.axes(file("models", old).Model, old)))
+        depths = old.layers, self.model.layers
+
+        def grown(some: dict[str, Any]) -> dict[str, Any]:
+            return {
+                name: enlarge.tiled(w, its[name], self.taken[name].shape, depths, self.rows)
+                for name, w in some.items()
+            }
+
+        def as_it_is(name: str, w: Any) -> bool:
+            other, home = self.rows is not None and "vocab" in its[name].names, self.taken[name]
+            return not other and (w.shape, w.sharding) == (home.shape, home.sharding)
+
+        changes = {name: w for name, w in theirs.items() if not as_it_is(name, w)}
+        homes = {name: self.taken[name].sharding for name in changes}
+        return theirs | jax.jit(grown, out_shardings=homes)(changes) if changes else theirs
+
+
+def begun(fit: Fit, names: list[str], told: str) -> str:
+    """What is to be said of it."""
+    old, taken = fit.source.model, fit.source.taken
+    said = f"start: {len(fit.taken)} of {len(names)} weights from {fit.source.path}"
+    new = sorted(set(names) - taken)
     drawn = f"; {', '.join(new[:3])}{' and others' * (len(new) > 3)} drawn" if new else ""
-    has_rows = any("vocab" in its[name].names for name in source.taken)
-    more = [said] * bool(said and has_rows) + changed(old, model)
-    return whole, begun + drawn + "".join(f"; {line}" for line in more)
+    axes = dict(named(module.axes(file("models", old).Model, old)))
+    has_rows = any("vocab" in axes[name].names for name in taken)
+    more = [told] * bool(told and has_rows) + changed(old, fit.model)
+    return said + drawn + "".join(f"; {line}" for line in more)
 
 
 def changed(old: Any, model: Any) -> list[str]:
@@ -144,43 +173,44 @@ def changed(old: Any, model: Any) -> list[str]:
     ]
 
 
-def frozen(source: Source, model: Any, fresh: Any, devices: Mesh, data: str) -> tuple[Any, str]:
-    """As `weights`, frozen and with nothing learnt yet."""
-    bare = matrices.plain(model)
+def frozen(fit: Fit, model: Any, fresh: Any, devices: Mesh) -> Any:
+    """With nothing learnt yet. One weight after the other is read and frozen: all of them as they were would
+    not fit where all of them frozen do."""
+    bare, key, parts = matrices.plain(model), jax.random.key(0), []
     family = file("models", bare).Model
-    whole, said = weights(source, bare, mesh.placed(family, bare, devices), devices, data)
-    homes, key = jax.tree.map(lambda leaf: leaf.sharding, fresh), jax.random.key(0)
-    if reference.has_reference(model):
-        held = jax.jit(partial(matrices.of_plain, family, model), out_shardings=homes)(whole, key)
-    else:
-        # One after the other, each gone when it is frozen: all in one program, they would be there twice.
-        structure: Any = jax.tree.structure(whole)
-        names, each, parts = [name for name, _ in named(whole)], jax.tree.leaves(whole), []
-        del whole
-        for number, (name, home) in enumerate(zip(names, structure.flatten_up_to(homes), strict=True)):
-            w, each[number] = each[number], None
-            freeze = jax.jit(partial(matrices.held, family, model, name), out_shardings=home)
-            parts.append(jax.block_until_ready(freeze(w, key)))
-        held = structure.unflatten(parts)
+    structure: Any = jax.tree.structure(mesh.placed(family, bare, devices))
+    homes = structure.flatten_up_to(jax.tree.map(lambda leaf: leaf.sharding, fresh))
+    for home, (name, w) in zip(homes, _each(fit.source, devices), strict=True):
+        freeze = jax.jit(partial(matrices.held, family, model, name), out_shardings=home)
+        parts.append(jax.block_until_ready(freeze(fit({name: w})[name], key)))
+        del w  # before the next is read
     # What learns is drawn already, by the run's seed.
     drawn = lambda path, made, leaf: leaf if module.dotted(path).endswith(".down") else made
-    return jax.tree_util.tree_map_with_path(drawn, held, fresh), said
+    return jax.tree_util.tree_map_with_path(drawn, structure.unflatten(parts), fresh)
+
+
+def _each(source: Source, devices: Mesh) -> Iterator[tuple[str, Any]]:
+    """The weights of the source one after the other, spread over the devices."""
+    path, family = source.path, file("models", source.model)
+    target = mesh.placed(family.Model, source.model, devices)
+    if not is_run(path):
+        packed, homes = ternary.stored(huggingface.read_config(Path(path))), dict(named(target))
+        for name, w in huggingface.each_weight(table_of(family, source.model), target, Path(path), packed):
+            yield name, jax.make_array_from_callback(w.shape, homes[name].sharding, w.__getitem__)
+    elif matrices.is_frozen(source.held):
+        yield from named(_read(source, devices))
+    else:
+        with _checkpoint(path) as (checkpoints, step):
+            yield from checkpoints.each_param(step, target)
 
 
 def _read(source: Source, devices: Mesh) -> Any:
-    """All weights of the source, spread over the devices."""
-    path, old, family = source.path, source.model, file("models", source.model)
-    target = mesh.placed(family.Model, old, devices)
-    if not is_run(path):
-        packed = ternary.stored(huggingface.read_config(Path(path)))
-        read = huggingface.from_tensors(table_of(family, old), target, Path(path), packed)
-        put = lambda w, to: jax.make_array_from_callback(w.shape, to.sharding, lambda index: w[index])
-        return jax.tree.map(put, read, target)
-    checkpoints = Checkpoints(path)
-    try:
-        step = checkpoints.latest()
-        if step is None:
-            raise UserError(f"start: {path}: no checkpoint in it yet")
+    """All weights of the source at once."""
+    family = file("models", source.model)
+    target = mesh.placed(family.Model, source.model, devices)
+    if not is_run(source.path):
+        return jax.tree.unflatten(jax.tree.structure(target), [w for _, w in _each(source, devices)])
+    with _checkpoint(source.path) as (checkpoints, step):
         if not matrices.is_frozen(source.held):
             return checkpoints.restore_params(step, target)
         # What was learnt beside its weights is merged into them.
@@ -188,6 +218,15 @@ def _read(source: Source, devices: Mesh) -> Any:
         homes = jax.tree.map(lambda leaf: leaf.sharding, target)
         merge = jax.jit(partial(matrices.to_plain, family.Model, source.held), out_shardings=homes)
         return merge(checkpoints.restore_params(step, there))
+
+
+@contextlib.contextmanager
+def _checkpoint(run: str) -> Iterator[tuple[Checkpoints, int]]:
+    checkpoints = Checkpoints(run)
+    try:
+        if (step := checkpoints.latest()) is None:
+            raise UserError(f"start: {run}: no checkpoint in it yet")
+        yield checkpoints, step
     finally:
         checkpoints.close()
 

@@ -124,6 +124,7 @@ def test_logits_of_16_bits_are_refused_where_hidden_states_have_32(tiny: Any) ->
 
 
 def test_xla_flags_have_the_last_word(monkeypatch: Any) -> None:
+    monkeypatch.setenv("XLA_FLAGS", "")
     assert compiler_options("gpu")["xla_gpu_enable_triton_gemm"] is False
     monkeypatch.setenv("XLA_FLAGS", "--xla_a=1 --xla_gpu_enable_triton_gemm=true")
     assert list(compiler_options("gpu")) == ["xla_gpu_enable_latency_hiding_scheduler"]

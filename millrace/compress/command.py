@@ -144,10 +144,10 @@ def finish(
     task, axes = make_task(cfg, vocabulary(dataset)), module.axes(file("models", cfg.model).Model, cfg.model)
     rows = rows_of(run, request)
     batch = lambda number: place(dataset, run.devices, number, split="train", sequences=rows, seed=cfg.seed)
-    made = tune.together(task, axes, run.params, request.method, found, layers, batch)
+    made, said = tune.together(task, axes, run.params, request.method, found, layers, batch)
     for number in numbers:
         work.keep(number, made[number])
-    say(f"all layers, {request.method.finish} steps")
+    say(f"all layers, {request.method.finish} steps: {said}")
 
 
 def without_preference(cfg: Any) -> Any:

@@ -1,6 +1,7 @@
 """Codebooks fitted, indices as they are: those of a layer to what the layer gave before it was rounded
 (VPTQ's layer-wise fine-tuning), and those of all layers together to the text (its end-to-end one)."""
 
+import statistics
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -86,14 +87,15 @@ def together(
     found: list[Linear],
     layers: list[dict[str, Vectors]],
     batch: Callable[[int], Batch],
-) -> list[dict[str, Any]]:
-    """The matrices of all layers with codebooks that have learnt by the loss of training, a batch a step. The
-    result is taken only if the loss on the first batches, from which nothing is learnt, is lower."""
+) -> tuple[list[dict[str, Any]], str]:
+    """The matrices of all layers with codebooks that have learnt by the loss of training, a batch a step, and
+    what came of it. The result is taken only if the loss on the first batches, from which nothing is learnt,
+    is lower."""
     stacks = {
         one.name: jax.tree.map(lambda *w: jnp.stack(w), *(each[one.name] for each in layers)) for one in found
     }
     begun = {name: _books(stack) for name, stack in stacks.items()}
-    rule = _rule(method.tune_rate, method.finish)
+    rule = _rule(method.finish_rate, method.finish)
 
     @jax.jit
     def loss(books: Any, params: Any, stacks: Any, batch: Batch, number: Any) -> Array:
@@ -117,12 +119,14 @@ def together(
     for number in range(JUDGES, JUDGES + method.finish):
         books, state = jax.block_until_ready(learn(books, state, params, stacks, batch(number), number))
     books = jax.tree.map(lambda book: book.astype(jnp.float16).astype(jnp.float32), books)
-    total = lambda books: sum(
+    mean = lambda books: statistics.fmean(
         float(loss(books, params, stacks, batch(number), number)) for number in range(JUDGES)
     )
-    best = books if total(books) < total(begun) else begun
+    before, after = mean(begun), mean(books)
+    best = books if after < before else begun
+    said = f"loss {before:.4f} to {after:.4f}" + ("" if after < before else ", which is not taken")
     made = {name: replace(stack, **_halves(best[name])) for name, stack in stacks.items()}
-    return [jax.tree.map(lambda w, n=n: np.asarray(w[n]), made) for n in range(len(layers))]
+    return [jax.tree.map(lambda w, n=n: np.asarray(w[n]), made) for n in range(len(layers))], said
 
 
 def _rule(rate: float, steps: int) -> optax.GradientTransformation:

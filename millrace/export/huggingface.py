@@ -222,16 +222,20 @@ def section_of(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def from_tensors(table: Table, shapes: Any, source: Path, stored: str | None = None) -> Any:
-    """Our weights from their files, one tensor at a time, in the host's memory: an import needs no device.
-    `stored` is what export/ternary.py says of them."""
+    """Our weights from their files, in the host's memory: an import needs no device. `stored` is what
+    export/ternary.py says of them."""
+    found = [weight for _, weight in each_weight(table, shapes, source, stored)]
+    return jax.tree.unflatten(jax.tree.structure(shapes), found)
+
+
+def each_weight(
+    table: Table, shapes: Any, source: Path, stored: str | None = None
+) -> Iterator[tuple[str, np.ndarray]]:
+    """One after the other, by our names."""
     tensors = Tensors(source, stored)
-
-    def leaf(path: Any, wanted: Any) -> np.ndarray:
-        return tensors.weight(*table[module.dotted(path)], wanted.shape)
-
-    params = jax.tree_util.tree_map_with_path(leaf, shapes)
+    for name, wanted in module.named(shapes):
+        yield name, tensors.weight(*table[name], wanted.shape)
     tensors.check_all_read()
-    return params
 
 
 @contextmanager

@@ -29,6 +29,7 @@ class Config:
     tune: int = 100  # steps in which the codebooks of a layer are fitted to its output; 0: none
     tune_rate: float = 1e-3  # how far each goes
     finish: int = 0  # steps in which the codebooks of all layers then learn together, as in training; 0: none
+    finish_rate: float = 3e-4  # how far each of these goes
 
     def __post_init__(self):
         if self.bits not in (2, 3, 4):
@@ -41,10 +42,12 @@ class Config:
             raise ValueError("tune: expected 0 or more")
         if self.finish < 0:
             raise ValueError("finish: expected 0 or more")
-        if self.tune_rate <= 0:
-            raise ValueError("tune_rate: expected a number above 0")
-        if not (self.tune or self.finish) and self.tune_rate != type(self).tune_rate:
-            raise ValueError("tune_rate: expected tune or finish above 0, or it has no effect")
+        for name in ("tune", "finish"):
+            rate = f"{name}_rate"
+            if getattr(self, rate) <= 0:
+                raise ValueError(f"{rate}: expected a number above 0")
+            if not getattr(self, name) and getattr(self, rate) != getattr(type(self), rate):
+                raise ValueError(f"{rate}: expected {name} above 0, or it has no effect")
 
 
 def quantize(cfg: Any, w: Array, hessian: Array | None, key: Array) -> vectors.Vectors:
