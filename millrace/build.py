@@ -10,7 +10,7 @@ import jax
 import optax
 from jax.sharding import Mesh
 
-from millrace import lengths, mesh, module, sections, spikes, state, step
+from millrace import lengths, matrices, mesh, module, sections, spikes, state, step
 from millrace.errors import UserError
 from millrace.execution import INIT_OPTIONS, check_offload
 from millrace.objective import Batch, Task, file, turns
@@ -90,9 +90,10 @@ def make_optimizer(
 
 
 def make_state(
-    cfg: sections.Run, task: Task, update: step.Update, devices: Mesh
+    cfg: sections.Run, task: Task, update: step.Update, devices: Mesh, *, replaced: bool = False
 ) -> tuple[State, Callable[[], State]]:
-    """The state as shapes with shardings, and the function that makes it afresh on the devices."""
+    """The state as shapes with shardings, and the function that makes it afresh on the devices. What a frozen
+    model will be `replaced` by is not drawn: it would take more memory than training does."""
     family = file("models", task.model)
     axes = module.axes(family.Model, task.model)
 
@@ -101,7 +102,8 @@ def make_state(
         return state.fresh(params, update.tx, seed=cfg.seed, ema=cfg.optimizer.ema > 0, turns=its)
 
     def fresh() -> State:
-        return around(module.init(family.Model, task.model, jax.random.key(cfg.seed)))
+        params = module.init(family.Model, task.model, jax.random.key(cfg.seed))
+        return around(matrices.without_frozen(task.model, params) if replaced else params)
 
     abstract = jax.eval_shape(fresh)
     homes = state.shardings(abstract, axes, devices)

@@ -12,6 +12,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from millrace import adapters, module, reference, rounding
 from millrace.module import Array, Axes
@@ -66,6 +67,21 @@ def build(model: Any, cfg: Any, leaf: Any) -> Any:
 
 def init(model: Any, cfg: Any, key: Array) -> Any:
     return of_plain(model, cfg, module.init(model, cfg, key), key)
+
+
+def without_frozen(cfg: Any, params: Any) -> Any:
+    """Fresh weights of which those that will come from another model are nothing, and need no memory to be
+    drawn: the others are what learns and does not begin at 0."""
+    if not is_frozen(cfg):
+        return params
+    return jax.tree_util.tree_map_with_path(
+        lambda path, w: w if is_drawn(module.dotted(path)) else jnp.zeros(w.shape, w.dtype), params
+    )
+
+
+def is_drawn(path: str) -> bool:
+    """Whether that part of a frozen model is drawn by the run's seed."""
+    return path.endswith(".down")
 
 
 def of_plain(model: Any, cfg: Any, params: Any, key: Array) -> Any:

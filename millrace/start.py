@@ -176,17 +176,20 @@ def changed(old: Any, model: Any) -> list[str]:
 def frozen(fit: Fit, model: Any, fresh: Any, devices: Mesh) -> Any:
     """With nothing learnt yet. One weight after the other is read and frozen: all of them as they were would
     not fit where all of them frozen do."""
-    bare, key, parts = matrices.plain(model), jax.random.key(0), []
+    bare, key, made = matrices.plain(model), jax.random.key(0), {}
     family = file("models", bare).Model
-    structure: Any = jax.tree.structure(mesh.placed(family, bare, devices))
-    homes = structure.flatten_up_to(jax.tree.map(lambda leaf: leaf.sharding, fresh))
-    for home, (name, w) in zip(homes, _each(fit.source, devices), strict=True):
-        freeze = jax.jit(partial(matrices.held, family, model, name), out_shardings=home)
-        parts.append(jax.block_until_ready(freeze(fit({name: w})[name], key)))
+    plain = mesh.placed(family, bare, devices)
+    structure: Any = jax.tree.structure(plain)
+    parts = structure.flatten_up_to(jax.tree.map(lambda leaf: leaf.sharding, fresh))
+    homes = {name: home for (name, _), home in zip(named(plain), parts, strict=True)}
+    for name, w in _each(fit.source, devices):
+        freeze = jax.jit(partial(matrices.held, family, model, name), out_shardings=homes[name])
+        made[name] = jax.block_until_ready(freeze(fit({name: w})[name], key))
         del w  # before the next is read
+    held = structure.unflatten([made[name] for name in homes])
     # What learns is drawn already, by the run's seed.
-    drawn = lambda path, made, leaf: leaf if module.dotted(path).endswith(".down") else made
-    return jax.tree_util.tree_map_with_path(drawn, structure.unflatten(parts), fresh)
+    drawn = lambda path, made, leaf: leaf if matrices.is_drawn(module.dotted(path)) else made
+    return jax.tree_util.tree_map_with_path(drawn, held, fresh)
 
 
 def _each(source: Source, devices: Mesh) -> Iterator[tuple[str, Any]]:

@@ -213,7 +213,8 @@ def run(cfg: sections.Run, program: Path | None = None) -> int:
         try:
             with jax.set_mesh(devices), hosts.Stopper() as stopper:
                 update = build.make_update(cfg, task)
-                abstract, fresh = build.make_state(cfg, task, update, devices)
+                begins = cfg.start is not None
+                abstract, fresh = build.make_state(cfg, task, update, devices, replaced=begins)
                 out.event(describe(cfg, task, abstract, devices, begun, steps))
                 if cfg.memory.products != "compute" and not task.how.native:
                     out.event(

@@ -1,6 +1,7 @@
 """Runs that begin with another model's weights, and weights that stay as they are."""
 
 import math
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 import transformers
 
-from millrace import config, enlarge, mesh, module, recipe, start
+from millrace import build, config, enlarge, matrices, mesh, module, recipe, start
 from millrace.checkpoint import Checkpoints
 from millrace.compress import command
 from millrace.data import learn, tokenise
@@ -193,6 +194,40 @@ def test_what_cannot_be_frozen_is_refused(tiny, override, message):
 def test_take_without_a_start_is_refused(tiny):
     with pytest.raises(UserError, match="take: .*expected start"):
         tiny("take=embedding")
+
+
+@pytest.mark.parametrize("kind", [{"lora_rank": 4, "lora_bits": 4}, {"bits": 4, "bits_rank": 4}], ids=str)
+def test_a_frozen_model_is_begun_without_all_of_its_weights_at_once(run, tiny, monkeypatch, kind):
+    path, old, _ = run
+    cfg = tiny(
+        f"start={path}", *(f"model.{key}={value}" for key, value in (SIZES | {"vocab": 300} | kind).items())
+    )
+    bench = Bench(cfg)
+    with jax.set_mesh(bench.devices):
+        _, blank = build.make_state(cfg, bench.task, bench.update, bench.devices, replaced=True)
+        temporary = [f.lower().compile().memory_analysis().temp_size_in_bytes for f in (blank, bench.fresh)]
+        assert temporary[0] < 0.2 * temporary[1]
+
+        each, before, read = start._each, [], []
+
+        def one_by_one(*source: Any) -> Any:
+            for name, w in each(*source):
+                assert all(one() is None for one in before), f"the weight before {name} is still there"
+                before.append(weakref.ref(w))
+                read.append(name)
+                yield name, w
+                del w
+
+        monkeypatch.setattr(start, "_each", one_by_one)
+        source = start.check(path, bench.task.model)
+        made, _ = start.weights(source, bench.task.model, blank().params, bench.devices, "none")
+        drawn = dict(module.named(bench.fresh().params))
+    assert read == [name for name, _ in module.named(old)]
+    plain = matrices.to_plain(llama.Model, bench.task.model, made)
+    for (name, ours), (_, theirs) in zip(module.named(plain), module.named(old), strict=True):
+        assert jnp.abs(ours - theirs).max() < 0.2 * jnp.abs(theirs).max() + 1e-9, name
+    downs = {name: w for name, w in module.named(made) if name.endswith(".down")}
+    assert len(downs) == 7 and all((w == drawn[name]).all() and w.any() for name, w in downs.items())
 
 
 def test_a_plan_counts_neither_moments_nor_gradients_of_frozen_weights():
