@@ -1,6 +1,7 @@
 """The commands: one short function each. JAX is imported only by those that compute."""
 
 import argparse
+import importlib.util
 import math
 import os
 import re
@@ -268,7 +269,8 @@ def quantize(args: argparse.Namespace) -> None:
     method = recipe.load_method(name, [*settings, *args.overrides])
     # Many programs that run seldom: on a GPU, XLA would look longer for the fastest of Triton's products than
     # it then saves. Half of the time that 8 layers of 2 bits took on an H200 (2026-11).
-    if "xla_gpu_enable_triton_gemm" not in (flags := os.environ.get("XLA_FLAGS", "")):
+    has_gpu = any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
+    if has_gpu and "xla_gpu_enable_triton_gemm" not in (flags := os.environ.get("XLA_FLAGS", "")):
         os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_enable_triton_gemm=false"
     run = open_run(args)
     from millrace.compress import command

@@ -195,19 +195,30 @@ def check_offload(devices: Mesh) -> None:
 
 
 def compiler_options(platform: str) -> dict[str, bool | int]:
-    """Those above, less what XLA_FLAGS says otherwise."""
-    own = {flag.lstrip("-").partition("=")[0] for flag in os.environ.get("XLA_FLAGS", "").split()}
+    """Those above, less what the user says otherwise."""
+    said = os.environ.get(flags_of(platform), "").split()
+    own = {flag.lstrip("-").partition("=")[0] for flag in said}
     return {name: value for name, value in COMPILER_OPTIONS.get(platform, {}).items() if name not in own}
 
 
-def compile_fast(lowered: Any, platform: str) -> Any:
+def flags_of(platform: str) -> str:
+    """The variable in which that compiler looks for options."""
+    return "LIBTPU_INIT_ARGS" if platform == "tpu" else "XLA_FLAGS"
+
+
+def compile_fast(lowered: Any, platform: str, say: Callable[[str], object] = lambda words: None) -> Any:
     """Compiles with the options above, or without them where this compiler does not know one of them."""
+    chosen = compiler_options(platform)
     try:
-        return lowered.compile(compiler_options=compiler_options(platform))
+        program = lowered.compile(compiler_options=chosen)
     except jax.errors.JaxRuntimeError as error:
         if "No such compile option" not in str(error):
             raise
         return lowered.compile()
+    if chosen:
+        words = " ".join(f"{name}={str(value).lower()}" for name, value in chosen.items())
+        say(f"compiled with {words}; {flags_of(platform)} can say otherwise")
+    return program
 
 
 def cast(params: Any, axes: Any, how: Execution) -> Any:

@@ -9,6 +9,7 @@ import jax
 
 from millrace import metrics
 from millrace.errors import DoesNotFit
+from millrace.module import named
 from millrace.state import State
 
 ADVICE = (
@@ -25,13 +26,15 @@ def held(tree: Any) -> int:
     )
 
 
-def check(state: State) -> None:
+def check(state: State, still: frozenset[str] = frozenset()) -> None:
     """Before anything is allocated: on a CPU, a state larger than the memory ends in swapping or a kill.
-    Gradients count too, since all are there before the first weight moves; activations come on top."""
+    Gradients count too, since all are there before the first weight moves, but not of weights that stay
+    `still`; activations come on top."""
+    moved = [leaf for name, leaf in named(state.params) if name not in still]
     devices = jax.local_devices()
     # Simulated devices have the memory of one machine between them.
     sharing = len(devices) if devices[0].platform == "cpu" else 1
-    need, limit = sharing * (held(state) + held(state.params)), metrics.memory_limit(devices)
+    need, limit = sharing * (held(state) + held(moved)), metrics.memory_limit(devices)
     if limit is not None and need > limit:
         where = f"the {sharing} devices of this machine, which have" if sharing > 1 else "a device, which has"
         raise DoesNotFit(

@@ -11,7 +11,7 @@ from jax.experimental import serialize_executable
 from jax.sharding import Mesh
 
 from millrace.data.shards import atomic
-from millrace.execution import compile_fast, compiler_options
+from millrace.execution import compile_fast
 
 SUFFIX = ".program"
 
@@ -34,10 +34,8 @@ def compiled(
                 why = f"{file} cannot be loaded: {str(error).partition(chr(10))[0]}"
         say(f"the step is compiled anew; {why}")
     platform = devices.devices.flat[0].platform
-    if platform != "cpu" and (chosen := compiler_options(platform)):
-        words = " ".join(f"{name}={str(value).lower()}" for name, value in chosen.items())
-        say(f"compiles with {words} (XLA_FLAGS can say otherwise)")
-    return compile_fast(lowered, platform)
+    # A CPU is for trying things out, and has nothing to choose.
+    return compile_fast(lowered, platform) if platform == "cpu" else compile_fast(lowered, platform, say)
 
 
 def name(lowered: Any) -> str:

@@ -175,13 +175,16 @@ def changed(old: Any, model: Any) -> list[str]:
 
 def frozen(fit: Fit, model: Any, fresh: Any, devices: Mesh) -> Any:
     """With nothing learnt yet. One weight after the other is read and frozen: all of them as they were would
-    not fit where all of them frozen do."""
+    not fit where all of them frozen do. Of `fresh`, what is not drawn is given up first."""
     bare, key, made = matrices.plain(model), jax.random.key(0), {}
     family = file("models", bare).Model
     plain = mesh.placed(family, bare, devices)
     structure: Any = jax.tree.structure(plain)
     parts = structure.flatten_up_to(jax.tree.map(lambda leaf: leaf.sharding, fresh))
     homes = {name: home for (name, _), home in zip(named(plain), parts, strict=True)}
+    for name, leaf in named(fresh):
+        if not matrices.is_drawn(name):
+            leaf.delete()
     for name, w in _each(fit.source, devices):
         freeze = jax.jit(partial(matrices.held, family, model, name), out_shardings=homes[name])
         made[name] = jax.block_until_ready(freeze(fit({name: w})[name], key))
@@ -201,7 +204,9 @@ def _each(source: Source, devices: Mesh) -> Iterator[tuple[str, Any]]:
         for name, w in huggingface.each_weight(table_of(family, source.model), target, Path(path), packed):
             yield name, jax.make_array_from_callback(w.shape, homes[name].sharding, w.__getitem__)
     elif matrices.is_frozen(source.held):
-        yield from named(_read(source, devices))
+        left = list(named(_read(source, devices)))
+        while left:
+            yield left.pop(0)
     else:
         with _checkpoint(path) as (checkpoints, step):
             yield from checkpoints.each_param(step, target)

@@ -225,7 +225,7 @@ def run(cfg: sections.Run, program: Path | None = None) -> int:
                 if begun >= steps:
                     out.event(finished(begun, steps))
                     return 0
-                fit.check(abstract)
+                fit.check(abstract, update.frozen)
                 checkpoints.check_room(abstract)
                 source = None
                 if cfg.start is not None and latest is None:

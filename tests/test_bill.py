@@ -250,27 +250,80 @@ def test_a_slice_that_somebody_deletes_is_not_rented_again(here, capsys):
     assert here.nothing_left() and len(here.created()) == 1
 
 
-@pytest.mark.parametrize("there", ["DELETING", "nothing", "another"])
-def test_a_slice_that_is_deleted_between_two_lives_is_not_rented_again(here, capsys, monkeypatch, there):
+def after_the_first_life(monkeypatch, act) -> None:
+    """Does that when a life has ended and nobody looks."""
     from millrace.tpu.launch import Launcher
 
-    here.trainer("75 wait")
     ended = Launcher.ended
 
-    def while_nobody_looks(launcher, how):
+    def acted(launcher, how):
+        monkeypatch.setattr(Launcher, "ended", ended)
+        act()
+        return ended(launcher, how)
+
+    monkeypatch.setattr(Launcher, "ended", acted)
+
+
+@pytest.mark.parametrize("there", ["DELETING", "nothing", "another"])
+@pytest.mark.parametrize("keep", [[], ["--keep"]], ids=str)
+def test_a_slice_that_is_deleted_between_two_lives_is_not_rented_again(
+    here, capsys, monkeypatch, there, keep
+):
+    def delete() -> None:
+        time.sleep(1.1 if there == "another" else 0.0)  # births are told in seconds
         with here.google.lock:
             for queued in here.google.queued.values():
                 queued["ends"] = time.monotonic() + (1.0 if there == "DELETING" else -1.0)
             here.google.bury()
             if there == "another":
                 here.google.make_node(NODE, OURS)
-        monkeypatch.setattr(Launcher, "ended", ended)
-        return ended(launcher, how)
 
-    monkeypatch.setattr(Launcher, "ended", while_nobody_looks)
-    assert here.run() == 75
+    here.trainer("75 wait")
+    after_the_first_life(monkeypatch, delete)
+    assert here.run(*keep) == 75
+    said = capsys.readouterr().out
+    assert "the slice was deleted by somebody else; the same command goes on" in said
+    assert "is kept" not in said and len(here.created()) == 1
+    here.google.bury()
+    assert keep or len(here.google.nodes) == (there == "another")
+
+
+def test_a_slice_that_is_taken_away_between_two_lives_is_taken_anew(here, monkeypatch):
+    """Its node may be DELETING before its request is SUSPENDED."""
+    from millrace.tpu.rent import Renter
+
+    look = Renter.look
+
+    def looked(renter):
+        monkeypatch.setattr(Renter, "look", look)
+        found = look(renter)
+        here.google.preempt("job")
+        return found
+
+    def begin() -> None:
+        with here.google.lock:
+            here.google.nodes[NODE]["state"] = "DELETING"
+        monkeypatch.setattr(Renter, "look", looked)
+
+    here.trainer("75 0")
+    after_the_first_life(monkeypatch, begin)
+    assert here.run() == 0 and len(here.created()) == 2
+
+
+def test_a_request_that_somebody_deletes_is_not_made_again(here, capsys):
+    here.google.stockout.add("us-central2-b")
+
+    def delete() -> None:
+        here.until(lambda: here.google.queued)
+        time.sleep(1.0)  # it was seen
+        with here.google.lock:
+            for queued in here.google.queued.values():
+                queued["ends"] = time.monotonic() + 0.5
+
+    with meanwhile(delete):
+        assert here.run() == 75
     assert "the slice was deleted by somebody else; the same command goes on" in capsys.readouterr().out
-    assert len(here.created()) == 1 and len(here.google.nodes) == (there == "another")
+    assert here.nothing_left() and len(here.created()) == 1
 
 
 def test_a_slice_that_is_kept_loses_the_timer_that_waits_for_the_end_of_its_job(here):

@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 from millrace import config, fit, mesh, metrics, train
 from millrace.cli import main
 from millrace.errors import DoesNotFit
+from millrace.module import named
 from millrace.state import State
 
 
@@ -31,6 +32,16 @@ def test_a_copy_on_each_simulated_device_counts_eight_times():
     fit.check(state(memory // 32, P("fsdp")))
     with pytest.raises(DoesNotFit, match=r"take [\d.,]+ GiB on the 8 devices .* [\d.,]+ GiB; .*mesh.fsdp"):
         fit.check(state(memory // 32, P()))
+
+
+def test_weights_that_stay_have_no_gradients():
+    memory = metrics.memory_limit(jax.local_devices())
+    assert memory is not None
+    whole = state(memory // 6, P("fsdp"))  # two thirds of the memory, without gradients
+    (name,) = (name for name, _ in named(whole.params))
+    fit.check(whole, frozenset([name]))
+    with pytest.raises(DoesNotFit):
+        fit.check(whole)
 
 
 @pytest.mark.fault(26)

@@ -123,11 +123,14 @@ def test_logits_of_16_bits_are_refused_where_hidden_states_have_32(tiny: Any) ->
         tiny("loss.split=bf16", "memory.compute=float32")
 
 
-def test_xla_flags_have_the_last_word(monkeypatch: Any) -> None:
+def test_what_the_user_tells_the_compiler_is_the_last_word(monkeypatch: Any) -> None:
     monkeypatch.setenv("XLA_FLAGS", "")
     assert compiler_options("gpu")["xla_gpu_enable_triton_gemm"] is False
     monkeypatch.setenv("XLA_FLAGS", "--xla_a=1 --xla_gpu_enable_triton_gemm=true")
     assert list(compiler_options("gpu")) == ["xla_gpu_enable_latency_hiding_scheduler"]
+    (name,) = compiler_options("tpu")
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", f"--{name}=8")  # XLA_FLAGS would end the process for it
+    assert not compiler_options("tpu")
 
 
 def test_a_chip_without_fp8_says_so() -> None:

@@ -312,7 +312,7 @@ def test_a_launcher_that_was_killed_finds_its_job_again(story):
     story.until(story.training)
     assert end(story.launch())[0] == 2  # somebody watches it
     code, said = story.call("delete", "job")
-    assert code == 2 and "would take another" in said
+    assert code == 2 and "end that by Ctrl-C first" in said
     first.kill()
     first.communicate()
     trainers = story.google.trainers()

@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from millrace.execution import compile_fast
 from millrace.plan.chips import of_device
 
 # Rows and columns of the product that is tried: on TPUs so many that matrix units, not memory, set its time.
@@ -73,7 +72,9 @@ def _compiled(device: Any, dtype: Any, wanted: Any) -> str:
     def product(x: jax.Array, w: jax.Array) -> jax.Array:
         return jax.lax.dot(x, w, preferred_element_type=wanted)
 
-    return compile_fast(jax.jit(product).lower(shape, shape), device.platform).as_text() or ""
+    # Not as a step is compiled: with Triton's products, by XLA_FLAGS, it would not show what cuBLAS can do.
+    options: dict[str, Any] = {"xla_gpu_enable_triton_gemm": False} if device.platform == "gpu" else {}
+    return jax.jit(product).lower(shape, shape).compile(compiler_options=options).as_text() or ""
 
 
 def _cycles(program: str) -> int:

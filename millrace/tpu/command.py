@@ -222,9 +222,7 @@ def delete(args: Namespace) -> int:
         if found.theirs:
             raise UserError(f"{args.name}: {found.theirs} made it; --force deletes it all the same, unsaved")
         if place.watched(key):
-            raise UserError(
-                f"{args.name}: a `millrace tpu run` here watches it, and would take another; end it by Ctrl-C"
-            )
+            raise UserError(f"{args.name}: a `millrace tpu run` here watches it; end that by Ctrl-C first")
         let_save(args, cloud, found)
     if not ending.give_back(cloud, args.name, print, found.zone):
         return 1  # and its hours are counted on

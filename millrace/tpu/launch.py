@@ -70,7 +70,8 @@ class Launcher:
                 self.rented = None
             if how.end is End.UNREACHED:
                 return self.left_alone(rented, how)
-            self.renter.seen(rented)
+            if rented.state is State.READY:
+                self.renter.seen(rented)
             if how.end in (End.LOST, End.DELETED, End.HALTED):
                 self.ledger.close(time.time())
             if (code := self.ended(how)) is not None:

@@ -40,6 +40,7 @@ class Renter:
         self.made = False  # asked for here, so that nobody trained on it before
         self.held = False  # there are machines that we may use
         self.foreign = False  # and we did not make them
+        self.ending = False  # we delete it
         self.found: Rented | None = None  # what is there, as far as is known
         self.known: Rented | None = None  # what was there when it was looked at last
         self.begun = 0.0  # when its hours began
@@ -47,12 +48,13 @@ class Renter:
         self.asked, self.waiting, self.where = -60.0, time.time(), request.zones[0]
 
     def ensure(self) -> Rented:
-        """One that is ready; or the one that we held, where somebody else deletes it: who did so wants no
-        other."""
+        """One that is ready; or the one that we held or waited for, where somebody else deletes it: who did
+        so wants no other."""
         refusals, since, self.voice.alone = 0, time.monotonic(), False
         while True:
             found = self.found = self.look()
-            if self.held and self.known is not None and self.taken(self.known, found):
+            if (self.held or self.made) and self.known is not None and self.taken(self.known, found):
+                self.found = None
                 return dataclasses.replace(self.known, state=State.DELETING)
             if (found := self.found) is None:
                 refusals = self.create(refusals, self.affordable())
@@ -62,6 +64,7 @@ class Renter:
             self.known = found
             if found.state is State.READY:
                 self.voice.show("")
+                self.ending = False
                 self.held, self.foreign, self.begun = True, not self.mine, self.since(found)
                 self.voice.alone = True
                 return found
@@ -83,10 +86,13 @@ class Renter:
                 self.wait(found, since)
 
     def taken(self, known: Rented, found: Rented | None) -> bool:
-        if found is None:  # which is believed when it is said twice
-            time.sleep(min(POLL, 5.0))
-            found = self.found = self.look()
-        return found is None or found.state is State.DELETING or found.replaces(known)
+        """By somebody else, which is believed when it is said twice: nodes and requests are two lists, and
+        what is taken away by the cloud may be DELETING for a moment."""
+        if self.ending or not lacks(known, found):
+            return False
+        time.sleep(min(POLL, 5.0))
+        self.found = self.look()
+        return lacks(known, self.found)
 
     def wait(self, found: Rented, since: float) -> None:
         minutes = (time.monotonic() - since) / 60
@@ -260,7 +266,7 @@ class Renter:
                 time.sleep(POLL)
 
     def delete(self) -> bool:
-        self.held = False  # from now on it is we who delete it
+        self.ending = True  # it is we who delete it
         # What was asked for a moment ago may not be seen yet.
         time.sleep(max(0.0, min(POLL, 5.0) - (time.monotonic() - self.asked)))
         gone = give_back(self.cloud, self.request.name, self.say, self.where, self.known)
@@ -271,7 +277,7 @@ class Renter:
 
     def let_go(self) -> None:
         """It is there no more, or nothing of ours."""
-        self.made = self.held = False
+        self.made = self.held = self.ending = False
         self.found = None
 
     def give_up(self) -> bool:
@@ -314,6 +320,11 @@ def stopped(cloud: Cloud, found: Rented) -> str:
         "(it deletes itself then if its hours are over), "
         f"`{by_hand(cloud, found)}` deletes it"
     )
+
+
+def lacks(known: Rented, found: Rented | None) -> bool:
+    """Whether the one that is known is not there any more, or not for long."""
+    return found is None or found.state is State.DELETING or found.replaces(known)
 
 
 def sold(slices: int, accelerator: str, terms: str) -> str:
