@@ -7,7 +7,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also under nohup: some tests close a terminal
+# Tests close terminals and press Ctrl-C, also where they run in the background or under nohup.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ["JAX_PLATFORMS"] = "cpu"
 # Code that runs once need not be good, only soon there: level 0 halves the time of the suite.
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
