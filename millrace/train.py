@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from millrace import (
+    allocator,
     build,
     classifier,
     config,
@@ -178,6 +179,7 @@ def run(cfg: sections.Run, program: Path | None = None) -> int:
     """Trains until the schedule ends, with the step that lies compiled in a folder, if one does. Returns the
     exit code: 0 done, 75 asked to stop, 1 too many bad steps."""
     started = time.perf_counter()
+    allocator.one_arena()
     hosts.join()
     first = jax.process_index() == 0
     with contextlib.ExitStack() as held:
@@ -188,6 +190,8 @@ def run(cfg: sections.Run, program: Path | None = None) -> int:
                     "was made of, or name another folder with run="
                 )
             devices = build.make_mesh(cfg)
+            if jax.default_backend() == "cpu":
+                allocator.keep_freed(1 << 30)  # what a step works in: a third of the demo's time (2026-11)
             dataset = Dataset.open(cfg.data.path, sequence_length=cfg.data.sequence_length)
             if first:  # for all
                 held.enter_context(lock(cfg.run, waiting=waiting))

@@ -11,8 +11,9 @@ from typing import Any
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ["JAX_PLATFORMS"] = "cpu"
-# Code that runs once need not be good, only soon there: level 0 halves the time of the suite.
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+# Code that runs once need not be good, only soon there: these two take three quarters of compiling.
+SOON = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count=8 {SOON}"
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")  # torch's bf16 dies on CPUs that lie about AMX
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")

@@ -1,11 +1,9 @@
 """Runs the units of a stage: in processes of this machine, or as tasks of a Ray cluster. A unit writes its
 files atomically and gives the same bytes whenever and wherever it runs, so one that died is run again."""
 
-import ctypes
 import gc
 import multiprocessing
 import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -13,6 +11,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, TypeVar
 
+from millrace.allocator import keep_freed
 from millrace.errors import UserError
 
 Item = TypeVar("Item")
@@ -96,20 +95,12 @@ def start_worker() -> None:
     from millrace.data import tied  # here: to import it is to be tied
 
     tied.tie(tied.server)
-    keep_memory()
+    keep_freed(1 << 30)
     gc.freeze()  # what was imported stays, and need not be looked through for what can go
     os.environ.update(ONE_THREAD)
     pa.set_memory_pool(pa.system_memory_pool())  # whose memory stays too
     pa.set_cpu_count(1)
     pa.set_io_thread_count(1)
-
-
-def keep_memory() -> None:
-    """Large blocks that are freed stay with the process for the next: the system's pages cost more than a
-    twentieth of the whole work, and on virtual machines more."""
-    if sys.platform == "linux":
-        for option in (-1, -3):  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD
-            ctypes.CDLL(None).mallopt(option, 1 << 30)
 
 
 @cache
