@@ -65,19 +65,21 @@ def _forward(
     apart = scores.reshape(*scores.shape[:2], -1, *seen.shape[-2:])
     scores = jnp.where(seen, apart, HIDDEN).reshape(scores.shape)
     weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-    out = _dot(weights, v, (3, 2))
-    return out, (q, k, v, slope, weights, out)
+    return _dot(weights, v, (3, 2)), (q, k, v, slope, weights)
 
 
 def _backward(scale: float, soft_cap: float | None, kept: Any, d: Array) -> tuple[Array | None, ...]:
-    q, k, v, slope, weights, out = kept
-    own = jnp.sum(d * out, axis=-1, keepdims=True)
+    q, k, v, slope, weights = kept
     d = d.astype(v.dtype)
-    d_scores = scale * weights * (_dot(d, v, (3, 3)) - own)  # 0 where the weight is, which is not seen
+    d_weights = _dot(d, v, (3, 3))
+    mean = jnp.sum(weights * d_weights, axis=-1, keepdims=True)
+    d_scores = scale * weights * (d_weights - mean)  # 0 where the weight is: of keys that are not seen
     if slope is not None:
         d_scores = d_scores * slope
     d_scores = d_scores.astype(q.dtype)
-    d_k, d_v = _dot(q, d_scores, (2, 2)), _dot(d, weights, (2, 2))
+    # Turned round first, and the small ones, or the compiler turns the scores.
+    q_turned, d_turned = jax.lax.optimization_barrier((q.swapaxes(2, 3), d.swapaxes(2, 3)))
+    d_k, d_v = _dot(q_turned, d_scores, (3, 2)), _dot(d_turned, weights, (3, 2))
     d_q = _dot(d_scores, k, (3, 2)).astype(q.dtype)
     return d_q, d_k.swapaxes(2, 3).astype(k.dtype), d_v.swapaxes(2, 3).astype(v.dtype), None
 
