@@ -191,7 +191,7 @@ def run(cfg: sections.Run, program: Path | None = None) -> int:
                 )
             devices = build.make_mesh(cfg)
             if jax.default_backend() == "cpu":
-                allocator.keep_freed(1 << 30)  # what a step works in: a third of the demo's time (2026-11)
+                allocator.keep_freed(1 << 30)  # what a step works in
             dataset = Dataset.open(cfg.data.path, sequence_length=cfg.data.sequence_length)
             if first:  # for all
                 held.enter_context(lock(cfg.run, waiting=waiting))

@@ -11,7 +11,8 @@ from typing import Any
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ["JAX_PLATFORMS"] = "cpu"
-# Code that runs once need not be good, only soon there: these two take three quarters of compiling.
+# Code that runs once need not be good, only soon there: these two save three quarters of compiling. The
+# second is gone in jaxlib 0.11, which ends at a flag it does not know.
 SOON = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
 os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count=8 {SOON}"
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")  # torch's bf16 dies on CPUs that lie about AMX
