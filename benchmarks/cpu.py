@@ -142,14 +142,15 @@ def rounds_of(args: argparse.Namespace) -> Callable[[dict[str, Any]], Round]:
 
 def millrace_step(cfg: Any, folder: Path) -> tuple[Step, float]:
     """The step by its number, once the first is taken, and that one's loss. Its weights and rows are kept."""
+    from millrace import allocator
+
+    allocator.one_arena()  # these two as `millrace train` does, the first before JAX starts a thread
+    allocator.keep_freed(1 << 30)
     import jax
 
-    from millrace import allocator
     from millrace.data.stream import Dataset
     from millrace.evaluate import place, vocabulary, with_vocabulary
 
-    allocator.one_arena()  # these two as `millrace train` does
-    allocator.keep_freed(1 << 30)
     dataset = Dataset.open(cfg.data.path, sequence_length=cfg.data.sequence_length)
     cfg = with_vocabulary(cfg, dataset)
     made = steps.ready(cfg, vocabulary(dataset))

@@ -20,8 +20,9 @@ def keep_freed(up_to: int) -> None:
 
 
 def one_arena() -> None:
-    """Threads that start after this share one stock of memory. Others have stocks of their own, of which none
-    holds a block of over 64 MiB: those go back to the system whatever is kept."""
+    """Threads that start after this share one stock of memory. Others have stocks of their own, which later
+    threads take over from those that have ended, and of which none holds a block of over 64 MiB: those go
+    back to the system whatever is kept."""
     _set(ARENAS, 1)
 
 

@@ -23,6 +23,9 @@ def train(args: argparse.Namespace) -> int:
     if args.is_program and not args.once:
         return supervise.Supervisor(cfg.run).watch()
     supervise.tie()
+    from millrace import allocator
+
+    allocator.one_arena()  # before JAX is imported, which starts threads and ends some
     from millrace import hosts, train
 
     with hosts.ending(is_program=args.is_program):

@@ -1,5 +1,6 @@
 """What is compiled for, and what its compiler says against a program before anything depends on it."""
 
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -13,6 +14,14 @@ def device() -> Any:
     """One that is compiled for: the mesh's, which need not be attached here, or else our own."""
     mesh = jax.sharding.get_abstract_mesh()
     return (None if mesh.empty else mesh.abstract_device) or jax.devices()[0]
+
+
+def threads() -> int:
+    """How many threads do the work of one device. Only a CPU's can be told what to do at once."""
+    if device().platform != "cpu":
+        return 1
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(cores // jax.local_device_count(), 1)
 
 
 def complaint(platform: str, function: Callable[..., Any], *arguments: Any) -> str | None:

@@ -179,7 +179,6 @@ def run(cfg: sections.Run, program: Path | None = None) -> int:
     """Trains until the schedule ends, with the step that lies compiled in a folder, if one does. Returns the
     exit code: 0 done, 75 asked to stop, 1 too many bad steps."""
     started = time.perf_counter()
-    allocator.one_arena()
     hosts.join()
     first = jax.process_index() == 0
     with contextlib.ExitStack() as held:

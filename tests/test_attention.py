@@ -18,7 +18,7 @@ from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
 from millrace import mesh
-from millrace.attention import blockwise, splash
+from millrace.attention import blockwise, splash, xla
 from millrace.layers.attention import Mask, attend, choose
 
 AUTO = SimpleNamespace(use="auto")
@@ -173,6 +173,19 @@ def assert_same(found: list[np.ndarray], expected: list[np.ndarray], tolerance: 
 def test_output_and_gradients_are_those_of_the_definition(cfg: Any, case: Case) -> None:
     inputs = Inputs(heads=case.heads)
     assert_same(computed(cfg, inputs, case), definition(inputs, case), 2e-5)
+
+
+@pytest.mark.parametrize("name", ["causal", "packed", "soft cap, packed window"])
+@pytest.mark.parametrize(("threads", "batch"), [(2, 4), (3, 6), (8, 4), (2, 3), (4, 16)])
+def test_rows_by_the_thread_give_the_output_and_gradients_of_the_definition(
+    threads: int, batch: int, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also with as many rows as there are tokens in one, and other documents in each."""
+    monkeypatch.setattr(xla, "threads", lambda: threads)
+    inputs = Inputs(length=16, batch=batch)
+    rows = [jnp.roll(ids, row) for row, ids in enumerate(inputs.segments)]
+    object.__setattr__(inputs, "segments", jnp.stack(rows))
+    assert_same(computed(XLA, inputs, CASES[name]), definition(inputs, CASES[name]), 2e-5)
 
 
 @pytest.mark.thin(5)

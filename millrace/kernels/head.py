@@ -54,7 +54,11 @@ class Products:
         """Those of the hidden states [c d] and of the matrix [v d], by those of the logits."""
         d = d.astype(x.dtype)
         d_x = jnp.einsum("cv,vd->cd", d, self.matrix, preferred_element_type=jnp.float32)
-        return d_x, jnp.einsum("cv,cd->vd", d, x, preferred_element_type=jnp.float32)
+        if device().platform != "cpu":
+            return d_x, jnp.einsum("cv,cd->vd", d, x, preferred_element_type=jnp.float32)
+        # The small one is turned round: XLA's CPU would turn the logits, which takes as long as the product.
+        d_matrix = jnp.einsum("cd,cv->dv", x, d, preferred_element_type=jnp.float32)
+        return d_x, lax.optimization_barrier(d_matrix).T
 
 
 class Short(Products):
