@@ -16,6 +16,7 @@ from jax.experimental import multihost_utils
 
 from millrace import manifest, saved, store
 from millrace.errors import UserError
+from millrace.manifest import Tier
 from millrace.module import named
 from millrace.state import State
 
@@ -104,17 +105,17 @@ class Checkpoints:
         told, self.problems = self.problems, []
         return told
 
-    def save(self, step: int, state: State, meta: dict[str, Any], *, permanent: bool = False) -> bool:
+    def save(self, step: int, state: State, meta: dict[str, Any], *, tier: Tier = "temporary") -> bool:
         """Returns once the weights are copied off the device; writing goes on behind. False if the disk has
         no room for it."""
         items = {"params": dict(named(state.params)), "rest": _rest(state)}
         if state.ema is not None:
             items["ema"] = dict(named(state.ema))
-        return self._save(step, items, meta, permanent)
+        return self._save(step, items, meta, tier)
 
     def save_params(self, params: Any, meta: dict[str, Any]) -> None:
         """Weights alone, at step 0: what an import leaves for training to start from."""
-        if not (self._save(0, {"params": dict(named(params))}, meta, False) and self.settle()):
+        if not (self._save(0, {"params": dict(named(params))}, meta, "temporary") and self.settle()):
             raise UserError("; ".join(self.told()))
 
     def check_room(self, state: Any) -> None:
@@ -190,7 +191,7 @@ class Checkpoints:
         self.settle()
         self.orbax.close()
 
-    def _save(self, step: int, items: dict[str, Any], meta: dict[str, Any], permanent: bool) -> bool:
+    def _save(self, step: int, items: dict[str, Any], meta: dict[str, Any], tier: Tier) -> bool:
         self.settle()  # one at a time: two would hold two copies of the state in this host's memory
         self.whole = self._make_room(step, _need(items))
         if self.whole:
@@ -202,19 +203,19 @@ class Checkpoints:
                 self._failed(step, error)
                 return False
             self.writer = threading.Thread(
-                target=self._finish, args=(step, permanent), name=f"checkpoint-{step}", daemon=True
+                target=self._finish, args=(step, tier), name=f"checkpoint-{step}", daemon=True
             )
             self.writer.start()
         return self.whole
 
-    def _finish(self, step: int, permanent: bool) -> None:
+    def _finish(self, step: int, tier: Tier) -> None:
         """In a thread of its own: waits for Orbax, on all hosts, and makes the step one that counts. Older
         ones go only then."""
         try:
             self.orbax.wait_until_finished()
             if jax.process_index() == 0:
                 self.before()
-                manifest.seal(self.folder / str(step), step=step, permanent=permanent)
+                manifest.seal(self.folder / str(step), step=step, tier=tier)
                 self.sealed = step
                 if self.keep is not None:
                     for old in saved.spare(self.run, self.keep):

@@ -8,17 +8,23 @@ import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Literal, cast, get_args
 
 import google_crc32c
 from etils import epath
 
 from millrace import store
 
+# Permanent ones are never removed, temporary ones when there are enough newer ones, and those from half-way
+# between two saves as soon as a newer one is whole.
+Tier = Literal["permanent", "temporary", "interim"]
+
 NAME = "manifest.txt"
 DRAFT = NAME + ".draft"  # of a seal that was cut off
 HEAD = "millrace manifest 1"
 BLOCK = 1 << 20  # at 5 GB/s: the library holds Python's lock for 0.2 ms, which no loop notices
 THREADS = 4  # a disk serves no more
+FIRST = re.compile(rf"step (\d{{1,18}}) ({'|'.join(get_args(Tier))})")
 LINE = re.compile(r"([0-9a-f]{8}) (\d{1,18}) (.+)")
 
 
@@ -29,7 +35,7 @@ class Damaged(Exception):
 @dataclass(frozen=True)
 class Manifest:
     step: int
-    permanent: bool
+    tier: Tier
     files: dict[str, tuple[int, int]]  # by their path in the step's folder: size and CRC-32C
 
     @property
@@ -37,11 +43,11 @@ class Manifest:
         return sum(size for size, _ in self.files.values())
 
 
-def seal(folder: epath.Path, *, step: int, permanent: bool) -> Manifest:
+def seal(folder: epath.Path, *, step: int, tier: Tier) -> Manifest:
     """Measures a step that is written and lists it, whole or not at all. All of it is on the disk before the
     list is: a machine that loses power may keep the list alone otherwise."""
     there = {name: entry for name, entry in store.entries(folder).items() if name not in (NAME, DRAFT)}
-    made = Manifest(step, permanent, dict(zip(there, _measured(folder, there, sync=True), strict=True)))
+    made = Manifest(step, tier, dict(zip(there, _measured(folder, there, sync=True), strict=True)))
     for path in {folder, *((folder / name).parent for name in there)}:
         _sync(path)
     store.write(folder / NAME, _text(made))
@@ -61,14 +67,14 @@ def read(folder: epath.Path) -> Manifest | None:
         raise Damaged(f"{NAME} is not what was written")
     # What somebody else made may have the right sum and be anything.
     first, *lines = body.decode(errors="replace").splitlines() or [""]
-    named = re.fullmatch(r"step (\d{1,18}) (permanent|temporary)", first)
+    named = FIRST.fullmatch(first)
     matches = [LINE.fullmatch(line) for line in lines]
     if named is None or not all(matches):
         raise Damaged(f"{NAME} is of another version")
     files = {match[3]: (int(match[2]), int(match[1], 16)) for match in matches if match}
     if any(name.startswith("/") or ".." in name.split("/") for name in files):
         raise Damaged(f"{NAME} lists files outside of the folder")
-    return Manifest(int(named[1]), named[2] == "permanent", files)
+    return Manifest(int(named[1]), cast(Tier, named[2]), files)
 
 
 def verify(folder: epath.Path) -> Manifest | None:
@@ -95,7 +101,7 @@ def _head(body: bytes) -> bytes:
 
 
 def _text(made: Manifest) -> bytes:
-    lines = [f"step {made.step} {'permanent' if made.permanent else 'temporary'}"]
+    lines = [f"step {made.step} {made.tier}"]
     lines += [f"{crc:08x} {size} {name}" for name, (size, crc) in made.files.items()]
     body = "".join(f"{line}\n" for line in lines).encode()
     return _head(body) + body

@@ -13,7 +13,8 @@ from etils import epath
 
 from millrace import manifest, store
 from millrace.errors import UserError
-from millrace.manifest import Damaged
+from millrace.manifest import Damaged, Tier
+from millrace.sections import Checkpoint
 
 Say = Callable[[str], None]
 
@@ -35,7 +36,7 @@ class Chosen:
 @dataclass(frozen=True)
 class Step:
     number: int
-    tier: Literal["permanent", "temporary", "unknown"]
+    tier: Tier | Literal["unknown"]
     size: int
     written: float  # seconds since 1970
     problem: str | None  # what is wrong with it, as far as its manifest was looked at
@@ -44,6 +45,16 @@ class Step:
 def folder(run: str) -> epath.Path:
     path = epath.Path(run)
     return (path if store.is_url(run) else path.absolute()) / "checkpoints"
+
+
+def due(checkpoint: Checkpoint, step: int) -> Tier | None:
+    """Which kind of checkpoint is to be saved after a step, if any. A save is written behind the loop, which
+    waits at the next until it is whole. With one half-way, the last whole step is at no time more than
+    `checkpoint.every` back, and the loop goes on while they are written."""
+    if checkpoint.permanent and step % checkpoint.permanent == 0:
+        return "permanent"
+    passed = step % checkpoint.every
+    return "temporary" if passed == 0 else "interim" if passed == checkpoint.every // 2 else None
 
 
 def numbers(run: str) -> list[int]:
@@ -145,23 +156,23 @@ def described(run: str, number: int) -> Step:
     if known is None:
         written = max((entry.written for entry in there.values()), default=0.0)
         return Step(number, "unknown", sum(entry.size for entry in there.values()), written, problem)
-    tier: Literal["permanent", "temporary"] = "permanent" if known.permanent else "temporary"
-    return Step(number, tier, known.size, there[manifest.NAME].written, None)
+    return Step(number, known.tier, known.size, there[manifest.NAME].written, None)
 
 
 def spare(run: str, keep: int, is_whole: Callable[[int], bool] = lambda number: True) -> list[Step]:
-    """What may go: of the temporary steps all but the newest `keep` that are whole, and of those without a
-    manifest the ones that are older than a whole one. What is damaged stays, since it tells what happened."""
+    """What may go: of the steps that are not permanent all but the newest `keep` that are whole, those from
+    half-way and without a manifest as soon as a newer one is whole. What is damaged stays, since it tells
+    what happened."""
     every = [described(run, number) for number in numbers(run)]
     kept, newest, gone = 0, -1, []
     for step in reversed(every):
         if step.problem is not None:
             if step.problem == UNSEALED and step.number < newest:
                 gone.append(step)
-        elif step.tier == "temporary" and kept == keep:
+        elif step.tier != "permanent" and (kept == keep or step.tier == "interim" and step.number < newest):
             gone.append(step)
         elif is_whole(step.number):
-            newest, kept = max(newest, step.number), kept + (step.tier == "temporary")
+            newest, kept = max(newest, step.number), kept + (step.tier != "permanent")
     return gone[::-1]
 
 

@@ -232,18 +232,13 @@ class Memory:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    every: int = 1000  # steps
+    every: int = 1000  # steps, the most that a kill loses (saved.due says how)
     keep: int = 3  # the newest of them; older ones go
     permanent: int = 0  # every so many steps one that is never removed; 0: none
 
     def __post_init__(self) -> None:
         at_least(1, self, "every", "keep")
         at_least(0, self, "permanent")
-
-
-def saves(checkpoint: Checkpoint, step: int) -> bool:
-    """Whether either kind of checkpoint is due at a step."""
-    return any(every and step % every == 0 for every in (checkpoint.every, checkpoint.permanent))
 
 
 @dataclass(frozen=True)

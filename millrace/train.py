@@ -26,6 +26,7 @@ from millrace import (
     module,
     programs,
     rollback,
+    saved,
     sections,
     spikes,
     start,
@@ -41,6 +42,7 @@ from millrace.evaluate import evaluate, given_to, judged_by, place, vocabulary, 
 from millrace.folder import keep_tokenizer
 from millrace.goodput import Idle, Ledger
 from millrace.lock import lock
+from millrace.manifest import Tier
 from millrace.metrics import Late, Meter, peak_flops
 from millrace.mirror import Mirror
 from millrace.objective import Batch, Task, file, flops, make_task
@@ -152,13 +154,14 @@ class Session:
             for line in self.trace.end(number, current):
                 self.out.event(line)
 
-    def save(self, number: int, current: State) -> None:
-        permanent = self.cfg.checkpoint.permanent > 0 and number % self.cfg.checkpoint.permanent == 0
+    def save(self, number: int, current: State, tier: Tier) -> None:
         with self.meter.pause(current.params), self.ledger.during("checkpoint_save"):
             about = meta(self.cfg, self.dataset, number)
-            sent = self.checkpoints.save(number, current, about, permanent=permanent)
+            sent = self.checkpoints.save(number, current, about, tier=tier)
+            if self.cfg.checkpoint.every == 1:  # there is no half-way
+                self.checkpoints.settle()
         tell(self.out, self.checkpoints, self.mirror)
-        if sent:
+        if sent and tier != "interim":
             self.out.event(f"step {number}: checkpoint on its way to {self.cfg.run}/checkpoints")
 
     def settled(self, code: int) -> int:
@@ -340,16 +343,18 @@ def loop(session: Session, current: State, start: int) -> int | rollback.Trouble
             session.watchdog.stepped(number)
             last, stopping = number == session.steps, session.stopper.after(number)
             evaluating = last or (not stopping and cfg.eval.every and number % cfg.eval.every == 0)
-            saving = last or stopping or sections.saves(cfg.checkpoint, number)
+            tier = saved.due(cfg.checkpoint, number)
+            if (last or stopping) and tier != "permanent":
+                tier = "temporary"
             tracing = session.trace.ends(number, stopping=last or stopping)
-            if tracing or evaluating or saving:
+            if tracing or evaluating or tier:
                 session.watchdog.alive()
             if tracing:
                 session.profile(number, current)
-            if evaluating or saving:
+            if evaluating or tier:
                 session.log(late.flush())
-            if saving:  # first: whatever evaluation meets, the work is kept
-                session.save(number, current)
+            if tier:  # first: whatever evaluation meets, the work is kept
+                session.save(number, current, tier)
             if evaluating:
                 session.evaluate(number, current)
             if stopping and not last:

@@ -599,7 +599,7 @@ def test_a_manifest_is_the_same_wherever_the_step_lies(bucket: Store, tmp_path: 
         (tmp_path / "step" / f"{number}" / "f").write_bytes(content)
     url = upload(bucket, tmp_path / "step", "step")
     here, there = (
-        manifest.seal(manifest.epath.Path(at), step=4, permanent=True) for at in (tmp_path / "step", url)
+        manifest.seal(manifest.epath.Path(at), step=4, tier="permanent") for at in (tmp_path / "step", url)
     )
     assert here == there
     assert (tmp_path / "step" / manifest.NAME).read_bytes() == store.read(f"{url}/{manifest.NAME}")

@@ -52,7 +52,9 @@ def test_every_fault_has_a_test():
 @pytest.mark.fault(2)
 def test_a_hundred_kills_change_nothing(tiny, tmp_path, record_property):
     """A third of them come while the run starts: while it imports, compiles or restores."""
-    settings = ("schedule.steps=3000", "checkpoint.every=20", "eval.every=0", "log.every=1")
+    # Such a small model is unsteady at times, and no run of this test is to go back by itself.
+    settings = ["schedule.steps=3000", "checkpoint.every=20", "eval.every=0", "log.every=1"]
+    settings += ["optimizer.spike=0"]
     whole = save_recipe(tiny(f"run={tmp_path}/whole", *settings), tmp_path / "whole.yaml")
     broken = save_recipe(tiny(f"run={tmp_path}/broken", *settings), tmp_path / "broken.yaml")
     code, said = finish(start(whole))
@@ -79,7 +81,7 @@ def test_a_hundred_kills_change_nothing(tiny, tmp_path, record_property):
             lost.append(rows(recipe.load(broken))[-1]["step"] - last)
         committed = last
     assert committed < 3000, "too few steps for as many kills"
-    assert max(lost) <= 2 * 20  # an interval, and what is done while a save is on its way
+    assert max(lost) <= 20
     record_property("seen", f"lost steps: median {np.median(lost):.0f}, most {max(lost)}; saved every 20")
     code, said = finish(start(broken))
     assert code == 0, said

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from millrace import cli, manifest, saved, spikes, train
+from millrace import cli, hosts, manifest, saved, sections, spikes, train
 from millrace.checkpoint import Checkpoints
 from millrace.errors import UserError
 from millrace.state import State
@@ -35,8 +35,8 @@ def about(number: int) -> dict:
 def save(run: Path, *numbers: int, keep: int | None = 9, permanent: int = 0) -> None:
     checkpoints = Checkpoints(str(run), keep=keep)
     for number in numbers:
-        lasting = permanent > 0 and number % permanent == 0
-        assert checkpoints.save(number, state(number), about(number), permanent=lasting)
+        tier = "permanent" if permanent > 0 and number % permanent == 0 else "temporary"
+        assert checkpoints.save(number, state(number), about(number), tier=tier)
     assert checkpoints.settle() and not checkpoints.told()
     checkpoints.close()
 
@@ -112,6 +112,41 @@ def test_old_checkpoints_go_and_permanent_ones_stay(tmp_path):
     assert saved.numbers(str(tmp_path)) == [3, 6, 7, 8]
 
 
+def test_what_was_saved_half_way_goes_when_a_newer_step_is_whole(tmp_path):
+    run, checkpoints = str(tmp_path), Checkpoints(str(tmp_path), keep=2)
+    there = {}
+    for number in range(1, 11):
+        tier = saved.due(sections.Checkpoint(every=4, permanent=10), number)
+        if tier is not None:
+            assert checkpoints.save(number, state(number), about(number), tier=tier) and checkpoints.settle()
+            there[number] = saved.numbers(run)
+    checkpoints.close()
+    assert there == {2: [2], 4: [4], 6: [4, 6], 8: [4, 8], 10: [4, 8, 10]}
+    save(tmp_path, 12, keep=2)
+    assert saved.numbers(run) == [8, 10, 12]
+
+
+@pytest.mark.parametrize("every", [1, 2, 5, 6])
+def test_a_kill_at_any_step_loses_no_more_than_checkpoint_every(tiny, every, monkeypatch):
+    """What lies on the disk after each step of a run, if saves take longer than an interval to be whole."""
+    cfg = tiny(f"checkpoint.every={every}", "schedule.steps=15", "eval.every=0")
+    seal, after, lost = manifest.seal, hosts.Stopper.after, []
+
+    def slow_seal(*args, **kwargs):
+        time.sleep(0.3)
+        return seal(*args, **kwargs)
+
+    def looking_after(self, number):
+        whole = [one for one in saved.numbers(cfg.run) if manifest.read(saved.folder(cfg.run) / str(one))]
+        lost.append(number - max(whole, default=0))
+        return after(self, number)
+
+    monkeypatch.setattr(manifest, "seal", slow_seal)
+    monkeypatch.setattr(hosts.Stopper, "after", looking_after)
+    assert train.run(cfg) == 0
+    assert len(lost) == 15 and max(lost) == every
+
+
 def test_pruning_keeps_whole_steps_and_counts_no_others(tmp_path, capsys):
     run = str(tmp_path)
     save(tmp_path, 1, 2, 3, permanent=1000)
@@ -153,7 +188,7 @@ def test_a_list_that_names_files_elsewhere_is_not_followed(tmp_path):
     folder = saved.folder(str(tmp_path)) / "1"
     known = manifest.read(folder)
     assert known is not None
-    bad = manifest.Manifest(1, False, {"../../secret": (0, 0)})
+    bad = manifest.Manifest(1, "temporary", {"../../secret": (0, 0)})
     (folder / manifest.NAME).write_bytes(manifest._text(bad))
     with pytest.raises(manifest.Damaged, match="outside of the folder"):
         manifest.verify(folder)

@@ -242,7 +242,7 @@ def checkpoints(run: Path) -> Case:
     step = run / "checkpoints" / "5"
     step.mkdir(parents=True)
     (step / "weights").write_bytes(b"weights")
-    manifest.seal(epath.Path(step), step=5, permanent=False)
+    manifest.seal(epath.Path(step), step=5, tier="temporary")
     lines = [{"begin": 0, "pid": 1, "host": "a"}, {"step": 5, "seconds": {"productive": 3.0}}, {"back": 3}]
     lines += [{"exit": 1, "why": "x"}, {"begin": 2, "seconds": {"compilation": 1.0}}, {"step": 9}, {"end": 0}]
     account = run / "goodput.jsonl"
