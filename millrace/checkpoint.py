@@ -71,11 +71,12 @@ class Checkpoints:
 
     def clear_away(self) -> None:
         """Once nothing stands against going on: puts damaged steps aside, and removes what was left
-        half-written."""
+        half-written, or there since it could not be removed any more."""
         if jax.process_index():
             return
         saved.clear_unfinished(self.run)
         self.problems += saved.set_aside(self.run, self.chosen.passed)
+        self._remove_old()
         if not self.chosen.sealed:
             self.problems.append(
                 f"step {self.chosen.step}: {saved.UNSEALED}; it is used since no other is whole"
@@ -123,7 +124,7 @@ class Checkpoints:
         free = saved.free(self.run)
         if free is None:
             return
-        older = sum(step.size for step in saved.spare(self.run, 1)) if self.keep is not None else 0
+        older = sum(step.size for step in saved.spare(self.run, 0)) if self.keep is not None else 0
         need = _need(state)
         if need > free + older:
             gains = f", and {_gb(older)} with older checkpoints removed" if older else ""
@@ -217,11 +218,14 @@ class Checkpoints:
                 self.before()
                 manifest.seal(self.folder / str(step), step=step, tier=tier)
                 self.sealed = step
-                if self.keep is not None:
-                    for old in saved.spare(self.run, self.keep):
-                        saved.remove(self.run, old.number)
+                self._remove_old()
         except Exception as error:  # whatever it is, the loop goes on and tells it
             self._failed(step, error)
+
+    def _remove_old(self) -> None:
+        if self.keep is not None:
+            for old in saved.spare(self.run, self.keep):
+                saved.remove(self.run, old.number)
 
     def _failed(self, step: int, error: Exception) -> None:
         self.whole = False
@@ -237,7 +241,7 @@ class Checkpoints:
         if jax.process_index() == 0 and (free := saved.free(self.run)) is not None and free < need:
             if self.keep is not None:
                 saved.clear_unfinished(self.run)
-                for old in saved.spare(self.run, 1):
+                for old in saved.spare(self.run, 0):
                     saved.remove(self.run, old.number)
                     self.problems.append(f"step {old.number}: checkpoint removed, since the disk is full")
                 self._give_up_aside(need)

@@ -4,7 +4,7 @@ Needs neither JAX nor Orbax."""
 import contextlib
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal
@@ -65,12 +65,13 @@ def numbers(run: str) -> list[int]:
     return [number for number, counts in zip(found, _counting(run, found), strict=True) if counts]
 
 
-def choose(run: str) -> Chosen:
-    """The newest step of which every byte is as it was written; where there is none, the newest without a
-    manifest, of which nothing is known to be wrong. Reads all of it, and moves nothing."""
+def choose(run: str, order: Sequence[int] | None = None) -> Chosen:
+    """The newest step, or the first in an order, of which every byte is as it was written; where there is
+    none, the newest without a manifest, of which nothing is known to be wrong. Reads all of it, and moves
+    nothing."""
     unsealed: list[int] = []
     wrong: dict[int, str] = {}
-    for number in reversed(numbers(run)):
+    for number in numbers(run)[::-1] if order is None else order:
         try:
             if manifest.verify(folder(run) / str(number)) is not None:
                 return Chosen(number, wrong)
@@ -160,19 +161,19 @@ def described(run: str, number: int) -> Step:
 
 
 def spare(run: str, keep: int, is_whole: Callable[[int], bool] = lambda number: True) -> list[Step]:
-    """What may go: of the steps that are not permanent all but the newest `keep` that are whole, those from
-    half-way and without a manifest as soon as a newer one is whole. What is damaged stays, since it tells
-    what happened."""
+    """What may go: of the temporary steps all but the newest `keep` that are whole, and those from half-way
+    or without a manifest that are older than a whole one. The newest whole one always stays. So does what
+    is damaged, since it tells what happened."""
     every = [described(run, number) for number in numbers(run)]
     kept, newest, gone = 0, -1, []
     for step in reversed(every):
         if step.problem is not None:
             if step.problem == UNSEALED and step.number < newest:
                 gone.append(step)
-        elif step.tier != "permanent" and (kept == keep or step.tier == "interim" and step.number < newest):
+        elif newest >= 0 and (step.tier == "interim" or step.tier == "temporary" and kept >= keep):
             gone.append(step)
         elif is_whole(step.number):
-            newest, kept = max(newest, step.number), kept + (step.tier != "permanent")
+            newest, kept = max(newest, step.number), kept + (step.tier == "temporary")
     return gone[::-1]
 
 
@@ -201,9 +202,11 @@ def one(run: str, step: str) -> int:
 
 
 def newest(run: str, say: Say) -> int:
-    """The newest whole step, for those who only read: what is passed over is told and left in its place."""
+    """The newest whole step, for those who only read: what is passed over is told and left in its place. One
+    from half-way, which goes while the run goes on, is taken only where no other is whole."""
     check_run(run)
-    chosen = choose(run)
+    passing = [number for number in numbers(run) if described(run, number).tier == "interim"]
+    chosen = choose(run, sorted(numbers(run), key=lambda number: (number not in passing, number))[::-1])
     for number, said in chosen.passed.items():
         say(f"{folder(run)}/{number} is not used: {said}")
     assert chosen.step is not None
@@ -215,9 +218,14 @@ def listed(run: str, say: Say) -> None:
     check_run(run)
     rows = [("step", "tier", "size", "age", "state")]
     for number in numbers(run):
-        step = described(run, number)
+        try:
+            step, state = described(run, number), _state(run, number)
+        except (FileNotFoundError, KeyError):
+            if number in numbers(run):
+                raise
+            continue  # the run goes on, and has removed it meanwhile
         age = f"{max(time.time() - step.written, 0) / 3600:,.1f} h"
-        rows.append((str(number), step.tier, f"{step.size / 1e9:,.3f} GB", age, _state(run, number)))
+        rows.append((str(number), step.tier, f"{step.size / 1e9:,.3f} GB", age, state))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = [cell.rjust(width) for cell, width in zip(row[:-1], widths, strict=False)]
@@ -272,7 +280,7 @@ def _state(run: str, number: int) -> str:
         known = manifest.verify(folder(run) / str(number))
     except Damaged as damage:
         return f"damaged: {damage}"
-    return f"unverified: {UNSEALED}" if known is None else "whole"
+    return f"unverified: {UNSEALED}, or is not done yet" if known is None else "whole"
 
 
 def _counting(run: str, found: list[int]) -> list[bool]:

@@ -232,7 +232,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    every: int = 1000  # steps, the most that a kill loses (saved.due says how)
+    every: int = 1000  # steps, the most that a kill loses (docs/decisions/0007)
     keep: int = 3  # the newest of them; older ones go
     permanent: int = 0  # every so many steps one that is never removed; 0: none
 

@@ -188,6 +188,14 @@ def test_rows_by_the_thread_give_the_output_and_gradients_of_the_definition(
     assert_same(computed(XLA, inputs, CASES[name]), definition(inputs, CASES[name]), 2e-5)
 
 
+@pytest.mark.parametrize("devices", [1, 64])
+def test_the_threads_of_a_device_are_its_share_of_the_cores(devices: int) -> None:
+    flags = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", "from millrace.probe import threads; print(threads())"]
+    done = subprocess.run(command, env=os.environ | flags, capture_output=True, text=True, check=True)
+    assert int(done.stdout) == max(len(os.sched_getaffinity(0)) // devices, 1)
+
+
 @pytest.mark.thin(5)
 @pytest.mark.parametrize("name", ["causal", "bidirectional", "bidirectional window", "packed"])
 @pytest.mark.parametrize(

@@ -115,15 +115,34 @@ def test_old_checkpoints_go_and_permanent_ones_stay(tmp_path):
 def test_what_was_saved_half_way_goes_when_a_newer_step_is_whole(tmp_path):
     run, checkpoints = str(tmp_path), Checkpoints(str(tmp_path), keep=2)
     there = {}
-    for number in range(1, 11):
+    for number in range(1, 15):
         tier = saved.due(sections.Checkpoint(every=4, permanent=10), number)
         if tier is not None:
             assert checkpoints.save(number, state(number), about(number), tier=tier) and checkpoints.settle()
             there[number] = saved.numbers(run)
     checkpoints.close()
+    assert there.pop(14) == [8, 10, 12, 14] and there.pop(12) == [8, 10, 12]
     assert there == {2: [2], 4: [4], 6: [4, 6], 8: [4, 8], 10: [4, 8, 10]}
-    save(tmp_path, 12, keep=2)
-    assert saved.numbers(run) == [8, 10, 12]
+    # Who only reads takes one that stays, and one from half-way where no other is whole.
+    assert saved.choose(run).step == 14 and Checkpoints(run).latest() == 12
+    for number in (8, 10, 12):
+        damage(tmp_path / "checkpoints" / str(number) / "meta" / "metadata", np.random.default_rng(1))
+    assert Checkpoints(run).latest() == 14
+
+
+def test_what_a_kill_kept_from_being_removed_goes_when_the_run_goes_on(tmp_path):
+    run, checkpoints = str(tmp_path), Checkpoints(str(tmp_path))
+    for number in (4, 8, 10, 12, 14):
+        tier = saved.due(sections.Checkpoint(every=4), number)
+        assert checkpoints.save(number, state(number), about(number), tier=tier)
+    checkpoints.close()
+    assert [step.number for step in saved.spare(run, 2)] == [4, 10]
+    assert [step.number for step in saved.spare(run, 0)] == [4, 8, 10, 12]
+    again = Checkpoints(run, keep=2)
+    assert again.resume() == 14
+    again.clear_away()
+    again.close()
+    assert saved.numbers(run) == [8, 12, 14]
 
 
 @pytest.mark.parametrize("every", [1, 2, 5, 6])

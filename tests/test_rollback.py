@@ -199,7 +199,7 @@ def test_a_run_that_cannot_get_past_bad_data_stops_and_can_be_tried_again(small,
     said = capfd.readouterr().out
     assert "step 30: 2 of the updates from step 29 to 30 were left out; back to step 25" in said
     assert "error: stopped at step 30" in said and "002-step-30.txt names their documents" in said
-    assert Checkpoints(bad.run).latest() == 25
+    assert Checkpoints(bad.run).resume() == 25
     again = dataclasses.replace(bad, optimizer=dataclasses.replace(bad.optimizer, spike=0.0))
     assert train.run(again) == 0
     assert "update left out" not in capfd.readouterr().out

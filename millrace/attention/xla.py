@@ -48,7 +48,7 @@ def attend(
     queries = q.reshape(b, s, kv, n // kv, h).transpose(0, 2, 3, 1, 4).reshape(b, kv, -1, h)
     keys, values = k.swapaxes(1, 2), v.swapaxes(1, 2)
     # XLA's CPU gives a product of many small ones to one thread, but does several such products at once: two
-    # threads take 4 % less time for a step of the demo recipe if its rows are two products (2026-11).
+    # threads take 3 % less time for a step of the demo recipe if its rows are two products (Zen 4, 2026-11).
     parts = math.gcd(b, min(threads(), PARTS))
     shares = [jnp.split(x, parts) for x in (queries, keys, values)]
     shares.append(jnp.split(seen, parts) if seen.ndim == 5 else [seen] * parts)

@@ -68,12 +68,13 @@ def has_gpu() -> bool:
 
 
 def room(cfg: sections.Run | None, checkpoint: int | None) -> list[Line]:
-    """For a checkpoint beside the newest one, as a run asks for, and for as many as are kept."""
+    """For a checkpoint beside the newest one, as a run asks for, and for as many as are kept, one from
+    half-way and one that is being written."""
     if cfg is None:
         return []
     if checkpoint is None:
         return [Line("warn", "disk", "how much a checkpoint takes is not known until the data is there")]
-    kept, told = checkpoint * (cfg.checkpoint.keep + 1), f"a checkpoint takes {size(checkpoint)}"
+    kept, told = checkpoint * (cfg.checkpoint.keep + 2), f"a checkpoint takes {size(checkpoint)}"
     if store.is_url(cfg.run):
         return [Line("ok", "disk", f"{told}, {size(kept)} with the {cfg.checkpoint.keep} that are kept")]
     free = shutil.disk_usage(here.existing(Path(cfg.run))).free
