@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from millrace import config, module
-from millrace.execution import REMAT, Execution
+from millrace.execution import REMAT, Execution, own_products
 from millrace.export.tensors import table_of
 from millrace.objective import file
 
@@ -86,7 +86,9 @@ def test_decoding_from_a_cache_gives_what_the_whole_text_does(case):
         hidden, cache = step(case.params, case.tokens[:, first : first + 8], cache)
         parts.append(hidden)
     wanted = case.hidden(case.tokens)
-    np.testing.assert_allclose(np.concatenate(parts, 1), wanted, atol=1e-4 * np.abs(wanted).max())
+    # To 8 bits, which may tip either way: 2e-7 more of the embedding moves BitNet's states by 1e-2.
+    rounding = 1e-4 if own_products(case.cfg) == "compute" else 3e-2
+    np.testing.assert_allclose(np.concatenate(parts, 1), wanted, atol=rounding * np.abs(wanted).max())
 
 
 @pytest.mark.thin(5)

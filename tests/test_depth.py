@@ -94,7 +94,7 @@ def written_out(case: Case, params: Any, rounds: int, learnt: int = 100) -> Any:
 def test_rounds_are_the_layers_written_out(case, rounds):
     wanted = jax.jit(lambda params: written_out(case, params, rounds))(case.params)
     found = case.hidden(case.tokens, Rounds(rounds))
-    rounding = 2e-5 if own_products(case.cfg) == "compute" else 1e-2  # to 8 bits, which may tip either way
+    rounding = 2e-5 if own_products(case.cfg) == "compute" else 3e-2  # to 8 bits, which may tip either way
     np.testing.assert_allclose(found, wanted, atol=rounding * np.abs(wanted).max())
     if rounds == case.cfg.recurrence:  # as many as the model says, unless it is told otherwise
         np.testing.assert_array_equal(found, case.hidden(case.tokens))
@@ -134,7 +134,8 @@ def test_decoding_from_a_cache_gives_what_the_whole_text_does(case):
     if not case.cfg.causal:
         pytest.skip("an encoder continues nothing")
     wanted = case.hidden(case.tokens)
-    np.testing.assert_allclose(decoded(case, HOW), wanted, atol=1e-4 * np.abs(wanted).max())
+    rounding = 1e-4 if own_products(case.cfg) == "compute" else 3e-2
+    np.testing.assert_allclose(decoded(case, HOW), wanted, atol=rounding * np.abs(wanted).max())
 
 
 def test_rounds_end_where_they_change_little():
