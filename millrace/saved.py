@@ -205,8 +205,8 @@ def newest(run: str, say: Say) -> int:
     """The newest whole step, for those who only read: what is passed over is told and left in its place. One
     from half-way, which goes while the run goes on, is taken only where no other is whole."""
     check_run(run)
-    passing = [number for number in numbers(run) if described(run, number).tier == "interim"]
-    chosen = choose(run, sorted(numbers(run), key=lambda number: (number not in passing, number))[::-1])
+    stays_longest = lambda number: (not _passes(run, number), number)
+    chosen = choose(run, sorted(numbers(run), key=stays_longest, reverse=True))
     for number, said in chosen.passed.items():
         say(f"{folder(run)}/{number} is not used: {said}")
     assert chosen.step is not None
@@ -273,6 +273,15 @@ def free(run: str) -> int | None:
     while not path.exists():
         path = path.parent
     return shutil.disk_usage(path).free
+
+
+def _passes(run: str, number: int) -> bool:
+    """Whether a step is from half-way."""
+    try:
+        known = manifest.read(folder(run) / str(number))
+    except Damaged:
+        return False
+    return known is not None and known.tier == "interim"
 
 
 def _state(run: str, number: int) -> str:
