@@ -4,7 +4,7 @@ Needs neither JAX nor Orbax."""
 import contextlib
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal
@@ -217,15 +217,9 @@ def listed(run: str, say: Say) -> None:
     """A table. Says `whole` only of what it has read."""
     check_run(run)
     rows = [("step", "tier", "size", "age", "state")]
-    for number in numbers(run):
-        try:
-            step, state = described(run, number), _state(run, number)
-        except (FileNotFoundError, KeyError):
-            if number in numbers(run):
-                raise
-            continue  # the run goes on, and has removed it meanwhile
+    for step, state in _looked_at(run, numbers(run)):
         age = f"{max(time.time() - step.written, 0) / 3600:,.1f} h"
-        rows.append((str(number), step.tier, f"{step.size / 1e9:,.3f} GB", age, state))
+        rows.append((str(step.number), step.tier, f"{step.size / 1e9:,.3f} GB", age, state))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = [cell.rjust(width) for cell, width in zip(row[:-1], widths, strict=False)]
@@ -238,7 +232,8 @@ def listed(run: str, say: Say) -> None:
 def verified(run: str, step: str | None, say: Say) -> bool:
     """Whether all that were asked for are whole; says it of each."""
     check_run(run)
-    states = {number: _state(run, number) for number in ([one(run, step)] if step else numbers(run))}
+    asked = [one(run, step)] if step else numbers(run)
+    states = {found.number: state for found, state in _looked_at(run, asked)}
     for number, state in states.items():
         say(f"step {number}: {state}")
     return all(state == "whole" for state in states.values())
@@ -273,6 +268,19 @@ def free(run: str) -> int | None:
     while not path.exists():
         path = path.parent
     return shutil.disk_usage(path).free
+
+
+def _looked_at(run: str, asked: Sequence[int]) -> Iterator[tuple[Step, str]]:
+    """Steps and how they are, less those that go meanwhile, since their run goes on."""
+    for number in asked:
+        try:
+            found = described(run, number), _state(run, number)
+        except (FileNotFoundError, KeyError):
+            if number in numbers(run):
+                raise
+        else:
+            if found[1] == "whole" or number in numbers(run):
+                yield found
 
 
 def _passes(run: str, number: int) -> bool:

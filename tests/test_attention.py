@@ -18,7 +18,7 @@ from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
 from millrace import mesh
-from millrace.attention import blockwise, splash, xla
+from millrace.attention import xla
 from millrace.layers.attention import Mask, attend, choose
 
 AUTO = SimpleNamespace(use="auto")
@@ -186,14 +186,6 @@ def test_rows_by_the_thread_give_the_output_and_gradients_of_the_definition(
     rows = [jnp.roll(ids, row) for row, ids in enumerate(inputs.segments)]
     object.__setattr__(inputs, "segments", jnp.stack(rows))
     assert_same(computed(XLA, inputs, CASES[name]), definition(inputs, CASES[name]), 2e-5)
-
-
-@pytest.mark.parametrize("devices", [1, 64])
-def test_the_threads_of_a_device_are_its_share_of_the_cores(devices: int) -> None:
-    flags = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}", "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-c", "from millrace.probe import threads; print(threads())"]
-    done = subprocess.run(command, env=os.environ | flags, capture_output=True, text=True, check=True)
-    assert int(done.stdout) == max(len(os.sched_getaffinity(0)) // devices, 1)
 
 
 @pytest.mark.thin(5)
@@ -381,47 +373,6 @@ def test_splash_gives_the_whole_from_four_parts(name: str) -> None:
     inputs, case = Inputs(batch=1, length=1024), CASES[name]
     with jax.set_mesh(mesh.make(dict(data=1, fsdp=1, tensor=1, context=4), jax.devices()[:4])):
         assert_same(computed(SPLASH, inputs, case), definition(inputs, case), 2e-5)
-
-
-@pytest.mark.parametrize("devices", [2, 4, 8])
-def test_the_order_of_a_mesh_gives_every_device_as_many_tiles(devices: int) -> None:
-    """In the order of the text the last device has nearly twice its share, and the others wait for it."""
-    tiles = 4 * devices  # in a row of the sequence, causal
-    length, mask, offsets = 128 * tiles, Mask(), np.arange(2 * devices) * 2 * 128
-
-    def blockwise_tiles(offset: int) -> int:
-        spans = [
-            blockwise._span(first, first + 127, *mask.reach, size=128, count=tiles)
-            for first in (offset, offset + 128)
-        ]
-        return sum(int(high - low) for low, high in spans)
-
-    def splash_tiles(offset: int) -> int:
-        shards = 2 * devices
-        whole = splash._mask(mask, 256, length)
-        kernel = splash._kernel(SPLASH, whole, shards, 64, soft_cap=None, interpret=True)
-        info = splash._shard(kernel, shards, jnp.int32(offset // 256)).fwd_mask_info
-        return int((info.block_mask > 0).sum())
-
-    with jax.set_mesh(mesh.make(dict(data=1, fsdp=8 // devices, tensor=1, context=devices))):
-        order = mesh.chunks(length)
-    every = tiles * (tiles + 1) // 2
-    for count in (blockwise_tiles, splash_tiles):
-        of_chunk = np.array([count(int(offset)) for offset in offsets])
-        assert of_chunk.sum() == every
-        np.testing.assert_array_equal(of_chunk.reshape(devices, 2).sum(1), 10 + 16 * np.arange(devices))
-        np.testing.assert_array_equal(of_chunk[list(order)].reshape(devices, 2).sum(1), every // devices)
-
-
-def test_what_a_mesh_orders_it_restores() -> None:
-    x = jnp.broadcast_to(jnp.arange(32), (2, 32))
-    with jax.set_mesh(mesh.make(dict(data=1, fsdp=2, tensor=1, context=4))):
-        there = jax.jit(mesh.balance)(x)
-        np.testing.assert_array_equal(jax.jit(mesh.restore)(there), x)
-        assert mesh.chunks(32) == (0, 7, 1, 6, 2, 5, 3, 4)
-        assert mesh.chunks(36) == (0,)  # no two equal parts for each of four: as it is
-    held = {shard.index[1].start: shard.data[0].tolist() for shard in there.addressable_shards}
-    assert held[8] == [4, 5, 6, 7, 24, 25, 26, 27]
 
 
 @pytest.mark.parametrize("mask", [Mask(), Mask(window=24)])

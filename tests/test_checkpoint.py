@@ -145,6 +145,24 @@ def test_what_a_kill_kept_from_being_removed_goes_when_the_run_goes_on(tmp_path)
     assert saved.numbers(run) == [8, 12, 14]
 
 
+@pytest.mark.parametrize("reads", [False, True], ids=["before it is read", "while it is read"])
+def test_a_step_that_goes_while_it_is_looked_at_is_left_out(tmp_path, reads, monkeypatch, capsys):
+    run, verify = str(tmp_path), manifest.verify
+    save(tmp_path, 1, 2, 3)
+
+    def late(path):
+        if path.name == "2":
+            saved.remove(run, 2)  # as the trainer does
+            if reads:
+                raise FileNotFoundError(path / "_METADATA")
+        return verify(path)
+
+    monkeypatch.setattr(manifest, "verify", late)
+    assert cli.main(["checkpoint", "ls", run]) == 0
+    rows = capsys.readouterr().out.splitlines()
+    assert [row.split()[0] for row in rows] == ["step", "1", "3"]
+
+
 @pytest.mark.parametrize("every", [1, 2, 5, 6])
 def test_a_kill_at_any_step_loses_no_more_than_checkpoint_every(tiny, every, monkeypatch):
     """What lies on the disk after each step of a run, if saves take longer than an interval to be whole."""
