@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -35,3 +36,18 @@ def test_freed_memory_of_a_thread_stays_for_the_next_block() -> None:
         done = subprocess.run([sys.executable, "-c", FAULTS, how], capture_output=True, text=True, check=True)
         faults[how] = int(done.stdout)
     assert faults["kept"] < faults["plain"] / 10
+
+
+SOON = """
+import sys
+from millrace import allocator, cli
+
+allocator.one_arena = lambda: sys.exit("late" if "jax" in sys.modules else "in time")
+cli.main(["train", sys.argv[1], "--once"])
+"""
+
+
+def test_training_asks_for_one_stock_before_jax_starts_threads() -> None:
+    recipe = Path(__file__).parent.parent / "recipes" / "demo.yaml"
+    done = subprocess.run([sys.executable, "-c", SOON, str(recipe)], capture_output=True, text=True)
+    assert done.stderr == "in time\n"
