@@ -64,16 +64,6 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         terminalreporter.write_line(f"| {number} | {what} | {expected} | {came}{notes} |")
 
 
-@pytest.fixture(scope="session", autouse=True)
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """What one test has compiled, the next need not. Processes that tests start compile for themselves: who
-    is killed as he writes would leave half a file here."""
-    import jax
-
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("compiled")))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
-
-
 @pytest.fixture
 def libtpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The compiler of TPUs, for a test and the processes it starts: `make test-all` puts it into a folder of
