@@ -7,14 +7,13 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from tests import soon
+
 # Tests close terminals and press Ctrl-C, also where they run in the background or under nohup.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ["JAX_PLATFORMS"] = "cpu"
-# Code that runs once need not be good, only soon there: these two save three quarters of compiling. The
-# second is gone in jaxlib 0.11, which ends at a flag it does not know.
-SOON = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
-os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count=8 {SOON}"
+os.environ["XLA_FLAGS"] = soon.flags(8)
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")  # torch's bf16 dies on CPUs that lie about AMX
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
@@ -27,6 +26,12 @@ from tests.faults import FAULTS
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="run the tests marked slow as well")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than there are cores, since many tests wait for processes."""
+    return (os.cpu_count() or 1) + 1
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -14,6 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from tests import soon
 from tests.fake_machine import SCRIPTS, end_processes, free_port
 
 ZONES = ("us-central2-b", "us-east1-d", "us-west4-a", "europe-west4-b")
@@ -138,7 +139,7 @@ class Google:
             home = self.root / "machines" / address / "home" / "user"
             (home / ".local").mkdir(parents=True)
             (home / ".local" / "bin").symlink_to(self.root / "bin")
-            env = ["XLA_FLAGS=--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"]
+            env = [f"XLA_FLAGS={soon.flags(2)}"]
             env += [f"GCE_METADATA_HOST={self.url[7:]}/vm/{name}", "MILLRACE_HEARTBEAT=10"]
             if count > 1:
                 env += [f"MILLRACE_COORDINATOR=127.0.0.1:{port}", f"MILLRACE_PROCESSES={count}"]

@@ -83,6 +83,7 @@ def base_of(run):
     return dataclasses.replace(run, cfg=bare, params=adapters.without(run.params))
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(
     "name, keys",
     [

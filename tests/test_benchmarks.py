@@ -79,6 +79,7 @@ def test_cpu_time_of_ended_and_running_processes_is_counted() -> None:
     assert running >= 0.25 and cost.cpu >= 0.25
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("name, attention", [("eurobert-210m", steps.UNMASKED), ("modernbert-base", "sdpa")])
 def test_the_peers_first_masked_step_has_the_loss_of_ours(tmp_path: Path, name: str, attention: str) -> None:
     small = [*SMALL[1:3], *SMALL[4:], "model.layers=2"] if name == "modernbert-base" else SMALL
@@ -106,6 +107,7 @@ def test_the_peer_masks_by_itself_where_ours_failed() -> None:
     assert torch.equal(torch.where(chosen, batch["labels"], batch["input_ids"]), tokens)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("isolate", ["true", "false"])
 def test_the_peers_first_step_on_packed_rows_has_the_loss_of_ours(isolate, tiny, tmp_path: Path) -> None:
     cfg = tiny(f"data.isolate={isolate}", "model.rope_theta=500.0")

@@ -269,6 +269,7 @@ def after_the_first_life(monkeypatch, act) -> None:
     monkeypatch.setattr(Launcher, "ended", acted)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("there", ["DELETING", "nothing", "another"])
 @pytest.mark.parametrize("keep", [[], ["--keep"]], ids=str)
 def test_a_slice_that_is_deleted_between_two_lives_is_not_rented_again(

@@ -204,6 +204,7 @@ def test_a_slice_that_was_made_to_stay_does_so_without_another_word(here, capsys
     assert "job is kept and costs $7.36 an hour" in said and len(here.google.queued) == 1
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("zones", [[], ["--zone", "us-west4-a", "--wait", "0.001"]])
 @pytest.mark.parametrize("zone", ["us-east1-d", "us-central2-b"])
 def test_a_slice_that_is_being_repaired_is_waited_for_and_not_deleted(here, capsys, zone, zones):

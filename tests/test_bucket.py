@@ -27,6 +27,7 @@ from millrace.checkpoint import Checkpoints
 from millrace.errors import Unreachable, UserError
 from millrace.evaluate import evaluate_run
 from millrace.folder import open_run
+from tests import soon
 
 BUSY = [dict(status=503), dict(status=429), dict(how="drop"), dict(how="cut"), dict(how="lost")]
 
@@ -497,10 +498,9 @@ def test_a_process_killed_in_a_busy_bucket_goes_on_to_the_same_weights(
         (tmp_path / f"{name}.yaml").write_text(config.to_yaml(cfg))
 
     def start(name: str) -> subprocess.Popen[str]:
-        flags = "--xla_force_host_platform_device_count=1 --xla_backend_optimization_level=0"
         return subprocess.Popen(
             [sys.executable, "-m", "millrace", "train", str(tmp_path / f"{name}.yaml")],
-            env=os.environ | {"XLA_FLAGS": flags},
+            env=os.environ | {"XLA_FLAGS": soon.flags(1)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -554,10 +554,9 @@ def read_only(folder: Path, *commands: list[str]) -> subprocess.CompletedProcess
         READ_ONLY.format(folder=folder),
         *("'" + "' '".join(command) + "' || exit $?" for command in commands),
     ]
-    flags = "--xla_force_host_platform_device_count=1 --xla_backend_optimization_level=0"
     done = subprocess.run(
         ["unshare", "-rm", "sh", "-c", "\n".join(lines)],
-        env=os.environ | {"XLA_FLAGS": flags},
+        env=os.environ | {"XLA_FLAGS": soon.flags(1)},
         capture_output=True,
         text=True,
     )

@@ -165,6 +165,7 @@ def fill(path: Path, size: int) -> None:
             pass
 
 
+@pytest.mark.slow
 @pytest.mark.fault(22)
 def test_a_clock_that_jumps_harms_nothing(tiny, tmp_path):
     path = save_recipe(tiny(), tmp_path / "clock.yaml")
@@ -191,7 +192,7 @@ def test_a_port_that_is_taken_is_told(tiny, tmp_path):
     assert address in done.stderr and "Traceback" not in done.stderr
 
 
-@pytest.mark.thin(2)
+@pytest.mark.thin(4)
 @pytest.mark.fault(27)
 @pytest.mark.parametrize("moment", [0.2, 1.5, 3.0, 4.5])
 def test_a_run_stopped_before_its_first_step_begins_again(tiny, tmp_path, moment):
@@ -209,6 +210,7 @@ def test_a_run_stopped_before_its_first_step_begins_again(tiny, tmp_path, moment
     assert Checkpoints(tiny().run).latest() == 12
 
 
+@pytest.mark.slow
 @pytest.mark.fault(28)
 def test_a_damaged_compilation_cache_is_compiled_again(tiny, tmp_path, monkeypatch):
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "compiled"))

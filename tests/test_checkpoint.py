@@ -163,6 +163,7 @@ def test_a_step_that_goes_while_it_is_looked_at_is_left_out(tmp_path, reads, mon
     assert [row.split()[0] for row in rows] == ["step", "1", "3"]
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("every", [1, 2, 5, 6])
 def test_a_kill_at_any_step_loses_no_more_than_checkpoint_every(tiny, every, monkeypatch):
     """What lies on the disk after each step of a run, if saves take longer than an interval to be whole."""

@@ -258,6 +258,7 @@ def test_a_decoder_that_tells_labels_is_refused_where_text_is_to_be_continued(tm
     assert not (tmp_path / "x.gguf").exists()
 
 
+@pytest.mark.slow
 def test_an_encoder_that_tells_labels_is_quantised_and_evaluated(tmp_path: Path, sorted_texts: Path) -> None:
     """DeBERTa has no head for tokens then, and its matrices have biases beside them."""
     model = dict(use="deberta", layers=2, embed=32, heads=4, mlp=64, buckets=8, reach=24)

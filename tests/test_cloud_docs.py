@@ -11,6 +11,7 @@ import urllib.request
 
 import pytest
 
+from tests import soon
 from tests.test_launch import ROOT, Story
 
 # A disk is a folder of the machine that it is mounted on.
@@ -71,7 +72,7 @@ def story(tmp_path):
 def test_every_command_of_the_page_prints_what_stands_there(story):
     env = os.environ | story.google.env() | {"PYTHONPATH": str(ROOT), "HOME": str(story.root / "person")}
     env |= {"PATH": f"{story.root}/bin:{os.environ['PATH']}"}
-    env["XLA_FLAGS"] = "--xla_force_host_platform_device_count=1 --xla_backend_optimization_level=0"
+    env["XLA_FLAGS"] = soon.flags(1)
     done, wrong = 0, []
     for command, expected in examples():
         process = subprocess.Popen(

@@ -170,6 +170,7 @@ def test_no_row_has_more_spans_than_were_reckoned_with(monkeypatch):
     assert fewer.sum(1).max() == 60
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("kind", [dict(rate=0.3), BERT | dict(rate=0.15)], ids=["tokens", "spans"])
 def test_the_head_sees_only_what_is_to_be_told_and_the_loss_is_the_same(tiny, kind, monkeypatch):
     """The other way: every position goes through the head, and those without weight count for nothing."""

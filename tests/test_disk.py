@@ -52,6 +52,7 @@ def silent(line: str) -> None:
     pass
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("settings", [[], ["shuffle.epochs=2"], ["shuffle.rounds=2"]])
 def test_packed_rows_go_when_they_are_scattered_for_the_last_time(
     load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: list[str]

@@ -51,6 +51,7 @@ def test_attention_is_run_again_unless_what_it_gives_is_kept(attention: str, ope
     assert counts["none"] == counts["attention"] < counts["dots"] == counts["full"]
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 7])
 @pytest.mark.parametrize("unroll", [1, 6])
 def test_layers_taken_in_turn_are_those_of_a_plain_loop(count: int, unroll: int) -> None:

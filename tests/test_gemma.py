@@ -69,7 +69,8 @@ GEMMA = ("model=null", "model.layers=3", "model.embed=32", "model.heads=4", "mod
 GEMMA += ("model.mlp=64", "model.head_dim=8", "model.window=8", "model.global_every=2")
 
 
-@pytest.mark.parametrize("sizes", [pytest.param((1, 4, 2, 1), marks=pytest.mark.slow), (1, 2, 2, 2)], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(1, 4, 2, 1), (1, 2, 2, 2)], ids=str)
 def test_the_mesh_does_not_change_the_loss(tiny, sizes, capfd):
     cfg = tiny(*GEMMA, "model.use=gemma2", "loss.soft_cap=3.0")
     losses = [row["loss"] for row in Bench(cfg, dict(zip(mesh.AXES, sizes, strict=False))).run(2)[1]]

@@ -19,6 +19,7 @@ from millrace.folder import open_run
 from millrace.lock import lock
 from millrace.module import named
 from millrace.stragglers import Own, Pace
+from tests import soon
 
 # Trains, and writes down which rows of each batch this host has read.
 COUNTED = """
@@ -75,8 +76,7 @@ def start(path: Path, *more: str, count: int = 2, devices: int = 4, script: str 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
-    env = os.environ | {"XLA_FLAGS": flags, "MILLRACE_HEARTBEAT": "10"}
+    env = os.environ | {"XLA_FLAGS": soon.flags(devices), "MILLRACE_HEARTBEAT": "10"}
     processes = []
     for host in range(count):
         if count > 1:

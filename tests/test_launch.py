@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import fakegcs
+from tests import fakegcs, soon
 from tests.fake_google import Google
 
 pytest.importorskip("google.cloud.tpu_v2", reason="needs google-cloud-tpu: pip install -e '.[cloud]'")
@@ -378,7 +378,7 @@ def test_secrets_reach_the_trainer_and_nothing_else(story):
 def test_a_login_that_runs_out_is_waited_for_and_what_cannot_be_deleted_is_told(story):
     story.before = LOGIN
     story.trainer("wait")
-    process = story.launch(MILLRACE_POLL="0.05")
+    process = story.launch(MILLRACE_POLL="0.05", MILLRACE_PATIENCE="5")
     story.until(story.training)
     out = story.root / "logged-out"
     out.touch()
@@ -532,7 +532,8 @@ def losses(text: str) -> dict[int, float]:
     return {row["step"]: row["loss"] for row in rows if "loss" in row}
 
 
-@pytest.mark.parametrize("place", ["bucket", pytest.param("folder", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["bucket", "folder"])
 def test_the_whole_story_ends_with_the_losses_of_a_run_that_nobody_disturbed(story, tiny, packed, place):
     """Queue, training, a hard preemption, another slice, SIGTERM, and on to the end; beside it the same
     recipe on a pod of this machine."""
@@ -576,8 +577,7 @@ def whole_story(story: Story, recipe: str, whole: str, read, env: dict[str, str]
     assert story.nothing_left() and len(story.created()) == 2
     assert "was taken away" in said and "the trainer ended and can go on (w0: 75, w1: 75)" in said
     argv = ["run", "--platform", "local", "--slice", "v4-16", "recipe.yaml", f"run={whole}"]
-    flags = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
-    code, said = end(story.start(*argv, **env, XLA_FLAGS=flags))
+    code, said = end(story.start(*argv, **env, XLA_FLAGS=soon.flags(2)))
     assert code == 0, said
     assert "[w0] " in said and not list((story.root / "launcher" / "local").iterdir())
     assert losses(read("broken")) == losses(read("whole")) and max(losses(read("whole"))) == 50

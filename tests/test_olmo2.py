@@ -50,6 +50,7 @@ OLMO2 = ("model=null", "model.use=olmo2", "model.layers=2", "model.embed=32", "m
 OLMO2 += ("model.kv_heads=2", "model.mlp=64")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(1, 2, 2, 2)], ids=str)
 def test_the_mesh_does_not_change_the_loss(tiny, sizes, capfd):
     cfg = tiny(*OLMO2)

@@ -12,6 +12,7 @@ import pytest
 from test_step import Bench
 
 from millrace import build, config, programs, step
+from tests import soon
 
 
 @pytest.fixture
@@ -31,7 +32,7 @@ def start(kept: Path, run: str, *words: str) -> tuple[str, list[float]]:
     """What `millrace train` says, and the losses."""
     command = [sys.executable, "-m", "millrace", "train", str(kept.parent / "train.yaml")]
     command += [f"run={kept.parent}/{run}", "schedule.steps=12", *words]
-    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+    flags = {"XLA_FLAGS": soon.flags(8), "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(command, env=os.environ | flags, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = (kept.parent / run / "metrics.jsonl").read_text().splitlines()

@@ -379,6 +379,7 @@ def test_a_quantised_folder_is_not_trained_in(trained, tmp_path):
         train.run(recipe.load_run(tmp_path / "out"))
 
 
+@pytest.mark.slow
 def test_codebooks_of_all_layers_learn_together_and_go_on_where_they_were_stopped(
     trained, tmp_path, monkeypatch
 ):

@@ -121,6 +121,7 @@ def test_low_rank_training_moves_the_thin_matrices_and_the_scales_alone(plain, t
     assert count == 2 * sum(rank * (one.inputs + one.outputs) + one.outputs for one in matrices)
 
 
+@pytest.mark.slow
 def test_a_run_with_frozen_weights_goes_on_where_it_stopped(plain, tmp_path):
     kind = (*LOW, "schedule.steps=6", "checkpoint.every=3")
     once = more(plain, tmp_path, "once", *kind)

@@ -313,6 +313,7 @@ def test_prompts_are_cut_into_few_sizes():
         assert all(len(piece) in {1, 2, 4, 8, 16, 32, 64, 128, 256} for piece in pieces)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize(
     "model",
     [

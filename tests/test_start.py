@@ -197,6 +197,7 @@ def test_take_without_a_start_is_refused(tiny):
         tiny("take=embedding")
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("kind", [{"lora_rank": 4, "lora_bits": 4}, {"bits": 4, "bits_rank": 4}], ids=str)
 def test_a_frozen_model_is_begun_without_all_of_its_weights_at_once(run, tiny, tmp_path, monkeypatch, kind):
     path, old, _ = run

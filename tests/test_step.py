@@ -131,6 +131,7 @@ def test_the_mesh_does_not_change_the_loss_of_a_decoder(tiny, alone, sizes):
     check_mesh(tiny, alone, "llama", dict(zip(mesh.AXES, sizes, strict=False)))
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("sizes", [(2, 2, 1, 2), (1, 1, 4, 2)], ids=str)
 def test_the_mesh_does_not_change_the_loss_of_an_encoder(tiny, alone, sizes):
     check_mesh(tiny, alone, "eurobert", dict(zip(mesh.AXES, sizes, strict=False)))

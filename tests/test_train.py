@@ -24,6 +24,7 @@ from millrace.evaluate import evaluate_run
 from millrace.execution import Execution
 from millrace.folder import open_run
 from millrace.module import named
+from tests import soon
 
 
 def rows(cfg: sections.Run) -> list[dict]:
@@ -36,9 +37,8 @@ def weights(cfg: sections.Run) -> dict[str, np.ndarray]:
 
 
 def start(path: Path, *overrides: str, devices: int = 1) -> subprocess.Popen:
-    flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
     command = [sys.executable, "-m", "millrace", "train", str(path), *overrides]
-    env = os.environ | {"XLA_FLAGS": flags}
+    env = os.environ | {"XLA_FLAGS": soon.flags(devices)}
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import soon
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -20,8 +22,7 @@ def script(tmp_path_factory):
         shim = place / "bin" / name
         shim.write_text(f'#!/bin/sh\nexec "{sys.executable}" {words} "$@"\n')
         shim.chmod(0o755)
-    flags = "--xla_force_host_platform_device_count=1"
-    env = os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    env = os.environ | {"XLA_FLAGS": soon.flags(1), "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     text = (ROOT / "examples" / "whole.sh").read_text().replace("$PWD/.venv/bin:", f"{place}/bin:")
 
     def run() -> tuple[Path, dict[str, str]]:
