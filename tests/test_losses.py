@@ -5,7 +5,7 @@ import importlib
 import math
 import pkgutil
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 
 import millrace.losses
 from millrace import mesh
-from millrace.kernels import cut_mosaic
+from millrace.kernels import cut_mosaic, cut_tokens
 from millrace.kernels.cut_cross_entropy import bind
 from millrace.kernels.cut_cross_entropy import cut as cut_by
 from millrace.kernels.cut_mosaic import Blocks
@@ -156,6 +156,21 @@ def test_cut_is_no_further_from_the_truth_than_full_logits(
         error = np.abs(np.asarray(got, np.float64) - right)
         assert (error <= allowed).all(), (error - allowed).max()
         assert np.linalg.norm(error) <= (2e-6 if dtype == jnp.float32 else 4e-3) * np.linalg.norm(right)
+
+
+@pytest.mark.parametrize("soft_cap", [cut_tokens.NO_PEAK, cut_tokens.NO_PEAK + 0.5])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_capped_logits_are_exact_wherever_they_lie(soft_cap: float, sign: float) -> None:
+    """All of them near the cap, or all near its other end, where float32 has hardly an exponential for them;
+    and at it, where no gradient is left."""
+    p = problem()
+    near = replace(p, hidden=sign * jnp.abs(p.hidden), unembed=jnp.abs(p.unembed))
+    truth = in_float64(near, soft_cap=soft_cap, z_loss=1e-3, label_smoothing=0.1)
+    assert_same(with_cut(SMOOTHED, near, soft_cap=soft_cap, chunk=100), truth)
+    at = replace(near, hidden=100 * near.hidden)
+    loss, *gradients = with_cut(SMOOTHED, at, soft_cap=soft_cap, chunk=100)
+    assert_same([loss], in_float64(at, soft_cap=soft_cap, z_loss=1e-3, label_smoothing=0.1)[:1])
+    assert not any(jnp.abs(gradient).max() > 1e-6 for gradient in gradients)
 
 
 @functools.cache

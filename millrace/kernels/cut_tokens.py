@@ -9,8 +9,21 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from millrace.kernels import head as common
-from millrace.kernels.head import Array, Head, Split, Stats, Totals, add, d_logits, psum, zero
+from millrace.kernels.head import (
+    Array,
+    Head,
+    Products,
+    Split,
+    Stats,
+    Totals,
+    add,
+    d_logits,
+    finished,
+    first_column,
+    is_target,
+    psum,
+    zero,
+)
 
 # One GiB of float32 logits a chunk: 8,192 tokens at a vocabulary of 32k, 1,024 at 256k; more where a GPU has
 # room. Each chunk reads and writes the float32 gradient of `unembed` once, 8 bytes a weight against 6 x chunk
@@ -20,6 +33,7 @@ from millrace.kernels.head import Array, Head, Split, Stats, Totals, add, d_logi
 # 12,000 with full logits (8,192 tokens, bf16, compiled by libtpu 0.0.51).
 LOGIT_BYTES, LOGIT_SHARE = 2**30, 1 / 24  # at least, and of a GPU's memory
 SMALLEST_CHUNK = 128
+NO_PEAK = 40.0  # logits capped at this have exponentials in the range of float32, though none is the largest
 
 
 def totals(head: Head, split: Split, hidden: Array, unembed: Array, targets: Array, weights: Array) -> Totals:
@@ -27,8 +41,7 @@ def totals(head: Head, split: Split, hidden: Array, unembed: Array, targets: Arr
 
     def step(sums: Totals, piece: tuple[Array, Array, Array]) -> tuple[Totals, tuple[()]]:
         x, y, w = piece
-        scores = _logits(head, x, unembed, split)
-        stats = _stats(scores, _is_target(scores, y, split), split)
+        stats = _stats(head, Products(x, unembed).scores(x), y, split)
         return add(sums, stats, head.per_token(stats), w), ()
 
     sums, _ = _over_chunks(step, zero(), (hidden, targets, weights), _chunk(head, unembed))
@@ -41,8 +54,7 @@ def each(head: Head, split: Split, hidden: Array, unembed: Array, targets: Array
 
     def step(carry: tuple[()], piece: tuple[Array, Array]) -> tuple[tuple[()], Array]:
         x, y = piece
-        scores = _logits(head, x, unembed, split)
-        stats = _stats(scores, _is_target(scores, y, split), split)
+        stats = _stats(head, Products(x, unembed).scores(x), y, split)
         return carry, stats.lse - stats.target
 
     return _over_chunks(step, (), (hidden, targets), _chunk(head, unembed))[1]
@@ -53,18 +65,17 @@ def totals_and_gradients(
 ) -> tuple[Totals, Array, Array]:
     matrix = _whole(unembed, split).astype(hidden.dtype)
     products = head.products(hidden, matrix)
-    first = common.first_column(len(matrix), split)
+    first = first_column(len(matrix), split)
 
     def step(carry: tuple[Totals, Array], piece: tuple[Array, Array, Array]) -> Any:
         sums, d_unembed = carry
         x, y, w = piece
-        scores = common.finished(head, products.scores(x), first)
-        hit = _is_target(scores, y, split)
-        stats = _stats(scores, hit, split)
+        raw = products.scores(x)
+        stats = _stats(head, raw, y, split)
         losses, pull = jax.vjp(head.per_token, stats)
         (d_stats,) = pull(w)
-        vocab = scores.shape[1] * psum(1, split.vocab)
-        d = d_logits(head, scores, hit, stats, d_stats, vocab)
+        scores, hit = finished(head, raw, first, again=True), is_target(raw, y, first)
+        d = d_logits(head, scores, hit, stats, d_stats, vocab=raw.shape[1] * psum(1, split.vocab))
         d_x, d_matrix = products.gradients(x, d, d_stats)
         sums = add(sums, stats, losses, w)
         return (sums, d_unembed + d_matrix), psum(d_x, split.vocab).astype(hidden.dtype)
@@ -83,25 +94,24 @@ def _whole(unembed: Array, split: Split) -> Array:
     return lax.all_gather(unembed, split.width, axis=1, tiled=True) if split.width else unembed
 
 
-def _logits(head: Head, x: Array, unembed: Array, split: Split) -> Array:
-    return common.logits(head, x, unembed, common.first_column(len(unembed), split))
-
-
-def _is_target(scores: Array, targets: Array, split: Split) -> Array:
-    return common.is_target(scores, targets, common.first_column(scores.shape[1], split))
-
-
-def _stats(scores: Array, hit: Array, split: Split) -> Stats:
-    top = scores.max(axis=1)
-    if split.vocab:
-        top = lax.pmax(top, split.vocab)
+def _stats(head: Head, raw: Array, targets: Array, split: Split) -> Stats:
+    """Of products that are not capped yet."""
+    first = first_column(raw.shape[1], split)
+    scores, hit = finished(head, raw, first), is_target(raw, targets, first)
+    if head.soft_cap is not None and head.soft_cap <= NO_PEAK:
+        top = jnp.full(raw.shape[:1], head.soft_cap)  # none is above it: the logits are read once less
+    else:
+        top = scores.max(axis=1)
+        top = lax.pmax(top, split.vocab) if split.vocab else top
     sums = (
         jnp.exp(scores - top[:, None]).sum(axis=1),
-        jnp.where(hit, scores, 0).sum(axis=1),
+        jnp.where(hit, raw, 0).sum(axis=1),
         scores.sum(axis=1),
     )
     exponentials, target, total = psum(sums, split.vocab)
-    vocab = scores.shape[1] * psum(1, split.vocab)
+    vocab = raw.shape[1] * psum(1, split.vocab)
+    # One by one: capped logits that two sums want would be written to memory.
+    target = finished(head, target[:, None], targets[:, None])[:, 0]
     return Stats(lse=top + jnp.log(exponentials), target=target, mean=total / vocab)
 
 

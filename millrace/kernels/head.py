@@ -106,10 +106,14 @@ def logits(head: Head, x: Array, unembed: Array, first: Any) -> Array:
     return finished(head, Products(x, unembed).scores(x), first)
 
 
-def finished(head: Head, scores: Array, first: Any) -> Array:
-    """Products of hidden states and the vocabulary's matrix [c v] as logits."""
+def finished(head: Head, scores: Array, first: Any, *, again: bool = False) -> Array:
+    """Products of hidden states and the vocabulary's matrix [c v] as logits. `again` says that somebody else
+    has them too: the compiler would write logits that two want to memory, which takes longer than to cap them
+    a second time; it does not see that two formulas give the same."""
     if head.soft_cap is not None:
-        scores = head.soft_cap * jnp.tanh(scores / head.soft_cap)
+        within = scores / head.soft_cap
+        within = 1 - 2 / (jnp.exp(2 * within) + 1) if again else jnp.tanh(within)
+        scores = head.soft_cap * within
     if head.without is None:
         return scores
     columns = lax.broadcasted_iota(jnp.int32, (1, scores.shape[1]), 1) + first
