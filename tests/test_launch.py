@@ -378,7 +378,7 @@ def test_secrets_reach_the_trainer_and_nothing_else(story):
 def test_a_login_that_runs_out_is_waited_for_and_what_cannot_be_deleted_is_told(story):
     story.before = LOGIN
     story.trainer("wait")
-    process = story.launch(MILLRACE_POLL="0.05", MILLRACE_PATIENCE="5")
+    process = story.launch(MILLRACE_POLL="0.05", MILLRACE_PATIENCE="8")
     story.until(story.training)
     out = story.root / "logged-out"
     out.touch()
