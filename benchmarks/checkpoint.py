@@ -46,7 +46,7 @@ def main(size: int) -> None:
         _, sealed = timed(manifest.seal, folder, step=4, tier="temporary")
         _, verified = timed(manifest.verify, folder)
         _, read = timed(lambda: jax.block_until_ready(checkpoints.restore(4, state)))
-        stored = saved.described(run, 4).size
+        stored = saved.steps(run)[-1].size
         print(f"{stored / 2**20:,.0f} MiB stored of {size:,}: seal {sealed:.2f} s")
         print(f"verify {verified:.2f} s, read {read:.2f} s")
         checkpoints.close()

@@ -41,6 +41,7 @@ class Checkpoints:
         self.writer: threading.Thread | None = None  # of the manifest, behind Orbax's own
         self.sealed = 0  # the last step that is whole and was saved here
         self.whole = True  # the last step that was to be saved is, or is on its way
+        self.left = False
         self.chosen = saved.Chosen(None, {})
         self.problems: list[str] = []
 
@@ -70,16 +71,26 @@ class Checkpoints:
         return None if found < 0 else found
 
     def clear_away(self) -> None:
-        """Once nothing stands against going on: puts damaged steps aside, and removes what was left
-        half-written, or there since it could not be removed any more."""
+        """Once the run is to go on: puts damaged steps aside, and removes what was left half-written."""
         if jax.process_index():
             return
         saved.clear_unfinished(self.run)
         self.problems += saved.set_aside(self.run, self.chosen.passed)
-        self._remove_old()
         if not self.chosen.sealed:
             self.problems.append(
                 f"step {self.chosen.step}: {saved.UNSEALED}; it is used since no other is whole"
+            )
+
+    def remove_old(self) -> None:
+        """What there are enough newer ones of. A kill may have come before the last save could do it."""
+        if jax.process_index() or self.keep is None:
+            return
+        try:
+            for old in saved.spare(self.run, self.keep):
+                saved.remove(self.run, old.number)
+        except (OSError, UserError) as error:  # what is saved is saved
+            self.problems.append(
+                f"older checkpoints could not be removed ({_short(error)}); the next save tries again"
             )
 
     def back(self, before: int) -> int | None:
@@ -189,8 +200,13 @@ class Checkpoints:
                 yield path, found.pop(path)
 
     def close(self) -> None:
-        self.settle()
-        self.orbax.close()
+        if not self.left:
+            self.settle()
+            self.orbax.close()
+
+    def leave(self) -> None:
+        """What is on its way is not waited for; without a manifest it does not count."""
+        self.left = True
 
     def _save(self, step: int, items: dict[str, Any], meta: dict[str, Any], tier: Tier) -> bool:
         self.settle()  # one at a time: two would hold two copies of the state in this host's memory
@@ -218,19 +234,14 @@ class Checkpoints:
                 self.before()
                 manifest.seal(self.folder / str(step), step=step, tier=tier)
                 self.sealed = step
-                self._remove_old()
+                self.remove_old()
         except Exception as error:  # whatever it is, the loop goes on and tells it
             self._failed(step, error)
 
-    def _remove_old(self) -> None:
-        if self.keep is not None:
-            for old in saved.spare(self.run, self.keep):
-                saved.remove(self.run, old.number)
-
     def _failed(self, step: int, error: Exception) -> None:
         self.whole = False
-        said = " ".join(str(error).split())[:200]
-        self.problems.append(f"step {step}: the checkpoint could not be written ({said}); the run goes on")
+        said = f"step {step}: the checkpoint could not be written ({_short(error)}); the run goes on"
+        self.problems.append(said)
         if jax.process_index() == 0 and self.keep is not None:
             with contextlib.suppress(OSError):
                 saved.clear_unfinished(self.run)
@@ -240,11 +251,11 @@ class Checkpoints:
         enough = True
         if jax.process_index() == 0 and (free := saved.free(self.run)) is not None and free < need:
             if self.keep is not None:
-                saved.clear_unfinished(self.run)
-                for old in saved.spare(self.run, 0):
-                    saved.remove(self.run, old.number)
-                    self.problems.append(f"step {old.number}: checkpoint removed, since the disk is full")
-                self._give_up_aside(need)
+                with contextlib.suppress(OSError):  # what cannot be removed makes no room
+                    saved.clear_unfinished(self.run)
+                    goes = saved.let_go(self.run)
+                    while (saved.free(self.run) or 0) < need and (gone := next(goes, None)):
+                        self.problems.append(f"{gone} removed, since the disk is full")
             free = saved.free(self.run) or 0
             enough = free >= need
             if not enough:
@@ -253,13 +264,6 @@ class Checkpoints:
                     f"{_gb(free)} free; make room, the next save tries again"
                 )
         return bool(_agreed(enough))
-
-    def _give_up_aside(self, need: int) -> None:
-        """What was put aside tells what happened, but the run's own work comes first."""
-        for name in saved.put_aside(self.run):
-            if (saved.free(self.run) or 0) < need:
-                store.remove(self.folder / saved.QUARANTINE / name)
-                self.problems.append(f"{saved.QUARANTINE}/{name} removed, since the disk is full")
 
     def _read(self, step: int, item: str, wanted: dict[str, Any], section: str) -> dict[str, Any]:
         args = ocp.args.Composite(**{item: ocp.args.StandardRestore(wanted)})
@@ -299,6 +303,10 @@ def _need(tree: Any) -> int:
     """Bytes that a checkpoint takes at most. Orbax compresses, by less than a tenth for weights."""
     size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
     return size + size // 50 + (1 << 20)  # what describes the arrays
+
+
+def _short(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
 
 
 def _gb(size: float) -> str:

@@ -228,9 +228,15 @@ class Stopper:
 @contextlib.contextmanager
 def ending(*, is_program: bool) -> Iterator[None]:
     """Gives errors that nobody foresaw an exit code by their cause. And a process that fails ends at once, if
-    it is one of several: in a regular end it would wait for the others, which wait for it."""
+    it is one of several: in a regular end it would wait for the others, which wait for it. So does one that
+    is told twice to stop, whatever its threads are writing."""
     try:
         yield
+    except KeyboardInterrupt:
+        if not is_program:
+            raise
+        print("millrace: interrupted", file=sys.stderr, flush=True)
+        os._exit(130)
     except Exception as error:
         together = jax.distributed.is_initialized()
         code = error.code if isinstance(error, UserError) else supervise.verdict(error, several=together)

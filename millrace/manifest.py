@@ -74,7 +74,10 @@ def read(folder: epath.Path) -> Manifest | None:
     files = {match[3]: (int(match[2]), int(match[1], 16)) for match in matches if match}
     if any(name.startswith("/") or ".." in name.split("/") for name in files):
         raise Damaged(f"{NAME} lists files outside of the folder")
-    return Manifest(int(named[1]), cast(Tier, named[2]), files)
+    step = int(named[1])
+    if folder.name.isdecimal() and int(folder.name) != step:  # else a run would pass over what lies between
+        raise Damaged(f"it is step {step} by its {NAME}")
+    return Manifest(step, cast(Tier, named[2]), files)
 
 
 def verify(folder: epath.Path) -> Manifest | None:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 from etils import epath
 
@@ -17,11 +17,18 @@ from millrace.manifest import Damaged, Tier
 from millrace.sections import Checkpoint
 
 Say = Callable[[str], None]
+T = TypeVar("T")
 
 QUARANTINE = "quarantine"
 ASIDE = 2  # of the steps put aside that are kept
 UNFINISHED = (".orbax-checkpoint-tmp", ".removed")  # in the names of what is half written, or half gone
 UNSEALED = "it has no manifest: its save was cut off before the end"
+OR_NOT_DONE = ", or is not done yet"  # for those who look on while others train
+THREADS = 8  # that ask a bucket
+
+
+class Gone(Exception):
+    """A step that went while it was looked at, since its run goes on."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +68,15 @@ def numbers(run: str) -> list[int]:
     """All steps there are, whole or not, the newest last."""
     found = sorted(int(name) for name in store.names(folder(run)) if name.isdecimal())
     if not store.is_url(run):
-        return found
+        return [number for number in found if (folder(run) / str(number)).is_dir()]
     return [number for number, counts in zip(found, _counting(run, found), strict=True) if counts]
+
+
+def steps(run: str) -> list[Step]:
+    """All that are there, by their manifests, without reading the rest."""
+    with ThreadPoolExecutor(THREADS, "steps") as pool:
+        each = pool.map(lambda number: list(_each(run, [number], described)), numbers(run))
+        return [step for found in each for _, step in found]
 
 
 def choose(run: str, order: Sequence[int] | None = None) -> Chosen:
@@ -71,14 +85,12 @@ def choose(run: str, order: Sequence[int] | None = None) -> Chosen:
     nothing."""
     unsealed: list[int] = []
     wrong: dict[int, str] = {}
-    for number in numbers(run)[::-1] if order is None else order:
-        try:
-            if manifest.verify(folder(run) / str(number)) is not None:
-                return Chosen(number, wrong)
+    for number, problem in _each(run, numbers(run)[::-1] if order is None else order, _problem):
+        if problem is None:
+            return Chosen(number, wrong)
+        wrong[number] = problem
+        if problem == UNSEALED:
             unsealed.append(number)
-            wrong[number] = UNSEALED
-        except Damaged as damage:
-            wrong[number] = str(damage)
     if unsealed:
         newer = {number: said for number, said in wrong.items() if number > unsealed[0]}
         return Chosen(unsealed[0], newer, sealed=False)
@@ -101,10 +113,10 @@ def begin_anew(run: str) -> str:
 def newest_before(run: str, step: int) -> int | None:
     """The newest whole step before one; where all are later, the oldest of them. None if there is none."""
     every = numbers(run)
-    for number in [n for n in reversed(every) if n < step] + [n for n in every if n >= step]:
-        with contextlib.suppress(Damaged):
-            if manifest.verify(folder(run) / str(number)) is not None:
-                return number
+    order = [n for n in reversed(every) if n < step] + [n for n in every if n >= step]
+    for number, problem in _each(run, order, _problem):
+        if problem is None:
+            return number
     if every:
         hint = f"`millrace checkpoint verify {run}` says why"
         raise UserError(f"{folder(run)}: no checkpoint in it can be trusted; {hint}")
@@ -146,7 +158,7 @@ def clear_unfinished(run: str) -> None:
 
 
 def described(run: str, number: int) -> Step:
-    """By its manifest, without reading the rest."""
+    """By its manifest, without reading the rest. Raises Gone."""
     path = folder(run) / str(number)
     problem: str | None = UNSEALED
     try:
@@ -154,7 +166,9 @@ def described(run: str, number: int) -> Step:
     except Damaged as damage:
         known, problem = None, str(damage)
     there = store.entries(path)
-    if known is None:
+    if known is None or manifest.NAME not in there:
+        if number not in numbers(run):
+            raise Gone
         written = max((entry.written for entry in there.values()), default=0.0)
         return Step(number, "unknown", sum(entry.size for entry in there.values()), written, problem)
     return Step(number, known.tier, known.size, there[manifest.NAME].written, None)
@@ -164,9 +178,8 @@ def spare(run: str, keep: int, is_whole: Callable[[int], bool] = lambda number: 
     """What may go: of the temporary steps all but the newest `keep` that are whole, and those from half-way
     or without a manifest that are older than a whole one. The newest whole one always stays. So does what
     is damaged, since it tells what happened."""
-    every = [described(run, number) for number in numbers(run)]
     kept, newest, gone = 0, -1, []
-    for step in reversed(every):
+    for step in reversed(steps(run)):
         if step.problem is not None:
             if step.problem == UNSEALED and step.number < newest:
                 gone.append(step)
@@ -175,6 +188,17 @@ def spare(run: str, keep: int, is_whole: Callable[[int], bool] = lambda number: 
         elif is_whole(step.number):
             newest, kept = max(newest, step.number), kept + (step.tier == "temporary")
     return gone[::-1]
+
+
+def let_go(run: str) -> Iterator[str]:
+    """Removes what the newest whole step can do without, a thing each time it is asked, and says what went:
+    first what was put aside, since the run's own work comes first, then the oldest steps."""
+    for name in put_aside(run):
+        store.remove(folder(run) / QUARANTINE / name)
+        yield f"{QUARANTINE}/{name}"
+    for old in spare(run, 0):
+        remove(run, old.number)
+        yield f"step {old.number}: checkpoint"
 
 
 def remove(run: str, number: int) -> None:
@@ -205,11 +229,14 @@ def newest(run: str, say: Say) -> int:
     """The newest whole step, for those who only read: what is passed over is told and left in its place. One
     from half-way, which goes while the run goes on, is taken only where no other is whole."""
     check_run(run)
-    stays_longest = lambda number: (not _passes(run, number), number)
-    chosen = choose(run, sorted(numbers(run), key=stays_longest, reverse=True))
+    by_stay = sorted(steps(run), key=lambda step: (step.tier != "interim", step.number), reverse=True)
+    chosen = choose(run, [step.number for step in by_stay])
     for number, said in chosen.passed.items():
-        say(f"{folder(run)}/{number} is not used: {said}")
-    assert chosen.step is not None
+        say(f"{folder(run)}/{number} is not used: {said}{OR_NOT_DONE if said == UNSEALED else ''}")
+    if chosen.step is None:
+        raise UserError(f"{run}: its checkpoints went while they were looked at; try again")
+    if not chosen.sealed:
+        say(f"{folder(run)}/{chosen.step} is used since no other is whole: {UNSEALED}{OR_NOT_DONE}")
     return chosen.step
 
 
@@ -217,8 +244,8 @@ def listed(run: str, say: Say) -> None:
     """A table. Says `whole` only of what it has read."""
     check_run(run)
     rows = [("step", "tier", "size", "age", "state")]
-    for step, state in _looked_at(run, numbers(run)):
-        age = f"{max(time.time() - step.written, 0) / 3600:,.1f} h"
+    for _, (step, state) in _each(run, numbers(run), lambda run, n: (described(run, n), _state(run, n))):
+        age = f"{max(time.time() - step.written, 0) / 3600:,.1f} h" if step.written else "-"
         rows.append((str(step.number), step.tier, f"{step.size / 1e9:,.3f} GB", age, state))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
@@ -233,7 +260,7 @@ def verified(run: str, step: str | None, say: Say) -> bool:
     """Whether all that were asked for are whole; says it of each."""
     check_run(run)
     asked = [one(run, step)] if step else numbers(run)
-    states = {found.number: state for found, state in _looked_at(run, asked)}
+    states = dict(_each(run, asked, _state))
     for number, state in states.items():
         say(f"step {number}: {state}")
     return all(state == "whole" for state in states.values())
@@ -242,7 +269,11 @@ def verified(run: str, step: str | None, say: Say) -> bool:
 def pruned(run: str, keep: int, say: Say, *, dry_run: bool = False) -> None:
     """Reads what is to stay before anything goes: what is damaged counts for nothing."""
     states: dict[int, str] = {}
-    is_whole = lambda number: states.setdefault(number, _state(run, number)) == "whole"
+
+    def is_whole(number: int) -> bool:
+        states.update(_each(run, [number], _state))
+        return states.get(number) == "whole"
+
     gone = spare(run, keep, is_whole)
     for number, state in states.items():
         if state != "whole":
@@ -270,39 +301,35 @@ def free(run: str) -> int | None:
     return shutil.disk_usage(path).free
 
 
-def _looked_at(run: str, asked: Sequence[int]) -> Iterator[tuple[Step, str]]:
-    """Steps and how they are, less those that go meanwhile, since their run goes on."""
+def _each(run: str, asked: Sequence[int], look: Callable[[str, int], T]) -> Iterator[tuple[int, T]]:
+    """What a look at each step finds, less those that go meanwhile."""
     for number in asked:
-        try:
-            found = described(run, number), _state(run, number)
-        except (FileNotFoundError, KeyError):
-            if number in numbers(run):
-                raise
-        else:
-            if found[1] == "whole" or number in numbers(run):
-                yield found
+        with contextlib.suppress(Gone):
+            yield number, look(run, number)
 
 
-def _passes(run: str, number: int) -> bool:
-    """Whether a step is from half-way."""
+def _problem(run: str, number: int) -> str | None:
+    """What speaks against a step, all of it read; None if it is whole. Raises Gone."""
     try:
-        known = manifest.read(folder(run) / str(number))
-    except Damaged:
-        return False
-    return known is not None and known.tier == "interim"
+        known = manifest.verify(folder(run) / str(number))
+        problem = UNSEALED if known is None else None
+    except (Damaged, FileNotFoundError) as damage:
+        problem = str(damage)
+    if problem is not None and number not in numbers(run):
+        raise Gone
+    return problem
 
 
 def _state(run: str, number: int) -> str:
-    try:
-        known = manifest.verify(folder(run) / str(number))
-    except Damaged as damage:
-        return f"damaged: {damage}"
-    return f"unverified: {UNSEALED}, or is not done yet" if known is None else "whole"
+    problem = _problem(run, number)
+    if problem == UNSEALED:
+        return f"unverified: {UNSEALED}{OR_NOT_DONE}"
+    return "whole" if problem is None else f"damaged: {problem}"
 
 
 def _counting(run: str, found: list[int]) -> list[bool]:
     """Of each step in a bucket, whether Orbax has written the last of it, or it was whole once: one that has
     a manifest and lacks anything else is damaged, and not half written."""
     marks = {store.COMMITTED, manifest.NAME}
-    with ThreadPoolExecutor(8, "steps") as pool:
+    with ThreadPoolExecutor(THREADS, "steps") as pool:
         return list(pool.map(lambda n: bool(marks & set(store.names(folder(run) / str(n)))), found))

@@ -117,11 +117,15 @@ def names(folder: Location) -> list[str]:
 
 
 def entries(folder: Location) -> dict[str, Entry]:
-    """All files below a folder by their path in it. From a bucket in one question a thousand."""
+    """All files below a folder by their path in it, less those that go meanwhile. From a bucket in one
+    question a thousand."""
     if not is_url(folder):
-        here = sorted(path for path in Path(folder).rglob("*") if path.is_file())
-        stats = {str(path.relative_to(folder)): path.stat() for path in here}
-        return {name: Entry(found.st_size, found.st_mtime) for name, found in stats.items()}
+        there = {}
+        for path in sorted(Path(place, name) for place, _, inside in os.walk(folder) for name in inside):
+            with contextlib.suppress(FileNotFoundError):
+                about = path.stat()
+                there[str(path.relative_to(folder))] = Entry(about.st_size, about.st_mtime)
+        return there
     files, root = filesystem(folder)
     found = ask(folder, lambda: files.find(root, detail=True))
     return {

@@ -109,15 +109,16 @@ class Supervisor:
             if self.asked or not how.again:
                 return how.code
             now = newest(self.run)
-            if now > reached or time.monotonic() - begun > LIVED:
+            lived = time.monotonic() - begun
+            if lived > LIVED if now is None else reached is None or now > reached:
                 left, reached = RESTARTS, now
             if not left:
                 self.say(f"the trainer {how.words}; after {RESTARTS} tries without a new checkpoint it ends")
                 return how.code
             delay = min(2.0 ** (RESTARTS - left), LONGEST) * random.uniform(0.5, 1)  # not all hosts at once
             left -= 1
-            where = f"from step {now}" if now >= 0 else "from the beginning"
-            self.say(f"the trainer {how.words}; starts again {where} in {delay:.1f} s ({left} tries left)")
+            where = "" if now is None else f" from step {now}" if now >= 0 else " from the beginning"
+            self.say(f"the trainer {how.words}; starts again{where} in {delay:.1f} s ({left} tries left)")
             self.sleep(delay)
         return PREEMPTED
 
@@ -176,12 +177,13 @@ class Supervisor:
                 store.write(path, store.read(path) + line.encode())
 
 
-def newest(run: str) -> int:
-    """The step of the newest checkpoint, -1 where none can be seen."""
+def newest(run: str) -> int | None:
+    """The step of the newest checkpoint that was written to its end, -1 if there is none, None where that
+    cannot be seen."""
     try:
-        return max(saved.numbers(run), default=-1)
+        return max((step.number for step in saved.steps(run) if step.problem is None), default=-1)
     except (OSError, UserError):
-        return -1
+        return None
 
 
 def foreground() -> bool:

@@ -88,7 +88,6 @@ def run(cfg: sections.Run, program: Path | None = None) -> int:
             check_same(checkpoints.meta(latest), cfg, dataset)
         elif (mirror.near / "metrics.jsonl").is_file():
             checkpoints.problems.append(f"{cfg.run} has no checkpoint yet: the run begins at step 0")
-        checkpoints.clear_away()
         out = open_folder(cfg, mirror.near, begun, steps)
         tell(out, checkpoints, mirror)
         programs.keep_compiled(cfg.run)
@@ -108,10 +107,13 @@ def run(cfg: sections.Run, program: Path | None = None) -> int:
                     out.event(finished(begun, steps))
                     return 0
                 fit.check(abstract, update.frozen)
-                checkpoints.check_room(abstract)
                 source = None
                 if cfg.start is not None and latest is None:
                     source = start.check(cfg.start, task.model, cfg.take)
+                checkpoints.clear_away()
+                checkpoints.check_room(abstract)
+                checkpoints.remove_old()
+                tell(out, checkpoints, mirror)
 
                 def first_state(step: int | None) -> State:
                     current = restored(checkpoints, step, abstract, fresh)
@@ -158,6 +160,9 @@ def run(cfg: sections.Run, program: Path | None = None) -> int:
                 with session.watchdog:
                     code = session.settled(attempts(session, latest))
                 return code
+        except KeyboardInterrupt:
+            checkpoints.leave()
+            raise
         finally:
             checkpoints.close()
             out.close()

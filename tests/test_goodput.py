@@ -223,6 +223,7 @@ class Week:
         self.clock.pass_(self.gone)
 
 
+@pytest.mark.fault(34)
 @pytest.mark.parametrize("told", [True, False], ids=["SIGTERM", "SIGKILL"])
 def test_a_week_with_a_preemption_an_hour_is_97_percent_good(told, record_property):
     week, random = Week(sections.Checkpoint(every=64), sections.Log()), np.random.default_rng(0)
