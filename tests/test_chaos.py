@@ -244,6 +244,39 @@ def test_ctrl_c_saves_and_a_second_one_ends_at_once(tiny, tmp_path):
     assert code == 75 and "Traceback" not in said, said  # two at once are one, sent to a group of processes
 
 
+# Trains with saves that take their time.
+SLOW_SAVES = """
+import runpy, sys, time
+from millrace import manifest
+def slow(*args, **more):
+    print("saving", flush=True)
+    time.sleep(600)
+manifest.seal = slow
+sys.argv = ["millrace", "train", sys.argv[1], "--once"]
+runpy.run_module("millrace", run_name="__main__")
+"""
+
+
+@pytest.mark.fault(29)
+def test_a_second_ctrl_c_waits_for_no_save(tiny, tmp_path):
+    path = save_recipe(tiny("schedule.steps=4000", "checkpoint.every=100000"), tmp_path / "slow.yaml")
+    process = subprocess.Popen(
+        [sys.executable, "-c", SLOW_SAVES, str(path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    wait_for_step(tiny().run, 5, [process])
+    process.send_signal(signal.SIGINT)
+    assert process.stdout is not None
+    said = next(line for line in process.stdout if "saving" in line)
+    time.sleep(1.5 * hosts.SAME)
+    process.send_signal(signal.SIGINT)
+    rest, _ = process.communicate(timeout=60)
+    assert process.returncode == 130 and "Traceback" not in rest and "interrupted" in rest, said + rest
+    assert Checkpoints(tiny().run).latest() is not None  # it is there, and does not count as whole
+
+
 @pytest.mark.fault(29)
 def test_a_second_ctrl_c_stops_at_once_if_it_is_not_the_first_heard_twice(monkeypatch):
     with hosts.Stopper() as stopper:

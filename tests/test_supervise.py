@@ -18,17 +18,21 @@ from tests.test_hosts import finish, rows, save_recipe, start, wait_for_step, we
 TRIAL = """
 import os, signal, sys, time
 from pathlib import Path
-from millrace import supervise
+from etils import epath
+from millrace import manifest, supervise
 run, lives = Path(sys.argv[1]), sys.argv[2].split(",")
 if "--once" not in sys.argv:
-    supervise.LONGEST = 0.02
+    supervise.LONGEST, supervise.LIVED = 0.02, float(os.environ.get("LIVED", supervise.LIVED))
     sys.exit(supervise.Supervisor(str(run)).watch())
 with open(run / "lives", "a") as file:
     file.write("x")
 what = (lives[(run / "lives").stat().st_size - 1 :] or lives[-1:])[0]
 if what.endswith("+"):
-    (run / "checkpoints" / str((run / "lives").stat().st_size)).mkdir(parents=True)
-    what = what[:-1]
+    step = (run / "lives").stat().st_size
+    (run / "checkpoints" / str(step)).mkdir(parents=True)
+    if what.endswith("++"):  # to its end
+        manifest.seal(epath.Path(run / "checkpoints" / str(step)), step=step, tier="temporary")
+    what = what.rstrip("+")
 if what == "wait":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
     (run / "ready").touch()
@@ -81,7 +85,10 @@ def trial(run: Path, lives: str) -> subprocess.Popen:
         ("-6,78,77,2", 2, 4),
         ("77", 77, supervise.RESTARTS + 1),
         pytest.param(  # the budget begins anew
-            ",".join(["-9"] * 6 + ["-9+"] + ["-9"] * 6 + ["0"]), 0, 14, marks=pytest.mark.slow
+            ",".join(["-9"] * 6 + ["-9++"] + ["-9"] * 6 + ["0"]), 0, 14, marks=pytest.mark.slow
+        ),
+        pytest.param(  # by nothing but a checkpoint that is whole
+            ",".join(["-9"] * 6 + ["-9+"] + ["-9"] * 6), 137, supervise.RESTARTS + 1, marks=pytest.mark.slow
         ),
     ],
 )
@@ -93,6 +100,22 @@ def test_a_worker_is_started_again_only_where_that_can_help(tmp_path, lives, cod
     assert said.count("starts again") == count - 1 and said.count("millrace:") <= count
     if count > 1:
         assert (tmp_path / "log.txt").read_text().count("starts again") == count - 1
+
+
+@pytest.mark.parametrize(
+    ("seen", "code", "count"),
+    [(True, 77, supervise.RESTARTS + 1), (False, 0, supervise.RESTARTS + 3)],
+    ids=["and it is seen", "as far as is known"],
+)
+def test_a_long_life_without_a_checkpoint_is_no_progress(tmp_path, monkeypatch, seen, code, count):
+    """Where they cannot be looked at, as in a bucket that does not answer, it has to do."""
+    if not seen:
+        (tmp_path / "checkpoints").symlink_to(tmp_path / "checkpoints")  # nobody can list that
+    monkeypatch.setenv("LIVED", "0")
+    process = trial(tmp_path, ",".join(["77"] * (supervise.RESTARTS + 2) + ["0"]))
+    _, said = process.communicate(timeout=60)
+    assert (process.returncode, len((tmp_path / "lives").read_text())) == (code, count), said
+    assert ("from the beginning" in said) == seen
 
 
 @pytest.mark.fault(6)
