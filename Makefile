@@ -34,6 +34,11 @@ help:
 	@$(PIP) install --quiet --quiet --constraint constraints.txt --upgrade --target $@ libtpu
 	@touch $@
 
+# In a folder of its own, for one test of tests/test_chaos.py: thirty packages that nothing else needs.
+.venv/wandb: .venv/test
+	@$(PIP) install --quiet --quiet --constraint constraints.txt --upgrade --target $@ wandb
+	@touch $@
+
 # An environment of its own, for one test of tests/test_cloud.py: it wants other versions than we do.
 .venv/sky: .venv/test
 	@rm -rf $@
@@ -74,11 +79,11 @@ test: lint
 	@$(PIP) install --quiet --quiet --constraint constraints.txt --editable '.[eval]'
 	@touch $@
 
-test-all: .venv/libtpu .venv/sky .venv/eval lint
+test-all: .venv/libtpu .venv/sky .venv/wandb .venv/eval lint
 	$(BIN)/python -m pytest -n auto --dist worksteal --quiet --slow
 
 # Two at once: many of the faults come at a moment that a busy machine would miss.
-chaos: .venv/test
+chaos: .venv/wandb
 	$(BIN)/python -m pytest -n 2 --dist worksteal --quiet --slow -m fault
 
 .venv/gpu: .venv/test

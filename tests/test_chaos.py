@@ -1,12 +1,14 @@
 """Faults that need a run of their own: kills by the hundred, hosts that stop, disks that are really full."""
 
 import contextlib
+import http.server
 import os
 import re
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -163,6 +165,43 @@ def fill(path: Path, size: int) -> None:
     with contextlib.suppress(OSError), open(path, "wb", buffering=0) as file:
         while file.write(bytes(size)):
             pass
+
+
+class Down(http.server.BaseHTTPRequestHandler):
+    """A server that is busy whatever it is asked."""
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self.send_error(503)
+
+    do_GET = do_POST
+
+    def log_message(self, *args: object) -> None:
+        self.server.asked += 1
+
+
+@pytest.mark.slow
+@pytest.mark.fault(21)
+def test_a_run_goes_on_without_weights_and_biases_if_that_is_down(tiny, tmp_path):
+    """The real client, before a server that answers 503."""
+    packages = Path(__file__).parent.parent / ".venv" / "wandb"
+    if not packages.is_dir():
+        pytest.skip("needs wandb: make .venv/wandb")
+    path = save_recipe(tiny("log.wandb=true"), tmp_path / "tracked.yaml")
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Down) as server:
+        server.asked = 0
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        env = os.environ | {
+            "PYTHONPATH": str(packages),
+            "WANDB_BASE_URL": f"http://127.0.0.1:{server.server_port}",
+            "WANDB_API_KEY": "0" * 40,
+        }
+        command = [sys.executable, "-m", "millrace", "train", str(path), "--once"]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=400)
+        server.shutdown()
+    assert done.returncode == 0 and server.asked > 0, done.stdout + done.stderr
+    assert done.stdout.count("wandb is off: ") == 1 and "503" in done.stdout
+    assert [row["step"] for row in rows(tiny())] == list(range(1, 13))
 
 
 @pytest.mark.slow
