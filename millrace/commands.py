@@ -195,7 +195,8 @@ def evaluate(args: argparse.Namespace) -> None:
         return
     from millrace import evaluate
 
-    print(evaluate.spoken(evaluate.evaluate_run(run), run.cfg.objective))
+    at = f"step {run.step}: " if run.step else ""
+    print(at + evaluate.spoken(evaluate.evaluate_run(run), run.cfg.objective))
 
 
 def generate(args: argparse.Namespace) -> None:

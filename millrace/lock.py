@@ -34,7 +34,10 @@ def lock(run: str, *, waiting: Callable[[str], None] = lambda line: None) -> Ite
         with Lease(run).held(waiting):
             yield
         return
-    Path(run).mkdir(parents=True, exist_ok=True)
+    try:
+        Path(run).mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise UserError(f"run: {error.filename} is no folder; name another with run=") from None
     with open(Path(run) / NAME, "a+", opener=no_link) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

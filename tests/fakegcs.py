@@ -57,6 +57,7 @@ class Store:
     def __init__(self, *buckets: str, location: str = "US-CENTRAL1") -> None:
         self.buckets: dict[str, dict[str, Object]] = {name: {} for name in buckets}
         self.locations = dict.fromkeys(buckets, location)
+        self.soft_delete = 0  # seconds for which what is removed is kept
         self.uploads: dict[str, dict[str, Any]] = {}
         self.faults: list[Fault] = []
         self.requests: list[str] = []
@@ -168,7 +169,9 @@ class Handler(BaseHTTPRequestHandler):
         if found := re.fullmatch(r"/storage/v1/b/([^/]+)", path):
             self.bucket(found[1])
             where = self.store.locations[found[1]]
-            return self.json({"kind": "storage#bucket", "name": found[1], "location": where})
+            told = {"kind": "storage#bucket", "name": found[1], "location": where}
+            policy = {"retentionDurationSeconds": str(self.store.soft_delete)}  # numbers of 64 bits are texts
+            return self.json(told | {"softDeletePolicy": policy})
         raise Refused(501, f"not known here: {self.command} {path}")
 
     def upload(self, bucket: str) -> None:

@@ -93,6 +93,14 @@ def test_a_bucket_in_another_region_is_told(
     assert ("--location=us-central2" in line.fix) == (state != "ok")
 
 
+def test_a_bucket_that_keeps_what_is_removed_is_told(bucket: Store, tiny) -> None:
+    cfg = tiny("run=gs://bucket/x")
+    assert states(google.removals(cfg)) == ["ok"] and google.removals(tiny()) == []
+    bucket.soft_delete = 604_800  # as buckets are made
+    (line,) = google.removals(cfg)
+    assert line.state == "warn" and "for 7 days" in line.said and "--clear-soft-delete" in line.fix
+
+
 def test_where_a_bucket_is_may_be_hidden(machine: type[Metadata], bucket: Store, tiny) -> None:
     bucket.fail("GET /storage/v1/b/bucket", status=403, times=9)
     (line,) = google.regions(tiny("run=gs://bucket/x"), google.Instance.find())

@@ -148,6 +148,9 @@ def test_the_condition_of_a_run_is_told_in_a_word(run, line, word):
         with open(run / "goodput.jsonl", "a") as file:
             file.write(json.dumps(line | {"time": NOW - 50}) + "\n")
     assert facts.status(facts.read(str(run), NOW)).word == word
+    if word == "stopped":  # the last step may lie between two rows
+        (run / "checkpoints" / "107").mkdir(parents=True)
+        assert "Stopped at step 107 of 200" in facts.status(facts.read(str(run), NOW)).said
     later = facts.status(facts.read(str(run), NOW + 7200))
     assert later.word == ("silent" if line is None else word)
 

@@ -40,6 +40,7 @@ def examine(cfg: sections.Run | None, path: str | None, overrides: Sequence[str]
         here.ports,
         lambda: here.storage(cfg),
         lambda: google.regions(cfg, where),
+        lambda: google.removals(cfg),
         lambda: google.clock(cfg, where),
     ]
     console, found = Console(highlight=False), []

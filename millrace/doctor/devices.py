@@ -75,14 +75,15 @@ def room(cfg: sections.Run | None, checkpoint: int | None) -> list[Line]:
     if checkpoint is None:
         return [Line("warn", "disk", "how much a checkpoint takes is not known until the data is there")]
     kept, told = checkpoint * (cfg.checkpoint.keep + 2), f"a checkpoint takes {size(checkpoint)}"
+    beside = f"the {cfg.checkpoint.keep} that are kept, one from half-way and one being written"
     if store.is_url(cfg.run):
-        return [Line("ok", "disk", f"{told}, {size(kept)} with the {cfg.checkpoint.keep} that are kept")]
+        return [Line("ok", "disk", f"{told}, {size(kept)} with {beside}")]
     free = shutil.disk_usage(here.existing(Path(cfg.run))).free
     said = f"{told}, and {size(free)} are free for {cfg.run}"
     if free < checkpoint:
         return [Line("fail", "disk", said, "make room, or put `run` on a larger disk")]
     if free < kept:
-        fix = f"make room for {size(kept)}, or keep fewer with checkpoint.keep"
+        fix = f"make room for {size(kept)} ({beside}), or keep fewer with checkpoint.keep"
         return [Line("warn", "disk", said, fix)]
     return [Line("ok", "disk", said)]
 

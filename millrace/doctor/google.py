@@ -65,7 +65,11 @@ def ahead(date: str | None) -> float | None:
 def buckets(cfg: sections.Run | None) -> list[str]:
     """Those that a recipe names."""
     paths = [] if cfg is None else [cfg.run, cfg.data.path, cfg.start or ""]
-    return sorted({path.split("://")[1].partition("/")[0] for path in paths if store.is_bucket(path)})
+    return sorted({bucket_of(path) for path in paths if store.is_bucket(path)})
+
+
+def bucket_of(path: str) -> str:
+    return path.split("://")[1].partition("/")[0]
 
 
 def regions(cfg: sections.Run | None, where: Instance | None) -> list[Line]:
@@ -97,6 +101,22 @@ def region(bucket: str, where: Instance) -> Line:
     return Line(
         "fail", "region", f"{said}: all that is read or written is charged as traffic between regions", fix
     )
+
+
+def removals(cfg: sections.Run | None) -> list[Line]:
+    """What a bucket makes of the checkpoints that a run removes, which are most of them."""
+    if cfg is None or not store.is_bucket(cfg.run):
+        return []
+    bucket = bucket_of(cfg.run)
+    try:
+        kept = int(about(bucket).get("softDeletePolicy", {}).get("retentionDurationSeconds", 0))
+    except (UserError, OSError):
+        return []  # told with its region
+    if not kept:
+        return [Line("ok", "bucket", f"what is removed from gs://{bucket} is gone")]
+    said = f"gs://{bucket} keeps what is removed for {kept / 86400:.0f} days, and charges for it: with every "
+    said += "checkpoint of that time, many times what checkpoint.keep says"
+    return [Line("warn", "bucket", said, f"gcloud storage buckets update gs://{bucket} --clear-soft-delete")]
 
 
 def about(bucket: str) -> dict[str, Any]:

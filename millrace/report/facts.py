@@ -110,7 +110,8 @@ def _read(run: str, folder: Path, now: float) -> Facts:
 def status(facts: Facts) -> Status:
     life = facts.account.lives[-1] if facts.account.lives else None
     done = facts.steps is not None and facts.step >= facts.steps
-    far = f"step {facts.step:,}" + (f" of {facts.steps:,}" if facts.steps else "")
+    at = lambda step: f"step {step:,}" + (f" of {facts.steps:,}" if facts.steps else "")
+    far = at(facts.step)
     if done and (life is None or life.code in (0, None)):
         return Status("good", "done", f"All {facts.steps:,} steps are done.")
     if life is None:
@@ -129,6 +130,7 @@ def status(facts: Facts) -> Status:
         why = {"SIGINT": "by a person", "SIGTERM": "by SIGTERM, as when a machine is taken away"}.get(
             life.why, ""
         )
+        far = at(max(facts.checkpoints, default=facts.step))  # which may lie between two rows
         return Status(
             "still", "stopped", f"Stopped at {far} {why}, {ago} ago; the same command goes on from there."
         )
