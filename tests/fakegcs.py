@@ -44,6 +44,7 @@ class Fault:
 
     match: str
     status: int = 0
+    said: str = "injected"
     how: str = ""
     times: int = 1
     skip: int = 0
@@ -147,7 +148,7 @@ class Handler(BaseHTTPRequestHandler):
             if fault.how == "drop":
                 return self.hang_up()
             if fault.status:
-                return self.refuse(fault.status, "injected")
+                return self.refuse(fault.status, fault.said)
             self.limit = {"lost": -1, "cut": 1}.get(fault.how)
         try:
             self.route(url.path)

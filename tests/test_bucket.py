@@ -29,7 +29,8 @@ from millrace.evaluate import evaluate_run
 from millrace.folder import open_run
 from tests import soon
 
-BUSY = [dict(status=503), dict(status=429), dict(how="drop"), dict(how="cut"), dict(how="lost")]
+EXPIRED = dict(status=401, said="Invalid Credentials")  # a token that ran out on its way
+BUSY = [dict(status=503), dict(status=429), EXPIRED, dict(how="drop"), dict(how="cut"), dict(how="lost")]
 
 
 @pytest.fixture(scope="module")
