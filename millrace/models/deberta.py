@@ -105,9 +105,14 @@ def has_places(cfg: Any) -> bool:
     return cfg.mask_decoder and tells(cfg)
 
 
+def differences(cfg: Any) -> dict[str, str]:
+    """The weights that are held as the difference to another, and to which."""
+    return {"embedding": "generator.embedding"} if finds(cfg) and cfg.sharing == "gdes" else {}
+
+
 def zeros_if_shared(key: Array, axes: Axes, shape: tuple[int, ...], cfg: Any) -> Array:
     """The difference to the generator's embedding begins at 0."""
-    fresh = zeros if finds(cfg) and cfg.sharing == "gdes" else normal(0.02)
+    fresh = zeros if differences(cfg) else normal(0.02)
     return fresh(key, axes, shape, cfg)
 
 
