@@ -19,8 +19,8 @@ from millrace.checkpoint import Checkpoints
 from millrace.compress import stored
 from millrace.data.mapped import open_folder
 from millrace.errors import UserError
-from millrace.export import huggingface, ternary
-from millrace.export.tensors import table_of
+from millrace.export import heads, huggingface, ternary
+from millrace.export.tensors import Tensors, table_of
 from millrace.module import named
 from millrace.objective import file
 
@@ -34,6 +34,8 @@ class Source:
     taken: frozenset[str]
     held: Any  # its model as it lies there, where matrices are held otherwise
     whole: bool  # weights that are differences to others there are made whole first
+    aside: tuple[str, ...] = ()  # tensors of a folder of Hugging Face that need no place here
+    passed: str = ""  # what is to be said of them
 
 
 def check(path: str, model: Any, take: str | None = None) -> Source:
@@ -67,7 +69,13 @@ def check(path: str, model: Any, take: str | None = None) -> Source:
     if whole and freezes and differences(model):  # weights are frozen one by one
         name, base = next(iter(differences(model).items()))
         raise UserError(f"start: {name} is the difference to {base} here, and not in {path}")
-    return Source(path, old, taken, held, whole)
+    if is_run(path):
+        return Source(path, old, taken, held, whole)
+    heads.check(old, taken, Path(path))
+    if take is not None:  # nothing else matters
+        return Source(path, old, taken, held, whole, ("*",))
+    passed = heads.passed_over(old, taken, Path(path))
+    return Source(path, old, taken, held, whole, heads.aside(file("models", old)), passed)
 
 
 def alike(old: Any, model: Any, taken: frozenset[str]) -> bool:
@@ -183,6 +191,7 @@ def begun(fit: Fit, names: list[str], told: str) -> str:
     axes = dict(named(module.axes(file("models", old).Model, old)))
     has_rows = any("vocab" in axes[name].names for name in taken)
     more = [told] * bool(told and has_rows) + changed(old, fit.model)
+    more += [fit.source.passed] * bool(fit.source.passed)
     return said + drawn + "".join(f"; {line}" for line in more)
 
 
@@ -227,7 +236,8 @@ def _each(source: Source, devices: Mesh) -> Iterator[tuple[str, Any]]:
     target = mesh.placed(family.Model, source.model, devices)
     if not is_run(path):
         packed, homes = ternary.stored(huggingface.read_config(Path(path))), dict(named(target))
-        for name, w in huggingface.each_weight(table_of(family, source.model), target, Path(path), packed):
+        tensors, table = Tensors(Path(path), packed, source.aside), table_of(family, source.model)
+        for name, w in huggingface.each_weight(table, target, tensors, source.taken):
             yield name, jax.make_array_from_callback(w.shape, homes[name].sharding, w.__getitem__)
     elif matrices.is_frozen(source.held) or source.whole:
         left = list(_read(source, devices).items())

@@ -351,6 +351,10 @@ HF = {
     "b_answer": (FIND + "classifier.bias", "a -> a"),
 }
 HF_TYPES = ("deberta-v2",)
+# The published V3 files have both heads of the pair beside one encoder, and positions that nothing reads.
+PLACES = ("deberta.embeddings.position_embeddings.weight", "deberta.embeddings.position_ids")
+HF_ASIDE = (HEAD + "*", FIND + "*", "cls.*", "pooler.*", "classifier.*", "qa_outputs.*", *PLACES)
+HF_LOAD = ", legacy=False"  # else transformers draws a head in place of the published one
 CLASSES = Layout(
     Head(
         "DebertaV2ForSequenceClassification",
