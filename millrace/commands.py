@@ -287,9 +287,11 @@ def quantize(args: argparse.Namespace) -> None:
 
 
 def import_(args: argparse.Namespace) -> None:
-    from millrace.export import huggingface
+    from millrace.export import heads, huggingface
 
     cfg = huggingface.import_(args.folder, args.run)
+    if passed := heads.passed_over(cfg.model, heads.names(cfg.model), Path(args.folder)):
+        print(passed)
     tries = f"`millrace generate {args.run}` tries it, and" if cfg.model.causal else "now"
     print(f"{args.run}: {cfg.model.use} imported; {tries}")
     print(f"`millrace train {args.run}/recipe.yaml data.path=DATA` trains it further")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -18,8 +19,8 @@ from millrace.checkpoint import Checkpoints
 from millrace.compress import stored
 from millrace.data.mapped import open_folder
 from millrace.errors import UserError
-from millrace.export import huggingface, ternary
-from millrace.export.tensors import table_of
+from millrace.export import heads, huggingface, ternary
+from millrace.export.tensors import Tensors, table_of
 from millrace.module import named
 from millrace.objective import file
 
@@ -32,11 +33,14 @@ class Source:
     model: Any
     taken: frozenset[str]
     held: Any  # its model as it lies there, where matrices are held otherwise
+    whole: bool  # weights that are differences to others there are made whole first
+    aside: tuple[str, ...] = ()  # tensors of a folder of Hugging Face that need no place here
+    passed: str = ""  # what is to be said of them
 
 
 def check(path: str, model: Any, take: str | None = None) -> Source:
     """What `model` can start from; UserError where it cannot."""
-    model = matrices.plain(model)
+    freezes, model = matrices.is_frozen(model), matrices.plain(model)
     held = model_of(path, model)
     old, family = matrices.plain(held), file("models", model)
     theirs, ours = (dict(named(module.axes(file("models", cfg).Model, cfg))) for cfg in (old, model))
@@ -61,7 +65,29 @@ def check(path: str, model: Any, take: str | None = None) -> Source:
         for axis, small, large in zip(ours[name].names, before[name].shape, shapes[name].shape, strict=True):
             if large < small and axis != "vocab":
                 raise UserError(f"start: {name} is {small} along {axis} in {path}, expected at most {large}")
-    return Source(path, old, taken, held)
+    whole = not alike(old, model, taken)
+    if whole and freezes and differences(model):  # weights are frozen one by one
+        name, base = next(iter(differences(model).items()))
+        raise UserError(f"start: {name} is the difference to {base} here, and not in {path}")
+    if is_run(path):
+        return Source(path, old, taken, held, whole)
+    heads.check(old, taken, Path(path))
+    if take is not None:  # nothing else matters
+        return Source(path, old, taken, held, whole, ("*",))
+    passed = heads.passed_over(old, taken, Path(path))
+    return Source(path, old, taken, held, whole, heads.aside(file("models", old)), passed)
+
+
+def alike(old: Any, model: Any, taken: frozenset[str]) -> bool:
+    """Whether weights that are differences to others can be taken as such: they are so in both models, and
+    what they differ from is taken along."""
+    ours = differences(model)
+    return ours == differences(old) and all(other in taken for name, other in ours.items() if name in taken)
+
+
+def differences(model: Any) -> dict[str, str]:
+    """The weights that a family holds as the difference to another, and to which."""
+    return getattr(file("models", model), "differences", lambda cfg: {})(model)
 
 
 def head_of(model: Any) -> tuple[int, str]:
@@ -105,16 +131,24 @@ def weights(source: Source, model: Any, fresh: Any, devices: Mesh, data: str) ->
     said = begun(fit, [name for name, _ in named(plain)], told)
     if matrices.is_frozen(model) and not reference.has_reference(model):
         return frozen(fit, model, fresh, devices), said
-    params = _read(source, devices)
-    if classifier.has_labels(model):  # of what was trained as a pair, the one that is not the generator
-        params = huggingface.exports_of(file("models", old), old, params)[""][1]
-    made = fit({name: w for name, w in named(params) if name in source.taken})
+    made = fit({name: w for name, w in _read(source, devices).items() if name in source.taken})
+    if source.whole:
+        made |= apart(bare, made, dict(named(plain)))
     whole = jax.tree_util.tree_map_with_path(lambda path, w: made.get(module.dotted(path), w), plain)
     if not matrices.is_frozen(model):
         return whole, said
     homes = jax.tree.map(lambda leaf: leaf.sharding, fresh)
     twice = jax.jit(partial(matrices.of_plain, family, model), out_shardings=homes)
     return twice(whole, jax.random.key(0)), said
+
+
+def apart(model: Any, made: dict[str, Any], fresh: dict[str, Any]) -> dict[str, Any]:
+    """Those of the whole weights that this model holds as differences."""
+    return {
+        name: jax.jit(jnp.subtract, out_shardings=fresh[name].sharding)(made[name], (fresh | made)[other])
+        for name, other in differences(model).items()
+        if name in made
+    }
 
 
 @dataclass(frozen=True)
@@ -157,6 +191,7 @@ def begun(fit: Fit, names: list[str], told: str) -> str:
     axes = dict(named(module.axes(file("models", old).Model, old)))
     has_rows = any("vocab" in axes[name].names for name in taken)
     more = [told] * bool(told and has_rows) + changed(old, fit.model)
+    more += [fit.source.passed] * bool(fit.source.passed)
     return said + drawn + "".join(f"; {line}" for line in more)
 
 
@@ -201,10 +236,11 @@ def _each(source: Source, devices: Mesh) -> Iterator[tuple[str, Any]]:
     target = mesh.placed(family.Model, source.model, devices)
     if not is_run(path):
         packed, homes = ternary.stored(huggingface.read_config(Path(path))), dict(named(target))
-        for name, w in huggingface.each_weight(table_of(family, source.model), target, Path(path), packed):
+        tensors, table = Tensors(Path(path), packed, source.aside), table_of(family, source.model)
+        for name, w in huggingface.each_weight(table, target, tensors, source.taken):
             yield name, jax.make_array_from_callback(w.shape, homes[name].sharding, w.__getitem__)
-    elif matrices.is_frozen(source.held):
-        left = list(named(_read(source, devices)))
+    elif matrices.is_frozen(source.held) or source.whole:
+        left = list(_read(source, devices).items())
         while left:
             yield left.pop(0)
     else:
@@ -212,19 +248,28 @@ def _each(source: Source, devices: Mesh) -> Iterator[tuple[str, Any]]:
             yield from checkpoints.each_param(step, target)
 
 
-def _read(source: Source, devices: Mesh) -> Any:
-    """All weights of the source at once."""
-    family = file("models", source.model)
-    target = mesh.placed(family.Model, source.model, devices)
+def _read(source: Source, devices: Mesh) -> dict[str, Any]:
+    """All weights of the source at once. Whole ones are what an export of it would hold."""
     if not is_run(source.path):
-        return jax.tree.unflatten(jax.tree.structure(target), [w for _, w in _each(source, devices)])
+        return dict(_each(source, devices))
+    params, family = _restored(source, devices), file("models", source.model)
+    found = dict(named(params))
+    if source.whole:  # of what was trained as a pair, the one that is not the generator
+        found |= dict(named(huggingface.exports_of(family, source.model, params)[""][1]))
+    return found
+
+
+def _restored(source: Source, devices: Mesh) -> Any:
+    """The weights of a run."""
+    family = file("models", source.model).Model
+    target = mesh.placed(family, source.model, devices)
     with _checkpoint(source.path) as (checkpoints, step):
         if not matrices.is_frozen(source.held):
             return checkpoints.restore_params(step, target)
         # What was learnt beside its weights is merged into them.
         there = mesh.placed(file("models", source.held).Model, source.held, devices)
         homes = jax.tree.map(lambda leaf: leaf.sharding, target)
-        merge = jax.jit(partial(matrices.to_plain, family.Model, source.held), out_shardings=homes)
+        merge = jax.jit(partial(matrices.to_plain, family, source.held), out_shardings=homes)
         return merge(checkpoints.restore_params(step, there))
 
 

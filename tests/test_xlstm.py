@@ -14,8 +14,9 @@ import torch
 import transformers
 from hypothesis import strategies as st
 
-from millrace import config, module, recipe
+from millrace import config, generate, module, recipe
 from millrace.checkpoint import Checkpoints
+from millrace.draw import Sampling
 from millrace.errors import UserError
 from millrace.execution import Execution
 from millrace.export import huggingface
@@ -312,7 +313,7 @@ def test_transformers_loads_an_export_and_computes_the_same(sizes, tmp_path):
     assert not any(info.values()), info
     tokens = np.random.default_rng(1).integers(4, 64, (2, 20))
     with torch.no_grad():
-        wanted = theirs.eval()(torch.tensor(tokens), use_cache=False).logits.numpy()
+        wanted = theirs.eval()(torch.tensor(tokens)).logits.numpy()
     params = jax.tree.map(jnp.asarray, jax.device_get(trained.params))
     hidden = jax.jit(lambda p, t: p(trained.cfg.model, t, how=HOW))(params, tokens)
     logits = project(params.unembed, hidden, "bsd,vd->bsv")
@@ -325,6 +326,36 @@ def test_transformers_loads_an_export_and_computes_the_same(sizes, tmp_path):
     assert back.cfg.model == trained.cfg.model
     assert back.cfg.loss.soft_cap == (cap or 1e6)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(back.params), jax.device_get(params))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "cached"),
+    [(dict(embed=64), False), (dict(embed=128), True), (dict(embed=96, heads=2, key_dim=32), False)],
+    ids=["tiny", "multiples of 64", "values of 96"],
+)
+def test_an_export_generates_in_transformers_as_users_call_it(sizes, cached, tmp_path):
+    """With its cache where transformers has one of the right width, and without where not."""
+    trained = run_of(tmp_path / "run", **{"layers": 2} | sizes)
+    huggingface.export(trained, str(tmp_path / "out"), "float32")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", autocast_kernel_dtype="float32"
+    )
+    assert theirs.config.use_cache == cached
+    ids = torch.tensor([[5, 40, 9, 60, 33, 12, 7]])
+    with torch.no_grad():
+        plain = theirs(ids)
+        found = theirs.generate(ids, max_new_tokens=12, do_sample=False, pad_token_id=0)[0, 7:]
+    assert (plain.cache_params is not None) == cached
+    wanted = list(generate.sample(trained, ids[0].tolist(), 12, Sampling(temperature=0)))
+    assert found.tolist() == wanted and len(set(wanted)) > 3
+
+
+def test_texts_longer_than_a_chunk_go_through_an_export_as_well(tmp_path):
+    """transformers takes more than 16,384 positions in chunks, and so with a cache, unless it is told not."""
+    huggingface.export(run_of(tmp_path / "run", layers=1), str(tmp_path / "out"), "float32")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    with torch.no_grad():
+        assert theirs(torch.full((1, 16_448), 5)).logits.isfinite().all()
 
 
 def test_what_transformers_has_not_is_refused(tmp_path):

@@ -4,7 +4,7 @@ and axes (`HF`); a pattern like "(n h) d -> d n h" is read in either direction."
 import importlib
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from millrace.compress import stored
 from millrace.data import tokenise
 from millrace.errors import UserError
 from millrace.execution import own_products
-from millrace.export import card, config_json, ternary
+from millrace.export import card, config_json, heads, ternary
 from millrace.export.tensors import Table, Tensors, table_of, to_tensors
 from millrace.folder import Opened, keep_tokenizer
 from millrace.objective import file
@@ -181,7 +181,9 @@ def import_(folder: str, run: str) -> sections.Run:
         if classifier.has_labels(cfg.model):
             classifier.keep_names(made, classifier.names_in(settings))
         shapes = module.shapes(family.Model, cfg.model)
-        params = from_tensors(table_of(family, cfg.model), shapes, source, ternary.stored(settings))
+        heads.check(cfg.model, heads.names(cfg.model), source)
+        table, aside = table_of(family, cfg.model), heads.aside(family)
+        params = from_tensors(table, shapes, source, ternary.stored(settings), aside)
         keep_tokenizer(source, made)
         sha256 = tokenise.sha256(made) if (made / "tokenizer.json").is_file() else None
         checkpoints = Checkpoints(str(made))
@@ -221,20 +223,25 @@ def section_of(settings: dict[str, Any]) -> dict[str, Any]:
     return family.from_hf(settings) | classifier.section(family, settings)
 
 
-def from_tensors(table: Table, shapes: Any, source: Path, stored: str | None = None) -> Any:
+def from_tensors(
+    table: Table, shapes: Any, source: Path, stored: str | None = None, aside: tuple[str, ...] = ()
+) -> Any:
     """Our weights from their files, in the host's memory: an import needs no device. `stored` is what
-    export/ternary.py says of them."""
-    found = [weight for _, weight in each_weight(table, shapes, source, stored)]
+    export/ternary.py says of them, `aside` what export/heads.py does."""
+    names = [name for name, _ in module.named(shapes)]
+    found = [weight for _, weight in each_weight(table, shapes, Tensors(source, stored, aside), names)]
     return jax.tree.unflatten(jax.tree.structure(shapes), found)
 
 
 def each_weight(
-    table: Table, shapes: Any, source: Path, stored: str | None = None
+    table: Table, shapes: Any, tensors: Tensors, taken: Collection[str]
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """One after the other, by our names."""
-    tensors = Tensors(source, stored)
+    """Those that are taken, one after the other, by our names."""
     for name, wanted in module.named(shapes):
-        yield name, tensors.weight(*table[name], wanted.shape)
+        if name in taken:
+            yield name, tensors.weight(*table[name], wanted.shape)
+        else:
+            tensors.pass_over(table[name][0])
     tensors.check_all_read()
 
 

@@ -1,5 +1,6 @@
 """Weights as Hugging Face has them: under its names, with its axes, one tensor for each layer."""
 
+import fnmatch
 import math
 import re
 from collections.abc import Iterable, Iterator
@@ -69,14 +70,18 @@ def rearrange(array: np.ndarray, pattern: str, sizes: dict[str, int]) -> np.ndar
     return turned.reshape(after)
 
 
-class Tensors:
-    """The tensors of one or several safetensors files by name."""
+def is_like(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
-    def __init__(self, folder: Path, stored: str | None = None):
+
+class Tensors:
+    """The tensors of one or several safetensors files by name. Those like `aside` need no place anywhere."""
+
+    def __init__(self, folder: Path, stored: str | None = None, aside: tuple[str, ...] = ()):
         files = sorted(folder.glob("*.safetensors"))
         if not files:
             raise UserError(f"{folder}: no .safetensors file in it")
-        self.folder, self.stored = folder, stored
+        self.folder, self.stored, self.aside = folder, stored, aside
         self.places: dict[str, Any] = {}
         for path in files:
             try:
@@ -134,8 +139,16 @@ class Tensors:
         scale = float(scales.reshape(()))
         return ternary.unpacked(tensor, scale if self.stored == "multiplies" else 1 / scale)
 
+    def pass_over(self, theirs: str) -> None:
+        """A weight that nobody asks for is no tensor too many."""
+        parts = re.split(r"{(?:\+\d+)?}", part_of(theirs)[0])
+        name = r"\d+".join(map(re.escape, parts))
+        like = re.compile(f"{name}|{ternary.scale_name(name)}")
+        self.unread = {name for name in self.unread if not like.fullmatch(name)}
+
     def check_all_read(self) -> None:
-        left = sorted(name for name in self.unread if name not in TIED and "rotary_emb" not in name)
+        known = lambda name: name in TIED or "rotary_emb" in name or is_like(name, self.aside)
+        left = sorted(name for name in self.unread if not known(name))
         if left:
             more = f" and {len(left) - 1} more" if len(left) > 1 else ""
             raise UserError(f"{self.folder}: no place in this model for the tensor {left[0]}{more}")

@@ -105,9 +105,14 @@ def has_places(cfg: Any) -> bool:
     return cfg.mask_decoder and tells(cfg)
 
 
+def differences(cfg: Any) -> dict[str, str]:
+    """The weights that are held as the difference to another, and to which."""
+    return {"embedding": "generator.embedding"} if finds(cfg) and cfg.sharing == "gdes" else {}
+
+
 def zeros_if_shared(key: Array, axes: Axes, shape: tuple[int, ...], cfg: Any) -> Array:
     """The difference to the generator's embedding begins at 0."""
-    fresh = zeros if finds(cfg) and cfg.sharing == "gdes" else normal(0.02)
+    fresh = zeros if differences(cfg) else normal(0.02)
     return fresh(key, axes, shape, cfg)
 
 
@@ -346,6 +351,10 @@ HF = {
     "b_answer": (FIND + "classifier.bias", "a -> a"),
 }
 HF_TYPES = ("deberta-v2",)
+# The published V3 files have both heads of the pair beside one encoder, and positions that nothing reads.
+PLACES = ("deberta.embeddings.position_embeddings.weight", "deberta.embeddings.position_ids")
+HF_ASIDE = (HEAD + "*", FIND + "*", "cls.*", "pooler.*", "classifier.*", "qa_outputs.*", *PLACES)
+HF_LOAD = ", legacy=False"  # else transformers draws a head in place of the published one
 CLASSES = Layout(
     Head(
         "DebertaV2ForSequenceClassification",

@@ -366,9 +366,18 @@ def to_hf(cfg: Any, sequence: int) -> dict[str, Any]:
         "ffn_round_up_to_multiple_of": cfg.mlp,
         "gate_soft_cap": cfg.gate_cap,
         "norm_eps": cfg.norm_eps,
+        **cache_settings(cfg),
         HF_SOFT_CAP: 1e6,  # which caps nothing, if a recipe has none: they have no null
         "max_position_embeddings": sequence,
     }
+
+
+def cache_settings(cfg: Any) -> dict[str, Any]:
+    """Their cache rounds widths up to a multiple of 64 and their layers do not (5.22), so with other widths
+    every call that has one fails: unless told not to, all of them, and those of more than 16,384 tokens."""
+    if cfg.embed % 64 == 0 and cfg.heads * cfg.key_dim % 64 == 0:
+        return {"use_cache": True}
+    return {"use_cache": False, "max_inference_chunksize": 2**31 - 1}
 
 
 def from_hf(settings: dict[str, Any]) -> dict[str, Any]:
