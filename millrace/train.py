@@ -242,6 +242,8 @@ def loop(session: Session, current: State, start: int) -> int | rollback.Trouble
             session.pace.starts()
         return 0
     except Spoilt as error:
+        if session.trace.ends(number, stopping=True):  # one that still runs could not be started again
+            session.profile(number, current)
         # Not saved: such weights may be past saving, and would push out a good checkpoint.
         first, recent = error.number - error.since, jax.device_get(current.recent)
         left_out = spikes.left_out(recent, error.number, error.since + 1)
