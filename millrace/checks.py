@@ -14,10 +14,6 @@ from millrace.sections import FORWARD, SPLIT_ROWS, DataRun, Labels, Run, Schedul
 
 def check_run(run: Run, reader: Reader) -> None:
     """What no section can check alone. Everything here is arithmetic; devices are counted later."""
-    if run.profile is not None:
-        first, _, last = run.profile.partition(":")
-        if not (first.isdecimal() and last.isdecimal() and 0 < int(first) <= int(last)):
-            reader.fail("profile", "expected the first and the last step, as in 10:15")
     if run.hang < 0:
         reader.fail("hang", "expected a number of seconds, or 0")
     if run.take is not None and run.start is None:
@@ -26,6 +22,7 @@ def check_run(run: Run, reader: Reader) -> None:
         _check_url(key, path, reader)
     _check_seed(run, reader)
     _check_schedule(run, reader)
+    _check_profile(run, reader)
     _check_mesh(run, reader)
     if run.objective.use in FORWARD and not run.model.causal:
         reader.fail(
@@ -54,6 +51,7 @@ def check_run(run: Run, reader: Reader) -> None:
         reader.fail("memory.products", "expected compute, since experts are not multiplied in 8 bits")
     if run.loss.split == "bf16" and run.memory.compute != "bfloat16":
         reader.fail("loss.split", f"expected auto, since memory.compute is {run.memory.compute}")
+    _check_filter(run, reader)
     _check_bits(run, reader)
     _check_lora(run, reader)
     _check_preference(run, reader)
@@ -108,6 +106,17 @@ def _check_schedule(run: Run, reader: Reader) -> None:
         reader.fail("schedule.floor", f"expected nothing, since {run.schedule.use} does not go down to it")
 
 
+def _check_profile(run: Run, reader: Reader) -> None:
+    if run.profile is None:
+        return
+    first, _, last = run.profile.partition(":")
+    if not (first.isdecimal() and last.isdecimal() and 0 < int(first) <= int(last)):
+        reader.fail("profile", "expected the first and the last step, as in 10:15")
+    steps = durations(run, reader)["steps"]
+    if int(first) > steps:
+        reader.fail("profile", f"expected a first step of at most schedule.steps, which is {steps}")
+
+
 def _check_mesh(run: Run, reader: Reader) -> None:
     fixed = {axis: size for axis, size in dataclasses.asdict(run.mesh).items() if isinstance(size, int)}
     factors = {"accumulate": run.batch.accumulate} | {axis: fixed.get(axis, 1) for axis in SPLIT_ROWS}
@@ -122,6 +131,17 @@ def _check_mesh(run: Run, reader: Reader) -> None:
     experts = getattr(run.model, "experts", 1)
     if experts % fixed.get("expert", 1):
         reader.fail("mesh.expert", f"expected a divisor of the model's experts, {experts}")
+
+
+def _check_filter(run: Run, reader: Reader) -> None:
+    """Gradients of tokens are skipped by kernels alone. Whether there are some here is known when the step is
+    traced."""
+    if not run.loss.filter:
+        return
+    if run.objective.use in ("classify", "dpo"):
+        reader.fail("loss.filter", f"expected 0, since {run.objective.use} has a loss that skips nothing")
+    if run.loss.split not in ("auto", "kernel"):
+        reader.fail("loss.filter", f"expected 0 with loss.split {run.loss.split}, since only kernels skip")
 
 
 def _check_bits(run: Run, reader: Reader) -> None:

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ from millrace.errors import UserError
 from millrace.evaluate import vocabulary, with_vocabulary
 from millrace.folder import keep_tokenizer
 from millrace.goodput import Idle, Ledger
+from millrace.kernels.cut_cross_entropy import heard
 from millrace.lock import lock
 from millrace.metrics import Late, Meter, peak_flops
 from millrace.mirror import Mirror
@@ -47,7 +48,7 @@ from millrace.products.support import emulated, multiplies
 from millrace.session import Session, Spoilt, tell
 from millrace.state import State
 from millrace.stragglers import Pace
-from millrace.tracing import Trace
+from millrace.tracing import Steps, Trace
 from millrace.watchdog import Watchdog
 from millrace.writers import Writers
 
@@ -97,15 +98,11 @@ def run(cfg: sections.Run, program: Path | None = None) -> int:
                 begins = cfg.start is not None
                 abstract, fresh = build.make_state(cfg, task, update, devices, replaced=begins)
                 out.event(describe(cfg, task, abstract, devices, begun, steps))
-                if cfg.memory.products != "compute" and not task.how.native:
-                    out.event(
-                        emulated("memory.products", task.how.products, jax.local_devices()[0]), "warning"
-                    )
-                if cfg.loss.split == "fp8" and not multiplies(jax.local_devices()[0], "fp8"):
-                    out.event(emulated("loss.split", "fp8", jax.local_devices()[0]), "warning")
                 if begun >= steps:
                     out.event(finished(begun, steps))
                     return 0
+                for line in in_vain(cfg, task, begun):
+                    out.event(line, "warning")
                 fit.check(abstract, update.frozen)
                 source = None
                 if cfg.start is not None and latest is None:
@@ -134,7 +131,10 @@ def run(cfg: sections.Run, program: Path | None = None) -> int:
                 one = step.train_step(task, update, axes)
                 with ledger.during("compilation"):
                     marks = dict(has_loss=dataset.has_loss, has_labels=dataset.has_labels)
-                    traced = build.lowered(cfg, one, abstract, devices, **marks)
+                    with heard() as lines:
+                        traced = build.lowered(cfg, one, abstract, devices, **marks)
+                    for line in lines:
+                        out.event(line, "warning")
                     compiled = programs.compiled(traced, devices, program, out.event)
                 session = Session(
                     cfg=cfg,
@@ -166,6 +166,22 @@ def run(cfg: sections.Run, program: Path | None = None) -> int:
         finally:
             checkpoints.close()
             out.close()
+
+
+def in_vain(cfg: sections.Run, task: Task, begun: int) -> Iterator[str]:
+    """What the recipe says that brings nothing on these devices, or to a run that goes on from this step."""
+    here = jax.local_devices()[0]
+    if cfg.memory.products != "compute" and not task.how.native:
+        yield emulated("memory.products", task.how.products, here)
+    if cfg.loss.split == "fp8" and not multiplies(here, "fp8"):
+        yield emulated("loss.split", "fp8", here)
+    traced = Steps.parse(cfg.profile)
+    if 0 < traced.first <= begun:
+        later = f"{begun + 1}:{begun + 1 + traced.last - traced.first}"
+        yield (
+            f"profile: {cfg.profile} has no effect: the run goes on from step {begun}, and the trace would "
+            f"begin with step {traced.first}; profile={later} traces as many of those to come"
+        )
 
 
 def attempts(session: Session, step: int | None) -> int:
@@ -247,6 +263,8 @@ def loop(session: Session, current: State, start: int) -> int | rollback.Trouble
             session.pace.starts()
         return 0
     except Spoilt as error:
+        if session.trace.ends(number, stopping=True):  # one that still runs could not be started again
+            session.profile(number, current)
         # Not saved: such weights may be past saving, and would push out a good checkpoint.
         first, recent = error.number - error.since, jax.device_get(current.recent)
         left_out = spikes.left_out(recent, error.number, error.since + 1)

@@ -1,6 +1,7 @@
 """What activations keep for the backward pass, and that the gradient does not suffer: exactly jax.grad's, or
 the published step function's."""
 
+import typing
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from millrace.layers import activations, mlp
 from millrace.layers.mlp import Activation, activate, gated, glu
+from millrace.models import deberta
 
 SPECIAL = [0.0, -0.0, 1e-3, -1e-3, 3.5, -3.5, np.inf, -np.inf, np.nan]
 PLAIN: dict[str, tuple[Callable[..., jax.Array], Callable[..., jax.Array]]] = {
@@ -184,7 +186,7 @@ def test_without_a_loop_the_compiler_is_held_back_from_keeping_hidden_units() ->
     assert guarded < unrolled(lambda x, g, u, w: glu("swiglu", x @ g, x @ u) @ w) - 2 * 128 * hidden * 4
 
 
-@pytest.mark.parametrize(("kind", "bits"), [("relu_bits", 1), ("gelu_bits", 2)])
+@pytest.mark.parametrize(("kind", "bits"), [("relu_bits", 1), ("gelu_bits", 2), ("silu_bits", 2)])
 def test_an_mlp_whose_second_matrix_is_frozen_keeps_bits_alone(kind: Any, bits: int) -> None:
     up, w = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((2, 64, 96), (96, 32)))
     frozen = lambda up, w: mlp.plain(kind, up, jax.lax.stop_gradient(w), merges=True)
@@ -193,3 +195,17 @@ def test_an_mlp_whose_second_matrix_is_frozen_keeps_bits_alone(kind: Any, bits: 
     assert found == {("uint8", (2, 64 * bits // 8, 96)): 1}
     trained = kept(lambda up, w: mlp.plain(kind, up, w, merges=True), up, w)
     assert ("float32", (2 * 64, 96)) in trained  # the hidden units, for its gradient
+
+
+@pytest.mark.parametrize("kind", ["gelu", "silu"])
+def test_an_mlp_keeps_of_a_smooth_activation_its_input_alone(kind: Any) -> None:
+    x, up, w = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((2, 64, 8), (8, 96), (96, 32)))
+    ours = lambda x, up, w: mlp.plain(kind, x @ up, w, merges=False)
+    assert kept(ours, x, up, w)["float32", (2, 64, 96)] == 1
+
+
+def test_every_activation_of_an_mlp_without_a_gate_is_a_choice_of_deberta() -> None:
+    names = {*typing.get_args(mlp.Plain)}
+    assert names == {*activations.PLAIN}
+    assert names == {*typing.get_args(typing.get_type_hints(deberta.Config)["activation"])}
+    assert {f"{kind}_bits" for kind in ("relu", *activations.STEPS)} <= names

@@ -148,6 +148,12 @@ MISTAKES = [
         "use: eurobert",
         ':5: objective.use: found "causal", expected masked, since eurobert reads',
     ),
+    (
+        "seed: 0",
+        "profile: '21:25'",
+        ':2: profile: found "21:25", expected a first step of at most schedule.steps, which is 20',
+    ),
+    ("z_loss: 1e-4", "filter: 1e-4, split: tokens", ":6: loss.filter: found 1e-4, expected 0 with loss"),
     ("seed: 0", "seed: -1", ":2: seed: found -1, expected a number from 0 to 4294967295"),
 ]
 DATA_MISTAKES = [

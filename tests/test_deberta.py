@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import typing
 import warnings
 from typing import Any
 
@@ -13,13 +14,15 @@ import pytest
 import torch
 import transformers
 from hypothesis import strategies as st
+from transformers.activations import ACT2FN
 
 from millrace import config, mesh, module, recipe, sections, train
 from millrace.errors import UserError
 from millrace.execution import Execution
 from millrace.export import huggingface, tensors
 from millrace.folder import open_run
-from millrace.layers import disentangled
+from millrace.layers import disentangled, mlp
+from millrace.layers.activations import PLAIN
 from millrace.models import deberta
 from millrace.objective import Batch, Task, Vocabulary
 from millrace.objectives import rtd
@@ -45,7 +48,7 @@ def sizes(draw: Any) -> dict[str, Any]:
         position_buckets=buckets,
         max_relative_positions=draw(st.sampled_from([-1, buckets, 2 * buckets])),
         max_position_embeddings=max(14, buckets),
-        hidden_act=draw(st.sampled_from(["gelu", "relu", "relu2"])),
+        hidden_act=draw(st.sampled_from(["gelu", "silu", "relu", "relu2"])),
         layer_norm_eps=draw(st.sampled_from([1e-7, 1e-2])),
         pos_att_type=draw(st.sampled_from(["p2c|c2p", ["c2p", "p2c"]])),
         norm_rel_ebd="layer_norm",
@@ -180,7 +183,7 @@ def test_a_deberta_that_cannot_be_imported_is_refused_in_words():
         activation="gelu", mask_decoder=False, norm_eps=1e-7,
     )  # fmt: skip
     for changes, message in (
-        ({"hidden_act": "tanh"}, 'hidden_act: found "tanh", expected gelu, relu or relu2'),
+        ({"hidden_act": "tanh"}, 'hidden_act: found "tanh", expected gelu, silu, relu or relu2'),
         ({"share_att_key": False}, "share_att_key: found false, only true"),
         ({"pos_att_type": "c2p"}, "pos_att_type: found .*only c2p with p2c"),
         ({"position_buckets": -1}, "position_buckets: found -1, expected a whole number"),
@@ -192,6 +195,16 @@ def test_a_deberta_that_cannot_be_imported_is_refused_in_words():
     plain = transformers.DebertaV2Config().to_dict()
     with pytest.raises(UserError, match="relative_attention: found false, only true"):
         deberta.from_hf(plain)
+
+
+@pytest.mark.parametrize("name", typing.get_args(mlp.Plain))
+def test_every_activation_is_exported_by_the_name_of_what_it_computes(name):
+    cfg = deberta.Config(layers=2, embed=32, heads=4, mlp=48, vocab=64, activation=name)
+    exported = deberta.to_hf(cfg, 64)
+    theirs, x = ACT2FN[exported["hidden_act"]], np.linspace(-8, 8, 99, dtype=np.float32)[None, :, None]
+    np.testing.assert_allclose(PLAIN[name](jnp.asarray(x)), theirs(torch.tensor(x)).numpy(), atol=1e-6)
+    back = deberta.from_hf(exported)["activation"]  # bits are not of the model, but of how it is trained
+    assert back == exported["hidden_act"] == name.removesuffix("_bits")
 
 
 def test_the_mask_decoder_asks_the_last_layer_twice_with_absolute_positions():

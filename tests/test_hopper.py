@@ -11,7 +11,7 @@ import pytest
 
 from millrace.errors import UserError
 from millrace.kernels import cut_hopper, cut_tokens
-from millrace.kernels.cut_cross_entropy import bind, cut
+from millrace.kernels.cut_cross_entropy import bind, cut, heard
 from millrace.kernels.cut_hopper import TOKENS, VOCAB, Work
 from millrace.kernels.head import Head, Split
 from millrace.losses import cross_entropy
@@ -163,3 +163,22 @@ def test_what_the_kernels_cannot_do_is_told(monkeypatch: pytest.MonkeyPatch) -> 
     ):
         assert why in str(cut_hopper.refuses(head, Split(), hidden, unembed))
     assert "mesh.fsdp" in str(cut_hopper.refuses(Head(PLAIN), Split(width=("fsdp",)), *p[:2]))
+
+
+def test_a_filter_that_no_kernel_uses_is_told_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = SimpleNamespace(platform="gpu", compute_capability="9.0")
+    monkeypatch.setattr(cut_hopper.jax, "devices", lambda: [here])
+    monkeypatch.setattr(cut_hopper, "_try", lambda *_: None)
+
+    def told(tokens: int, filter: float) -> list[str]:
+        p = arrays(tokens, 512, 256, jnp.bfloat16)
+        trained = jax.grad(lambda x: cut(PLAIN, x, *p[1:], filter=filter).loss)
+        with heard() as lines:
+            jax.make_jaxpr(trained)(p[0])
+            jax.make_jaxpr(lambda x: cut(PLAIN, x, *p[1:], filter=filter).loss)(p[0])
+        return lines
+
+    assert told(256, 1e-3) == told(250, 0.0) == []
+    (line,) = told(250, 1e-3)
+    assert line.startswith("loss.filter: 0.001 has no effect here")
+    assert "since 250 tokens are not a multiple of 128" in line

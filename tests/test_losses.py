@@ -17,11 +17,11 @@ import torch
 
 import millrace.losses
 from millrace import mesh
-from millrace.kernels import cut_mosaic, cut_tokens
+from millrace.kernels import cut_mosaic
 from millrace.kernels.cut_cross_entropy import bind
 from millrace.kernels.cut_cross_entropy import cut as cut_by
 from millrace.kernels.cut_mosaic import Blocks
-from millrace.kernels.head import PerToken, Stats, Totals
+from millrace.kernels.head import NO_PEAK, PerToken, Stats, Totals
 from millrace.losses import cross_entropy, focal
 
 LOSSES = [module.name for module in pkgutil.iter_modules(millrace.losses.__path__)]
@@ -158,16 +158,27 @@ def test_cut_is_no_further_from_the_truth_than_full_logits(
         assert np.linalg.norm(error) <= (2e-6 if dtype == jnp.float32 else 4e-3) * np.linalg.norm(right)
 
 
-@pytest.mark.parametrize("soft_cap", [cut_tokens.NO_PEAK, cut_tokens.NO_PEAK + 0.5])
+def one_sided(sign: float) -> Problem:
+    """All logits around 40, or around -40."""
+    p = problem()
+    return replace(p, hidden=sign * jnp.abs(p.hidden), unembed=jnp.abs(p.unembed))
+
+
+@pytest.mark.parametrize("soft_cap", [NO_PEAK, NO_PEAK + 0.5, 1e3, 1e6])
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_capped_logits_are_exact_wherever_they_lie(soft_cap: float, sign: float) -> None:
     """All of them near the cap, or all near its other end, where float32 has hardly an exponential for them;
-    and at it, where no gradient is left."""
-    p = problem()
-    near = replace(p, hidden=sign * jnp.abs(p.hidden), unembed=jnp.abs(p.unembed))
-    truth = in_float64(near, soft_cap=soft_cap, z_loss=1e-3, label_smoothing=0.1)
-    assert_same(with_cut(SMOOTHED, near, soft_cap=soft_cap, chunk=100), truth)
-    at = replace(near, hidden=100 * near.hidden)
+    or far below it, where it hardly bends them."""
+    p = one_sided(sign)
+    truth = in_float64(p, soft_cap=soft_cap, z_loss=1e-3, label_smoothing=0.1)
+    assert_same(with_cut(SMOOTHED, p, soft_cap=soft_cap, chunk=100), truth)
+
+
+@pytest.mark.parametrize("soft_cap", [NO_PEAK, NO_PEAK + 0.5])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_logits_at_the_cap_have_no_gradient(soft_cap: float, sign: float) -> None:
+    p = one_sided(sign)
+    at = replace(p, hidden=100 * p.hidden)
     loss, *gradients = with_cut(SMOOTHED, at, soft_cap=soft_cap, chunk=100)
     assert_same([loss], in_float64(at, soft_cap=soft_cap, z_loss=1e-3, label_smoothing=0.1)[:1])
     assert not any(jnp.abs(gradient).max() > 1e-6 for gradient in gradients)

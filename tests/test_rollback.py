@@ -219,6 +219,15 @@ def test_weights_that_are_not_numbers_take_the_run_back_before_the_step_that_mad
     assert train.run(cfg) == 0
 
 
+def test_a_trace_ends_where_the_run_goes_back_and_is_taken_again(tiny, capfd):
+    # One update at such a rate leaves weights of which no gradient is finite.
+    wild = ("optimizer.learning_rate=1e30", "optimizer.patience=2", "schedule.warmup=0")
+    assert train.run(tiny(*wild, "profile=2:9")) == 1
+    said = capfd.readouterr().out
+    assert said.count("back to step 0, and past the data") == rollback.TRIES
+    assert len(re.findall("steps 2 to [34] are traced", said)) == rollback.TRIES + 1
+
+
 @pytest.mark.slow
 def test_a_checkpoint_from_the_bad_steps_is_put_aside(small, capfd):
     bad = small("bad", "checkpoint.every=34", "checkpoint.keep=2")

@@ -418,3 +418,21 @@ def test_a_trace_of_some_steps_is_written_and_its_longest_operations_told(tiny, 
 def test_a_trace_needs_a_first_and_a_last_step(tiny, steps):
     with pytest.raises(UserError, match=r"profile: found .*expected the first and the last step"):
         tiny(f"profile={steps}")
+
+
+def test_a_trace_that_would_never_begin_is_refused(tiny):
+    whole = "schedule.steps=2048 tokens"  # 4 steps of 8 rows
+    tiny(whole, "profile=4:9")
+    with pytest.raises(UserError, match="profile: found 5:9, expected a first step of at most .* is 4"):
+        tiny(whole, "profile=5:9")
+
+
+def test_settings_without_effect_here_are_told(tiny, capfd):
+    assert train.run(tiny("schedule.steps=3", "schedule.warmup=0")) == 0
+    capfd.readouterr()
+    assert train.run(tiny("schedule.steps=4", "schedule.warmup=0", "profile=3:4", "loss.filter=2e-4")) == 0
+    said = capfd.readouterr().out
+    assert "warning: profile: 3:4 has no effect: the run goes on from step 3" in said
+    assert "profile=4:5 traces" in said and "are traced" not in said
+    told = "warning: loss.filter: 0.0002 has no effect here: the kernels that skip gradients cannot be used"
+    assert said.count(f"{told}, since they are for Hopper GPUs") == 1

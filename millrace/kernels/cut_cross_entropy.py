@@ -2,8 +2,10 @@
 tokens or of the vocabulary in plain JAX, or by kernels; one file each. The vocabulary may be split over
 devices as in cut cross entropy (arXiv 2411.09009)."""
 
+import contextlib
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -19,6 +21,19 @@ from millrace.kernels.head import Array, Head, PerToken, Products, Short, Split,
 from millrace.probe import device
 
 LOW: dict[str, type[Products]] = {"bf16": Short, "fp8": Narrow}
+_HEARD: ContextVar[list[str] | None] = ContextVar("heard", default=None)
+
+
+@contextlib.contextmanager
+def heard() -> Iterator[list[str]]:
+    """What heads that are traced in here have to say of their settings: which way is taken depends on devices
+    and shapes, so only they know what has no effect."""
+    lines: list[str] = []
+    token = _HEARD.set(lines)
+    try:
+        yield lines
+    finally:
+        _HEARD.reset(token)
 
 
 def bind(per_token: Callable[[Any, Stats], Array], cfg: Any) -> PerToken:
@@ -146,7 +161,22 @@ def _work(trains: bool, head: Head, way: str, split: Split, hidden: Any, unembed
     if way == "auto":
         way = "kernel" if ahead and reason is None else "vocabulary" if split.width else "tokens"
     part = _part(kernel if way == "kernel" else way)
+    if trains and head.filter and part is not _part("hopper"):
+        _tell_unfiltered(head, split, hidden, unembed)
     return part.totals_and_gradients if trains else part.totals
+
+
+def _tell_unfiltered(head: Head, split: Split, hidden: Any, unembed: Any) -> None:
+    lines = _HEARD.get()
+    if lines is None:
+        return
+    why = _part("hopper").refuses(head, split, hidden, unembed)
+    line = (
+        f"loss.filter: {head.filter:g} has no effect here: the kernels that skip gradients cannot be used"
+        f"{f', since {why}' if why else ''}. No gradient is left out; loss.filter=0 says the same"
+    )
+    if line not in lines:
+        lines.append(line)
 
 
 def _part(way: str) -> Any:

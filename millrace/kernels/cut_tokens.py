@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from millrace.kernels.head import (
+    NO_PEAK,
     Array,
     Head,
     Products,
@@ -33,7 +34,6 @@ from millrace.kernels.head import (
 # 12,000 with full logits (8,192 tokens, bf16, compiled by libtpu 0.0.51).
 LOGIT_BYTES, LOGIT_SHARE = 2**30, 1 / 24  # at least, and of a GPU's memory
 SMALLEST_CHUNK = 128
-NO_PEAK = 40.0  # logits capped at this have exponentials in the range of float32, though none is the largest
 
 
 def totals(head: Head, split: Split, hidden: Array, unembed: Array, targets: Array, weights: Array) -> Totals:

@@ -13,6 +13,7 @@ from millrace.probe import device
 
 Array = jax.Array
 
+NO_PEAK = 40.0  # logits capped at this have exponentials in the range of float32, though none is the largest
 OUT = -1e9  # the logit of a token that is ruled out: no probability in float32, and a finite square
 
 
@@ -109,10 +110,12 @@ def logits(head: Head, x: Array, unembed: Array, first: Any) -> Array:
 def finished(head: Head, scores: Array, first: Any, *, again: bool = False) -> Array:
     """Products of hidden states and the vocabulary's matrix [c v] as logits. `again` says that somebody else
     has them too: the compiler would write logits that two want to memory, which takes longer than to cap them
-    a second time; it does not see that two formulas give the same."""
+    a second time; it does not see that two formulas give the same. The second is off by 1e-7 of the cap where
+    logits are far below it: 4e-6 at NO_PEAK, but with a cap of 1e7 gradients would be off by half."""
     if head.soft_cap is not None:
         within = scores / head.soft_cap
-        within = 1 - 2 / (jnp.exp(2 * within) + 1) if again else jnp.tanh(within)
+        other = again and head.soft_cap <= NO_PEAK
+        within = 1 - 2 / (jnp.exp(2 * within) + 1) if other else jnp.tanh(within)
         scores = head.soft_cap * within
     if head.without is None:
         return scores

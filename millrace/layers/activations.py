@@ -92,6 +92,8 @@ smooth_bits.defvjp(_steps_forward, _steps_backward)
 PLAIN: dict[str, Callable[[Array], Array]] = {
     "gelu": partial(jax.nn.gelu, approximate=False),
     "gelu_bits": partial(smooth_bits, "gelu"),
+    "silu": jax.nn.silu,
+    "silu_bits": partial(smooth_bits, "silu"),
     "relu": relu,
     "relu_bits": relu_bits,
     "relu2": relu2,

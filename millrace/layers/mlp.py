@@ -11,7 +11,7 @@ from millrace.layers import activations
 from millrace.project import project
 
 Activation = Literal["swiglu", "geglu", "geglu_erf", "reglu", "relu2"]
-Plain = Literal["gelu", "gelu_bits", "relu", "relu_bits", "relu2"]
+Plain = Literal["gelu", "gelu_bits", "silu", "silu_bits", "relu", "relu_bits", "relu2"]
 
 
 def gated(kind: Activation, gate: jax.Array, up: jax.Array, w_down: Any, *, merges: bool) -> jax.Array:
@@ -27,11 +27,11 @@ def gated(kind: Activation, gate: jax.Array, up: jax.Array, w_down: Any, *, merg
 
 
 def plain(kind: Plain, up: jax.Array, w_down: Any, *, merges: bool) -> jax.Array:
-    """The output of an MLP [b s d] without a gate from the product of its first matrix [b s f]. Of GELU that
-    product alone is kept, of ReLU and its square the hidden units; with bits the hidden units and the bits,
-    or, where w_down is frozen, the bits alone."""
+    """The output of an MLP [b s d] without a gate from the product of its first matrix [b s f]. Of GELU and
+    SiLU that product alone is kept, of ReLU and its square the hidden units; with bits the hidden units and
+    the bits, or, where w_down is frozen, the bits alone."""
     active = lambda up, w: project(w, activations.PLAIN[kind](up), "bsf,fd->bsd")
-    if kind != "gelu" or not isinstance(w_down, jax.Array):
+    if kind not in ("gelu", "silu") or not isinstance(w_down, jax.Array):
         return active(up, w_down)
     return jax.checkpoint(active, prevent_cse=merges)(up, w_down)
 

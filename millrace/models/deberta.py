@@ -29,7 +29,8 @@ class Config:
     embed: int
     heads: int
     mlp: int
-    activation: Literal["gelu", "gelu_bits", "relu", "relu_bits", "relu2"] = "gelu"  # bits: w_down frozen
+    # With bits: of use where w_down is frozen.
+    activation: Literal["gelu", "gelu_bits", "silu", "silu_bits", "relu", "relu_bits", "relu2"] = "gelu"
     vocab: int = 0  # 0: as many as the data's tokenizer has
     generator: int = 0  # layers of the generator that objective rtd trains beside it; 0: there is none
     sharing: Literal["gdes", "nes"] = "gdes"  # embeddings: the generator's plus a difference, or its own
@@ -425,8 +426,8 @@ def from_hf(settings: dict[str, Any]) -> dict[str, Any]:
     if settings.get("conv_kernel_size"):
         raise UserError("config.json: conv_kernel_size: a model with a convolution cannot be imported")
     active = settings.get("hidden_act", "gelu")
-    if active not in ("gelu", "relu", "relu2"):
-        raise UserError(f"config.json: hidden_act: found {shown(active)}, expected gelu, relu or relu2")
+    if active not in ("gelu", "silu", "relu", "relu2"):
+        raise UserError(f"config.json: hidden_act: found {shown(active)}, expected gelu, silu, relu or relu2")
     own = settings.get("max_relative_positions") not in (None, -1)
     found = {
         "vocab": whole(settings, "vocab_size"),
