@@ -122,6 +122,24 @@ def test_bytes_in_the_hosts_memory_are_told(capsys: pytest.CaptureFixture[str]) 
     assert "to the host and back, not hidden" in said
 
 
+@pytest.mark.parametrize("parts", [1, 2])
+def test_frozen_weights_have_no_gradients_in_what_is_told(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, parts: int
+) -> None:
+    """w_down is 32 x 14,336 x 4,096 of 8,030,261,248 weights, a sixteenth of each on a chip."""
+    words = ["--slice", "v5p-32", "--fast", "--json", str(tmp_path / "plan.json")]
+    words += [f"batch.sequences={16 * parts}", f"batch.accumulate={parts}"]
+    code, said = plan(capsys, "recipes/llama3-8b.yaml", *words, "freeze=blocks.w_down")
+    found = json.loads((tmp_path / "plan.json").read_text())[0]
+    still = 4 * 32 * 14336 * 4096 // 16
+    assert code == 0 and found["frozen_bytes"] == still
+    gradients = (found["weight_bytes"] - still) * parts / 2**30
+    sums = ", and their sums over parts" if parts > 1 else ""
+    assert f"{gradients:.2f} GiB gradients in float32{sums}; 0.44 GiB of the weights are frozen" in said
+    _, said = plan(capsys, "recipes/llama3-8b.yaml", *words)
+    assert f"{found['weight_bytes'] * parts / 2**30:.2f} GiB gradients" in said and "frozen" not in said
+
+
 def test_a_plan_is_told_and_written_for_machines(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     words = ["--slice", "v5p-32", "--slice", "gpu:h200x8", "--fast", "--json", str(tmp_path / "plan.json")]
     code, said = plan(capsys, "recipes/llama3-8b.yaml", *words, *ONE_A_CHIP)
@@ -364,6 +382,7 @@ def test_the_compiler_has_the_last_word(libtpu: None, tmp_path: Path) -> None:
     made, guess = compiler.compile(cfg, where, tmp_path / "fits"), arithmetic.estimate(cfg, where)
     assert made.fits and made.mesh["fsdp"] == 8
     assert (made.weight_bytes, made.optimizer_bytes) == (guess.weight_bytes, guess.optimizer_bytes)
+    assert made.frozen_bytes == 0
     assert 0.5 < made.temp_bytes / guess.temp_bytes < 2
     assert memory.largest(tmp_path / "fits" / "dump", cfg, made.mesh)
     assert list((tmp_path / "fits").glob("*.program"))

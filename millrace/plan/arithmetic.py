@@ -49,6 +49,7 @@ class Estimate:
     flops_per_token: float
     mesh: dict[str, int]
     weight_bytes: int
+    frozen_bytes: int  # of the weights, those without a gradient
     optimizer_bytes: int
     temp_bytes: int
     host_bytes: int  # in the host's memory
@@ -88,6 +89,7 @@ def estimate(cfg: sections.Run, where: Slice) -> Estimate:
         flops_per_token=flops,
         mesh=sizes,
         weight_bytes=there.weights,
+        frozen_bytes=there.frozen,
         optimizer_bytes=there.optimizer,
         temp_bytes=local.temporaries(cfg, there),
         host_bytes=offloaded,
