@@ -145,6 +145,7 @@ def by_arithmetic(cfg: sections.Run, where: Slice, price: chips.Price) -> Outcom
     fits = guess.hbm_bytes * where.chip.devices <= where.chip.usable
     parts = {
         "matrix units": guess.matrix_seconds,
+        "attention": guess.attention_seconds,
         "memory": guess.memory_seconds,
         "between chips, not hidden": guess.exposed_seconds,
         "to the host and back, not hidden": guess.host_seconds,
