@@ -1,6 +1,7 @@
 """The benchmarks run: the data pipeline's parts that need no peers, on little data; and those of whole steps
 set the same work before torch and Millrace, at small sizes."""
 
+import argparse
 import subprocess
 import sys
 from pathlib import Path
@@ -93,6 +94,29 @@ def test_the_peers_first_masked_step_has_the_loss_of_ours(tmp_path: Path, name: 
     assert (examples["input_ids"] == 299).sum() == (examples["labels"] >= 0).sum()
     assert model(**examples).loss.item() == pytest.approx(ours["first_loss"], abs=1e-5)
     assert ours["loss"] != ours["first_loss"]
+
+
+@pytest.mark.thin(2)
+@pytest.mark.parametrize("peer", llama_gpu.PEERS)
+def test_the_peers_first_causal_step_has_the_loss_of_ours(monkeypatch, tmp_path: Path, peer: str) -> None:
+    import torch
+
+    monkeypatch.setattr(torch, "compile", lambda function: function)
+    both = dict(parts=["1b"], steps=2, folder=tmp_path, set=[*SMALL, "model.head_dim=8"])
+    rows = {row: llama_gpu.run(argparse.Namespace(**both, only=row)) for row in ("millrace", "fp8", peer)}
+    assert rows[peer]["first_loss"] == pytest.approx(rows["millrace"]["first_loss"], abs=1e-5)
+    assert 0 < abs(rows["fp8"]["first_loss"] - rows["millrace"]["first_loss"]) < llama_gpu.APART
+    assert rows[peer]["loss"] != rows[peer]["first_loss"]
+
+
+def test_speed_counts_at_equal_loss_alone(capsys) -> None:
+    rows = {row: ROW for row in (*llama_gpu.FORMATS, *llama_gpu.PEERS)}
+    assert llama_gpu.at_equal_loss(rows)
+    far = ROW | {"first_loss": ROW["first_loss"] + 1.1 * llama_gpu.APART}
+    assert not llama_gpu.at_equal_loss(rows | {"fp8": far})
+    assert not llama_gpu.at_equal_loss(rows | dict.fromkeys(llama_gpu.PEERS, {"failed": "out of memory"}))
+    told = capsys.readouterr().out
+    assert "agree, at most 0.0e+00 apart" in told and "DIFFER (fp8), at most 2.2e-02" in told
 
 
 def test_the_peer_masks_by_itself_where_ours_failed() -> None:
