@@ -10,7 +10,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import cpu, data, data_corpus, data_rows, encoder_gpu, llama_gpu, long_gpu, scaling, steps
+from benchmarks import (
+    cpu,
+    data,
+    data_corpus,
+    data_rows,
+    encoder_gpu,
+    llama_gpu,
+    long_gpu,
+    loss_gpu,
+    scaling,
+    steps,
+)
 from benchmarks.data_measure import Cost, Rate, compare, measured, spent
 
 SMALL = ["model.layers=1", "model.embed=32", "model.heads=4", "model.kv_heads=2", "model.mlp=64"]
@@ -173,6 +184,21 @@ def test_a_table_is_printed_when_the_peer_fails(capsys, monkeypatch) -> None:
     assert shown.count("no ratio") == 3 * 2 + 2 * 3 + 2 * 4
     # 100 tokens in the median of 1 s and 2 s, the first left out
     assert shown.count("67 tokens/s") == 5 + 2 * 3 + 2 * 5
+
+
+def test_a_head_that_this_chip_does_not_have_is_told_in_its_row(capsys, monkeypatch) -> None:
+    monkeypatch.setattr(loss_gpu, "REPEATS", 1)
+    rows = loss_gpu.jax_rows(**loss_gpu.SMALL, unembed_dtype="bfloat16")
+    failed = {row["name"]: row["failed"] for row in rows if "failed" in row}
+    assert list(failed) == ["by kernel, auto", "by kernel, filter 2.4e-04"]
+    assert all("they are for Hopper GPUs" in why for why in failed.values())
+    whole, *ours = [row for row in rows if "failed" not in row]
+    assert len(ours) == 7
+    for row in ours:
+        assert row["loss"] == pytest.approx(whole["loss"], rel=1e-4) and row["apart"] < 0.01
+    loss_gpu.report([dict(name="torch eager", ms=1.0, loss=whole["loss"]), *rows])
+    told = capsys.readouterr().out.splitlines()
+    assert sum("for Hopper GPUs" in line for line in told) == 2 and "1.00" in told[4]
 
 
 def test_ratios_of_steps_say_whether_they_are_what_is_wanted() -> None:

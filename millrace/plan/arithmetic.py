@@ -64,7 +64,7 @@ SCORE = 58
 SCORES, WHOLE = 5, 1024
 HIDDEN_FROM_HOST = 0.9  # of the traffic with the host, at most, goes on beside the rest
 # Layers whose share is on its way to or from the host, by libtpu (docs/performance/activations.md).
-IN_FLIGHT = 4
+IN_FLIGHT = 1
 
 # What computes attention again in the backward pass, and what the products of the layers.
 ATTENDS_AGAIN, MULTIPLIES_AGAIN = ("full", "dots", "offload"), ("full", "attention")
