@@ -5,19 +5,24 @@ fp8 against bf16: Llama-3.2-1B, and as many layers of Llama-3-8B as both can hol
     python -m benchmarks.llama_gpu 8b      about 2 minutes
     python -m benchmarks.llama_gpu         both
 
-Both: float32 master weights, bf16 compute, AdamW, clipping by global norm, random tokens, one document a row.
-torch is measured as transformers runs it, and tuned: no mask, and the faster of torch's fused attentions.
-Each runs in a process of its own, so that none finds another's memory taken."""
+Both: float32 master weights, bf16 compute, AdamW, clipping by global norm, random tokens, one document a row,
+and the same weights and tokens in the first step, whose losses must be equal. torch is measured as
+transformers runs it, and tuned: no mask, and the faster of torch's fused attentions. Each runs in a process
+of its own, so that none finds another's memory taken; the weights go from one to the next through a file,
+up to 11 GB in a temporary folder."""
 
 import argparse
 import functools
 import sys
+import tempfile
+from pathlib import Path
 from typing import Any
 
 from benchmarks import steps
 
 LENGTH = 4096
 GOAL, GOAL_FP8 = 1.35, 1.25
+APART = 0.02  # nats that bf16, or 8 bits, may put between first losses on the same weights
 Part = tuple[str, dict[str, Any]]  # a recipe, and its settings
 PARTS: dict[str, Part] = {
     "1b": ("recipes/llama3.2-1b.yaml", {"batch.sequences": 8}),
@@ -51,6 +56,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("parts", nargs="*", metavar="PART", help=" or ".join(PARTS))
     parser.add_argument("--only", choices=[*PEERS, *FORMATS], help="run one row of a part, in this process")
     parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--folder", type=Path, help="where weights and tokens go from one to the next")
     parser.add_argument("--set", nargs="*", default=[], metavar="key=value", help="for the recipe of all")
     args = parser.parse_args()
     for part in args.parts:
@@ -66,32 +72,58 @@ def load(name: str, row: str, args: argparse.Namespace) -> Any:
 
 
 def compare(name: str, args: argparse.Namespace) -> int:
-    """Prints every row of a part; 1 if one failed or a goal is missed."""
+    """Prints every row of a part, Millrace first: it leaves its weights for torch. 1 if one failed, a goal is
+    missed, or they do not compute the same."""
     cfg, rows = load(name, "millrace", args), {}
-    print(f"{cfg.batch.sequences} rows of {LENGTH:,}, {cfg.model.layers} layers, {cfg.model.embed} wide")
-    for row in (*PEERS, *FORMATS):
-        command = [name, "--only", row, "--steps", str(args.steps), "--set", *args.set]
-        rows[row] = steps.alone("llama_gpu", *command, environment=ENVIRONMENT.get(row))
-        print("  " + steps.line(row, rows[row], steps.flops(cfg)), flush=True)
+    shape = f"{cfg.batch.sequences} rows of {cfg.data.sequence_length:,}"
+    print(f"{shape}, {cfg.model.layers} layers, {cfg.model.embed} wide")
+    with tempfile.TemporaryDirectory(prefix="millrace-bench-") as folder:
+        for row in (*FORMATS, *PEERS):
+            command = [name, "--only", row, "--steps", str(args.steps), "--folder", folder]
+            command += ["--set", *args.set]
+            rows[row] = steps.alone("llama_gpu", *command, environment=ENVIRONMENT.get(row))
+            print("  " + steps.line(row, rows[row], steps.flops(cfg)), flush=True)
     ours, torch = rows["millrace"], rows["torch"]
     for row in BF16:
         print(f"  {row} / transformers + torch.compile: {steps.spoken(rows[row], torch, GOAL)}")
     print(f"  millrace / the same, tuned: {steps.spoken(ours, rows['tuned'])}")
     for narrow in ("fp8", "fp8, head too"):
         print(f"  {narrow} / bf16: {steps.spoken(rows[narrow], ours, GOAL_FP8)}")
+    equal = at_equal_loss(rows)
     print()
     best = max(steps.ratio(rows[narrow], ours) or 0 for narrow in ("fp8", "fp8, head too"))
-    return int(max(steps.ratio(rows[row], torch) or 0 for row in BF16) < GOAL or best < GOAL_FP8)
+    missed = max(steps.ratio(rows[row], torch) or 0 for row in BF16) < GOAL or best < GOAL_FP8
+    return int(missed or not equal)
+
+
+def at_equal_loss(rows: dict[str, steps.Row]) -> bool:
+    """Prints how far first losses are from transformers'; False where they are too far, or there is none."""
+    peers = [rows[peer] for peer in PEERS if "failed" not in rows[peer]]
+    found = {row: its["first_loss"] for row, its in rows.items() if "failed" not in its}
+    if not peers or not any(row in found for row in FORMATS):
+        print("  no first losses to compare")
+        return False
+    apart = {row: abs(loss - peers[0]["first_loss"]) for row, loss in found.items()}
+    far = ", ".join(row for row, by in apart.items() if by >= APART)
+    verdict = f"DIFFER ({far})" if far else "agree"
+    print(f"  first losses on the same weights {verdict}, at most {max(apart.values()):.1e} apart")
+    return not far
 
 
 def run(args: argparse.Namespace) -> steps.Row:
     cfg = load(args.parts[0], args.only, args)
     if args.only in FORMATS:
-        return steps.millrace_steps(cfg, args.steps)
+        folder = None if FORMATS[args.only] else args.folder  # the weights of all are those of the first
+        return steps.millrace_steps(cfg, args.steps, folder=folder)
     tuned = args.only == "tuned"
     model = steps.transformers_model(cfg, steps.UNMASKED if tuned else "sdpa")
     attention = steps.fastest_attention(cfg) if tuned else "sdpa"
-    return steps.torch_steps(model, steps.random_tokens(cfg), args.steps) | {"attention": attention}
+    batches = steps.random_tokens(cfg)
+    if args.folder is not None and (args.folder / "examples.npz").is_file():
+        steps.take_weights(model, args.folder)
+        ids = steps.take_examples(args.folder)["input_ids"]
+        batches = [{"input_ids": ids, "labels": ids}]  # which it moves by one itself
+    return steps.torch_steps(model, batches, args.steps) | {"attention": attention}
 
 
 if __name__ == "__main__":

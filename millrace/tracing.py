@@ -52,7 +52,9 @@ class Trace:
         steps = f"steps {self.steps.first} to {number}"
         told = [f"{steps} are traced; `tensorboard --logdir {self.shown}` shows them"]
         if total:
-            told.append(f"{1e3 * total / count:,.1f} ms of a step are spent on the device, most of them on")
+            # The threads of a CPU are added up, and come to more than the step lasts.
+            by = "by all threads of the CPU together" if jax.default_backend() == "cpu" else "on the device"
+            told.append(f"{1e3 * total / count:,.1f} ms a step are spent {by}, most of them on")
         for name, seconds in spent.most_common(LISTED):
             told.append(f"  {1e3 * seconds / count:10,.2f} ms  {seconds / total:6.1%}  {name}")
         return told

@@ -13,6 +13,9 @@ import pytest
 from millrace.layers import activations, mlp
 from millrace.layers.mlp import Activation, activate, gated, glu
 from millrace.models import deberta
+from millrace.module import Axes
+from millrace.plan.activations import Layer
+from millrace.products.weight import round_weight
 
 SPECIAL = [0.0, -0.0, 1e-3, -1e-3, 3.5, -3.5, np.inf, -np.inf, np.nan]
 PLAIN: dict[str, tuple[Callable[..., jax.Array], Callable[..., jax.Array]]] = {
@@ -209,3 +212,33 @@ def test_every_activation_of_an_mlp_without_a_gate_is_a_choice_of_deberta() -> N
     assert names == {*activations.PLAIN}
     assert names == {*typing.get_args(typing.get_type_hints(deberta.Config)["activation"])}
     assert {f"{kind}_bits" for kind in ("relu", *activations.STEPS)} <= names
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("products", ["compute", "fp8", "int8"])
+@pytest.mark.parametrize("kind", ["swiglu", *activations.PLAIN])
+def test_a_plan_counts_what_jax_keeps_of_an_mlp(kind: Any, products: str, frozen: bool) -> None:
+    """In bytes for each hidden unit of bfloat16. Arrays of another shape and as many numbers are the same one
+    again, which XLA sees."""
+    gates = 2 if kind == "swiglu" else 1
+    wide = [jax.ShapeDtypeStruct((2, 64, 96), jnp.bfloat16)] * gates
+    w = jax.ShapeDtypeStruct((96, 40), jnp.bfloat16)
+
+    def run(*inputs: Any) -> jax.Array:
+        *hidden, down = [x * 2 for x in inputs]
+        down = jax.lax.stop_gradient(down) if frozen else down
+        if products != "compute":
+            axes = Axes(("mlp", "embed"), stacked=0, inputs=1)
+            down = round_weight(down, axes, dtype=jnp.bfloat16, format=products, native=False)
+        if gates == 2:
+            return gated(kind, *hidden, down, merges=True)
+        return mlp.plain(kind, *hidden, down, merges=True)
+
+    counts: dict[tuple[str, int], int] = {}
+    for (dtype, shape), often in kept(run, *wide, w).items():
+        size = int(np.prod(shape))
+        if size > 96 * 8 and size != 96 * 40:  # neither scales nor the weight
+            counts[dtype, size] = max(counts.get((dtype, size), 0), often)
+    found = sum(jnp.dtype(dtype).itemsize * size * often for (dtype, size), often in counts.items())
+    layer = Layer(item=2, products=products, activation=kind, gates=gates, frozen=frozen)
+    assert 2 * layer.kept_of_mlp() * 2 * 64 * 96 == found

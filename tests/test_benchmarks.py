@@ -1,6 +1,7 @@
 """The benchmarks run: the data pipeline's parts that need no peers, on little data; and those of whole steps
 set the same work before torch and Millrace, at small sizes."""
 
+import argparse
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import cpu, data, data_corpus, data_rows, encoder_gpu, llama_gpu, long_gpu, scaling, steps
+from benchmarks import (
+    cpu,
+    data,
+    data_corpus,
+    data_rows,
+    encoder_gpu,
+    llama_gpu,
+    long_gpu,
+    loss_gpu,
+    scaling,
+    steps,
+)
 from benchmarks.data_measure import Cost, Rate, compare, measured, spent
 
 SMALL = ["model.layers=1", "model.embed=32", "model.heads=4", "model.kv_heads=2", "model.mlp=64"]
@@ -95,6 +107,29 @@ def test_the_peers_first_masked_step_has_the_loss_of_ours(tmp_path: Path, name: 
     assert ours["loss"] != ours["first_loss"]
 
 
+@pytest.mark.thin(2)
+@pytest.mark.parametrize("peer", llama_gpu.PEERS)
+def test_the_peers_first_causal_step_has_the_loss_of_ours(monkeypatch, tmp_path: Path, peer: str) -> None:
+    import torch
+
+    monkeypatch.setattr(torch, "compile", lambda function: function)
+    both = dict(parts=["1b"], steps=2, folder=tmp_path, set=[*SMALL, "model.head_dim=8"])
+    rows = {row: llama_gpu.run(argparse.Namespace(**both, only=row)) for row in ("millrace", "fp8", peer)}
+    assert rows[peer]["first_loss"] == pytest.approx(rows["millrace"]["first_loss"], abs=1e-5)
+    assert 0 < abs(rows["fp8"]["first_loss"] - rows["millrace"]["first_loss"]) < llama_gpu.APART
+    assert rows[peer]["loss"] != rows[peer]["first_loss"]
+
+
+def test_speed_counts_at_equal_loss_alone(capsys) -> None:
+    rows = {row: ROW for row in (*llama_gpu.FORMATS, *llama_gpu.PEERS)}
+    assert llama_gpu.at_equal_loss(rows)
+    far = ROW | {"first_loss": ROW["first_loss"] + 1.1 * llama_gpu.APART}
+    assert not llama_gpu.at_equal_loss(rows | {"fp8": far})
+    assert not llama_gpu.at_equal_loss(rows | dict.fromkeys(llama_gpu.PEERS, {"failed": "out of memory"}))
+    told = capsys.readouterr().out
+    assert "agree, at most 0.0e+00 apart" in told and "DIFFER (fp8), at most 2.2e-02" in told
+
+
 def test_the_peer_masks_by_itself_where_ours_failed() -> None:
     import torch
 
@@ -149,6 +184,21 @@ def test_a_table_is_printed_when_the_peer_fails(capsys, monkeypatch) -> None:
     assert shown.count("no ratio") == 3 * 2 + 2 * 3 + 2 * 4
     # 100 tokens in the median of 1 s and 2 s, the first left out
     assert shown.count("67 tokens/s") == 5 + 2 * 3 + 2 * 5
+
+
+def test_a_head_that_this_chip_does_not_have_is_told_in_its_row(capsys, monkeypatch) -> None:
+    monkeypatch.setattr(loss_gpu, "REPEATS", 1)
+    rows = loss_gpu.jax_rows(**loss_gpu.SMALL, unembed_dtype="bfloat16")
+    failed = {row["name"]: row["failed"] for row in rows if "failed" in row}
+    assert list(failed) == ["by kernel, auto", "by kernel, filter 2.4e-04"]
+    assert all("they are for Hopper GPUs" in why for why in failed.values())
+    whole, *ours = [row for row in rows if "failed" not in row]
+    assert len(ours) == 7
+    for row in ours:
+        assert row["loss"] == pytest.approx(whole["loss"], rel=1e-4) and row["apart"] < 0.01
+    loss_gpu.report([dict(name="torch eager", ms=1.0, loss=whole["loss"]), *rows])
+    told = capsys.readouterr().out.splitlines()
+    assert sum("for Hopper GPUs" in line for line in told) == 2 and "1.00" in told[4]
 
 
 def test_ratios_of_steps_say_whether_they_are_what_is_wanted() -> None:

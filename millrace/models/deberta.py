@@ -301,6 +301,9 @@ def _normed(cfg: Any, x: Array, weight: Array, bias: Array) -> Array:
     return biased(layer_norm(x, weight, cfg.norm_eps), bias)
 
 
+SCORES_IN_MEMORY = True  # attention with distances has no kernel: `millrace plan` counts their bytes
+
+
 def flops(cfg: Any, sequence: int) -> float:
     """Forward and backward FLOPs a token: 6 a weight that multiplies, the scores, and the products with the
     vectors of distances, of which there are no more than tokens. Of a pair, those of both."""

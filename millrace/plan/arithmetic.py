@@ -14,29 +14,60 @@ from millrace import build, fit, mesh, module, objective, sections, state
 from millrace.execution import products_of
 from millrace.layers.experts import SLACK
 from millrace.objective import file
+from millrace.plan import timing
+from millrace.plan.activations import Layer, Units, hidden_units
 from millrace.plan.slices import Slice
-from millrace.plan.timing import HOST
+from millrace.plan.work import SPLASH
+from millrace.probe import OLD_TPUS
 
-# Shares of the data sheets' rates that large products and copies reach, the same for every model and chip:
-# docs/planning.md shows what it leaves to wish for.
-MATRIX, MEMORY, LINKS = 0.75, 0.85, 0.8
-HIDDEN = 0.9  # of the traffic between chips, at most, goes on beside the products
 
-# Numbers kept of each token and layer, in units of the width d, the MLP's m and the heads' q and k: beside
-# the layer's input, `attention` keeps what its kernel gives, `dots` what matrices give, `none` also what
-# norms and activations make of it. What `offload` keeps is in the host's memory.
-KEPT = {
-    "full": (0.0, 0.0, 0.0),
-    "attention": (1.0, 0.0, 0.0),
-    "offload": (0.0, 0.0, 0.0),
-    "dots": (2.0, 2.0, 1.0),
-    "none": (5.0, 3.0, 3.0),
-}
-OFFLOADED = {"offload": KEPT["dots"]}
+@dataclass(frozen=True)
+class Shares:
+    """Of the data sheets' rates, what programs reach, the same for every model and chip of a kind:
+    docs/planning.md shows what it leaves to wish for."""
+
+    matrix: float
+    narrow: float  # of products in 8 bits
+    memory: float
+    links: float
+    hidden: float  # of the traffic between chips, at most, goes on beside the products
+    elementwise: float  # of what elementwise work reads and writes, goes through memory
+
+
+# As timing.py has it of programs that the compiler made, with its evidence. By their schedules gradients are
+# summed and weights gathered in the open: all of it for 7B on v4-32, 8B on v5p-32 and v6e-16 and 30B on
+# v4-128, two thirds for four layers of 1B on v5e-8. A third of elementwise work is part of products: 0.106 s
+# of 8B's step on v5p-32 are memory, where counting arrays gives 0.16, on v6e-16 0.196 and 0.26, on v4-32 of
+# 7B's 0.27 and 0.45 (libtpu 0.0.51, 2026-11).
+TPU = Shares(timing.MATRIX, timing.MATRIX, timing.STREAM, timing.LINK, hidden=0.0, elementwise=0.65)
+# Of one H200 (docs/performance.md): products of Llama at 730 of 989 TFLOP/s; copies at about 4,300 of
+# 4,800 GB/s, less between them. Several were not measured.
+GPU = Shares(0.70, 0.58, 0.85, 0.8, hidden=0.9, elementwise=1.5)
+
+# Attention on a GPU, of the peak of products: cuDNN makes 391 TFLOP/s for one row of 131,072 (heads of 64,
+# all of a step that nothing else explains), 368 at 32,768 (heads of 256), 412 at 4,096 (128), 323 there
+# (64), 430 where rows of 8,192 look both ways (docs/performance/long-context.md, docs/performance.md; H200).
+ATTENTION = 0.4
+# Of keys that a tile of queries meets at the diagonal half are not seen. Sides are splash's; on an H200 the
+# difference between rows of 4,096 and of 131,072, above, is that of such tiles.
+SIDE = 1024
+# Bytes for each logit beside its products: of the 88 ms of Llama 3.2 1B's head on an H200 71 are products,
+# and the rest is that of 17 bytes at the speed of memory: float32 written, read twice, and a gradient.
+LOGIT = 16
+# Bytes through memory for each score, forward and backward, where no kernel makes them on the chip. What
+# DeBERTa takes longer on an H200 than its products and all else is 55 and 59 of them for each of its scores
+# at 512 and 1,024 tokens (docs/performance.md); the memory of 1B's step on v3-8 is 65 (libtpu 0.0.51).
+SCORE = 58
+# And arrays of a layer's scores, at the worst moment of the layer at work, and kept of each without remat
+# where layers are side by side (in a loop one): by 34 and 53 GiB of DeBERTa's step on an H200, and 4.8 of
+# four layers on v5e-8 with remat dots (libtpu 0.0.51). WHOLE: layers/disentangled.py.
+SCORES, WHOLE = 5, 1024
+HIDDEN_FROM_HOST = 0.9  # of the traffic with the host, at most, goes on beside the rest
 # Layers whose share is on its way to or from the host, by libtpu (docs/performance/activations.md).
-IN_FLIGHT = 4
+IN_FLIGHT = 1
 
-
+# What computes attention again in the backward pass, and what the products of the layers.
+ATTENDS_AGAIN, MULTIPLIES_AGAIN = ("full", "dots", "offload"), ("full", "attention")
 # How many of the three products of a matrix are in 8 bits (products/fp8.py, int8.py, ternary.py).
 NARROW = {"compute": 0, "fp8": 3, "int8": 2, "ternary": 1}
 
@@ -49,17 +80,20 @@ class Estimate:
     flops_per_token: float
     mesh: dict[str, int]
     weight_bytes: int
+    frozen_bytes: int  # of the weights, those without a gradient
     optimizer_bytes: int
     temp_bytes: int
     host_bytes: int  # in the host's memory
     matrix_seconds: float
+    attention_seconds: float
     memory_seconds: float
     exposed_seconds: float  # of traffic between chips that nothing hides
     host_seconds: float  # of traffic with the host that nothing hides
 
     @property
     def step_seconds(self) -> float:
-        return self.matrix_seconds + self.memory_seconds + self.exposed_seconds + self.host_seconds
+        inside = self.matrix_seconds + self.attention_seconds + self.memory_seconds
+        return inside + self.exposed_seconds + self.host_seconds
 
     @property
     def argument_bytes(self) -> int:
@@ -72,30 +106,42 @@ class Estimate:
 
 def estimate(cfg: sections.Run, where: Slice) -> Estimate:
     sizes = build.mesh_sizes(cfg, where.devices, where.slices if where.chip.is_tpu else 1)
-    there = held(cfg, sizes)
-    flops = objective.flops(cfg)
-    local = Local.of(cfg, sizes)
-    matrix = matrix_seconds(cfg, where, flops)
+    there, shares = held(cfg, sizes), shares_of(where)
+    local = Local.of(cfg, where, sizes)
+    matrix = matrix_seconds(cfg, where, split=local.fsdp * local.expert > 1)
+    attention = attention_seconds(cfg, where)
     traffic = traffic_seconds(cfg, where, sizes, there.parameters)
-    passed = 2 * there.weights + 12 * (local.kept(cfg) + local.work(cfg))
-    moved = 3 * there.weights + 2 * there.optimizer + passed * cfg.batch.accumulate
-    memory = moved / (MEMORY * where.chip.bandwidth / where.chip.devices)
-    busy, offloaded = matrix + memory, local.offloaded(cfg)
+    passed = 2 * there.weights + local.passed(cfg, shares.elementwise)
+    scores = SCORE * scores_of(cfg, where) if scores_in_memory(cfg, where) else 0.0
+    moved = 3 * there.weights + 2 * there.optimizer + passed * cfg.batch.accumulate + scores
+    memory = moved / (shares.memory * where.chip.bandwidth / where.chip.devices)
+    busy, offloaded = matrix + attention + memory, local.offloaded(cfg)
     # There in the forward pass and back in the backward pass, beside all else.
-    host = 2 * offloaded * cfg.batch.accumulate / (HOST / where.chip.devices)
+    host = 2 * offloaded * cfg.batch.accumulate / (timing.HOST / where.chip.devices)
     return Estimate(
         parameters=there.parameters,
-        flops_per_token=flops,
+        flops_per_token=objective.flops(cfg),
         mesh=sizes,
         weight_bytes=there.weights,
+        frozen_bytes=there.frozen,
         optimizer_bytes=there.optimizer,
         temp_bytes=local.temporaries(cfg, there),
         host_bytes=offloaded,
         matrix_seconds=matrix,
+        attention_seconds=attention,
         memory_seconds=memory,
-        exposed_seconds=max(traffic - HIDDEN * busy, (1 - HIDDEN) * traffic),
-        host_seconds=max(host - HIDDEN * busy, (1 - HIDDEN) * host),
+        exposed_seconds=open_seconds(traffic, busy, shares.hidden),
+        host_seconds=open_seconds(host, busy, HIDDEN_FROM_HOST),
     )
+
+
+def shares_of(where: Slice) -> Shares:
+    return TPU if where.chip.is_tpu else GPU
+
+
+def open_seconds(seconds: float, busy: float, hidden: float) -> float:
+    """What is left to wait for of something that goes on beside the rest, as far as it can be hidden."""
+    return max(seconds - hidden * busy, (1 - hidden) * seconds)
 
 
 @dataclass(frozen=True)
@@ -148,13 +194,17 @@ class Local:
     tensor: int
     fsdp: int
     expert: int
+    looped: bool  # layers are one body of a loop, not side by side
+    layer: Layer
 
     @classmethod
-    def of(cls, cfg: sections.Run, sizes: dict[str, int]) -> "Local":
+    def of(cls, cfg: sections.Run, where: Slice, sizes: dict[str, int]) -> "Local":
         over = math.prod(sizes[axis] for axis in sections.SPLIT_ROWS)
         rows = cfg.batch.sequences // cfg.batch.accumulate // over
         tokens = rows * cfg.data.sequence_length // sizes["context"]
-        return cls(tokens, sizes["tensor"], sizes["fsdp"], sizes["expert"])
+        unroll = cfg.memory.unroll if isinstance(cfg.memory.unroll, int) else 1 if where.chip.is_tpu else 32
+        looped = unroll < cfg.model.layers
+        return cls(tokens, sizes["tensor"], sizes["fsdp"], sizes["expert"], looped, Layer.of(cfg))
 
     def temporaries(self, cfg: sections.Run, there: Held) -> int:
         """All but the state at the worst moment, which is either at the head, or amid the layers with all
@@ -168,26 +218,39 @@ class Local:
     def kept(self, cfg: sections.Run) -> int:
         """For the backward pass: the inputs of all layers, and what else `memory.remat` lets stay."""
         moving = self.offloaded(cfg) * min(IN_FLIGHT, cfg.model.layers) // cfg.model.layers
-        return self.numbers(cfg, KEPT[cfg.memory.remat], inputs=1) * cfg.model.layers + moving
+        units = Units(width=1) + self.layer.kept(cfg.memory.remat, looped=self.looped)
+        scores = (1 if self.looped else SCORES) * self.scores(cfg) if cfg.memory.remat == "none" else 0
+        return (self.numbers(cfg, units) + scores) * cfg.model.layers + moving
 
     def offloaded(self, cfg: sections.Run) -> int:
         """For the backward pass, in the host's memory."""
-        return self.numbers(cfg, OFFLOADED.get(cfg.memory.remat, KEPT["full"])) * cfg.model.layers
+        if cfg.memory.remat != "offload":
+            return 0
+        return self.numbers(cfg, self.layer.kept("dots", looped=self.looped)) * cfg.model.layers
+
+    def passed(self, cfg: sections.Run, elementwise: float) -> float:
+        """Through memory, by all elementwise work on one part of the batch."""
+        layers = self.numbers(cfg, self.layer.passes(cfg.memory.remat, looped=self.looped))
+        return elementwise * layers * cfg.model.layers + LOGIT * told(cfg) * self.tokens * cfg.model.vocab
 
     def work(self, cfg: sections.Run) -> int:
         """On one layer. Of experts also rows for each, and the tokens of all devices that share them, with
         what becomes of these in float32."""
-        model, item = cfg.model, 2 if cfg.memory.compute == "bfloat16" else 4
+        model, item = cfg.model, self.layer.item
         rows = SLACK * getattr(model, "top_k", 0) * (2 * item + 4)
         shared = 2 * (item + 4) * self.expert if self.expert > 1 else 0
-        return self.numbers(cfg, KEPT["none"]) + int(self.tokens * model.embed * (rows + shared))
+        routed = int(self.tokens * model.embed * (rows + shared))
+        return self.numbers(cfg, self.layer.worked_on()) + SCORES * self.scores(cfg) + routed
 
-    def numbers(self, cfg: sections.Run, units: tuple[float, float, float], inputs: int = 0) -> int:
-        model, item = cfg.model, 2 if cfg.memory.compute == "bfloat16" else 4
-        heads = (model.heads + 2 * model.kv_heads) * model.head_dim
-        d, m, q = units
-        each = (inputs + d) * model.embed + (m * hidden_units(model) + q * heads) / self.tensor
-        return int(item * self.tokens * each)
+    def scores(self, cfg: sections.Run) -> int:
+        """Bytes of one layer's, where those of a row are made at once."""
+        whole = cfg.attention.use == "xla" or plain(cfg) and cfg.data.sequence_length <= WHOLE
+        each = cfg.model.heads * cfg.data.sequence_length // self.tensor
+        return self.layer.item * self.tokens * each if whole else 0
+
+    def numbers(self, cfg: sections.Run, units: Units) -> int:
+        """Bytes of so many numbers of each token."""
+        return int(self.layer.item * self.tokens * units.count(cfg.model, self.tensor))
 
     def head(self, cfg: sections.Run) -> int:
         """By tokens logits of a chunk and, twice, the gradient of the vocabulary's matrix; by the vocabulary,
@@ -203,13 +266,6 @@ class Local:
         return 2 * 2 * (layer_weights(cfg.model) + idle // self.expert) // self.tensor
 
 
-def hidden_units(model: Any) -> int:
-    """That a token meets in a layer."""
-    if not getattr(model, "experts", 0):
-        return model.mlp
-    return model.top_k * model.expert_mlp + model.shared_mlp
-
-
 def expert_weights(model: Any) -> int:
     """In the matrices of all experts but those that all tokens share."""
     if not getattr(model, "experts", 0):
@@ -217,25 +273,77 @@ def expert_weights(model: Any) -> int:
     return model.routed_layers * model.experts * 3 * model.embed * model.expert_mlp
 
 
-def layer_weights(model: Any) -> int:
+def layer_weights(model: Any, gates: int = 2) -> int:
     """In the matrices of a layer that a token meets."""
-    return model.embed * (2 * (model.heads + model.kv_heads) * model.head_dim + 3 * hidden_units(model))
+    heads = 2 * (model.heads + model.kv_heads) * model.head_dim
+    return model.embed * (heads + (gates + 1) * hidden_units(model))
 
 
-def matrix_seconds(cfg: sections.Run, where: Slice, flops_per_token: float) -> float:
+def told(cfg: sections.Run) -> float:
+    """The share of tokens that the head tells."""
+    length = cfg.data.sequence_length
+    return file("objectives", cfg.objective).most(cfg.objective, length) / length
+
+
+def flops_of(cfg: sections.Run) -> tuple[float, float]:
+    """Of a token, forward and backward: the products of the layers, and the scores of attention."""
+    model, family = cfg.model, file("models", cfg.model)
+    whole, none = (family.flops(model, length) for length in (cfg.data.sequence_length, 0))
+    return none - 6 * model.vocab * model.embed, whole - none
+
+
+def matrix_seconds(cfg: sections.Run, where: Slice, *, split: bool) -> float:
     """Forward, backward and what is computed again, at the share of the peak that products reach; those that
-    are in 8 bits at theirs. What matrices give is kept by some policies, what attention gives by others."""
-    model, chip, remat = cfg.model, where.chip, cfg.memory.remat
+    are in 8 bits at theirs. The last product of a layer is never computed again: the backward pass does not
+    take what it gives. Where the vocabulary is `split`, its logits are made twice."""
+    model, chip, shares = cfg.model, where.chip, shares_of(where)
     tokens = cfg.batch.sequences * cfg.data.sequence_length
-    whole, none = (file("models", model).flops(model, length) for length in (cfg.data.sequence_length, 0))
-    scores, products = whole - none, none - 6 * model.vocab * model.embed
-    again = products / 3 if remat in ("full", "attention") else 0.0
-    count = NARROW[products_of(cfg)]
-    narrow = (count + bool(count and again)) * 2 * model.layers * layer_weights(model)
-    again += scores / 3 if remat in ("full", "dots", "offload") else 0.0
-    rate = chip.rate(products_of(cfg)) or chip.flops
-    seconds = (flops_per_token + again - narrow) / chip.flops + narrow / rate
-    return tokens * seconds / (where.chips * MATRIX)
+    again = cfg.memory.remat in MULTIPLIES_AGAIN
+    last = model.layers * model.embed * hidden_units(model)
+    products, _ = flops_of(cfg)
+    layers = products + again * (products / 3 - 2 * last)
+    head = (8 if split else 6) * told(cfg) * model.vocab * model.embed
+    wide, rate = 1 / (shares.matrix * chip.flops), chip.rate(products_of(cfg))
+    seconds = (layers + head) * wide
+    if rate and (count := NARROW[products_of(cfg)]):
+        matrices = model.layers * layer_weights(model, Layer.of(cfg).gates)
+        narrow = 2 * (count * matrices + again * (matrices - last))
+        seconds -= narrow * (wide - 1 / (shares.narrow * rate))
+    if chip.fp8 and cfg.loss.split == "fp8":
+        seconds -= head * (wide - 1 / (shares.narrow * chip.fp8))
+    return tokens * seconds / where.chips
+
+
+def attention_seconds(cfg: sections.Run, where: Slice) -> float:
+    """On a TPU kernel by kernel, each by its products or by its scores, whichever takes longer, as timing.py
+    has it; on a GPU at its share of the peak."""
+    chip, again = where.chip, int(cfg.memory.remat in ATTENDS_AGAIN)
+    scores = scores_of(cfg, where) * (1 + SIDE / cfg.data.sequence_length if cfg.model.causal else 1)
+    matrix = 2 * cfg.model.head_dim * scores / (chip.flops / chip.devices)  # of one product of all scores
+    if not chip.is_tpu:
+        return 2 * matrix * (3 + again) / ATTENTION
+    clock = timing.clock(chip) * max(1, chip.cores // chip.devices)
+    vector = scores * (timing.VECTOR / timing.REGISTER + timing.TILE / SIDE**2) / clock
+    kernels = [SPLASH["fwd"]] * (1 + again) + [SPLASH["dq"], SPLASH["dkv"]]
+    return sum(max(count * matrix / TPU.matrix, vector) for count in kernels)
+
+
+def scores_of(cfg: sections.Run, where: Slice) -> float:
+    """That are seen by one device in the forward pass of a step: two products of so many with a head's
+    width."""
+    tokens = cfg.batch.sequences * cfg.data.sequence_length / where.devices
+    return tokens * flops_of(cfg)[1] / 3 / (4 * cfg.model.head_dim)
+
+
+def scores_in_memory(cfg: sections.Run, where: Slice) -> bool:
+    """Where no kernel makes them on the chip."""
+    old = any(kind in OLD_TPUS for kind in where.chip.kinds)
+    return old or cfg.attention.use == "xla" or plain(cfg)
+
+
+def plain(cfg: sections.Run) -> bool:
+    """Whether the family's attention has no kernel."""
+    return getattr(file("models", cfg.model), "SCORES_IN_MEMORY", False)
 
 
 def traffic_seconds(cfg: sections.Run, where: Slice, sizes: dict[str, int], parameters: int) -> float:
@@ -244,24 +352,38 @@ def traffic_seconds(cfg: sections.Run, where: Slice, sizes: dict[str, int], para
     parallelism."""
     model, chip = cfg.model, where.chip
     item, parts = (2 if cfg.memory.compute == "bfloat16" else 4), cfg.batch.accumulate
-    local = Local.of(cfg, sizes)
-    rate = LINKS * chip.interconnect / chip.devices
+    local = Local.of(cfg, where, sizes)
     share, split = parameters / sizes["tensor"], sizes["fsdp"] * sizes["expert"]
     ring = lambda size: (size - 1) / size
     experts = expert_weights(model) / sizes["tensor"]
-    moved = ring(split) * (share - experts) * (2 * item + 4) * parts
-    moved += ring(sizes["fsdp"]) * experts / sizes["expert"] * (2 * item + 4) * parts
-    moved += 2 * ring(sizes["data"]) * share / split * 4
     # Tokens go to the experts and come back, in both passes, and go there once more for the backward pass.
     met = 5 * (sizes["expert"] - 1) * getattr(model, "routed_layers", 0)
-    moved += met * item * local.tokens * model.embed * parts
-    moved += 8 * ring(sizes["tensor"]) * item * local.tokens * model.embed * model.layers * parts
     keys = 2 * model.kv_heads * model.head_dim / sizes["tensor"]
-    moved += 3 * (sizes["context"] - 1) * item * local.tokens * keys * model.layers * parts
-    seconds = moved / rate
+    moved = [  # among how many devices, and bytes
+        (split, ring(split) * (share - experts) * (2 * item + 4) * parts),
+        (sizes["fsdp"], ring(sizes["fsdp"]) * experts / sizes["expert"] * (2 * item + 4) * parts),
+        (sizes["data"], 2 * ring(sizes["data"]) * share / split * 4),
+        (sizes["expert"], met * item * local.tokens * model.embed * parts),
+        (
+            sizes["tensor"],
+            8 * ring(sizes["tensor"]) * item * local.tokens * model.embed * model.layers * parts,
+        ),
+        (sizes["context"], 3 * (sizes["context"] - 1) * item * local.tokens * keys * model.layers * parts),
+    ]
+    seconds = sum(size / link_rate(where, among) for among, size in moved if among > 1)
     if where.slices > 1 and chip.network:
         seconds += 2 * 4 * parameters / (where.devices / where.slices) / (chip.network / chip.devices)
     return seconds
+
+
+def link_rate(where: Slice, among: int) -> float:
+    """Bytes/s into a device from so many of them. On a torus they lie along some of its dimensions and have
+    the links of these; behind a switch all there is."""
+    chip = where.chip
+    if not where.links:  # the devices of one chip meet in its memory
+        return TPU.memory * chip.bandwidth / chip.devices
+    dimensions = math.log(among) / math.log(where.devices) if chip.is_tpu else 1.0
+    return shares_of(where).links * where.links * chip.link * dimensions
 
 
 def state_needs(cfg: sections.Run, where: Slice) -> int:

@@ -145,6 +145,7 @@ def by_arithmetic(cfg: sections.Run, where: Slice, price: chips.Price) -> Outcom
     fits = guess.hbm_bytes * where.chip.devices <= where.chip.usable
     parts = {
         "matrix units": guess.matrix_seconds,
+        "attention": guess.attention_seconds,
         "memory": guess.memory_seconds,
         "between chips, not hidden": guess.exposed_seconds,
         "to the host and back, not hidden": guess.host_seconds,
@@ -185,6 +186,6 @@ def of_both(
     """What arithmetic and the compiler both tell, of a chip rather than a device."""
     tokens, tokens_per_step = outcome.tokens_of(cfg)
     known = {name: getattr(found, name) for name in ("mesh", "parameters", "flops_per_token")}
-    kinds = ("weight_bytes", "optimizer_bytes", "argument_bytes", "temp_bytes", "hbm_bytes", "host_bytes")
-    sizes = {name: getattr(found, name) * where.chip.devices for name in kinds}
+    kinds = ("weight", "frozen", "optimizer", "argument", "temp", "hbm", "host")
+    sizes = {f"{kind}_bytes": getattr(found, f"{kind}_bytes") * where.chip.devices for kind in kinds}
     return known | sizes | {"tokens": tokens, "tokens_per_step": tokens_per_step}

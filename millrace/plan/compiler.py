@@ -41,6 +41,7 @@ class Compiled:
     parameters: int
     flops_per_token: float
     weight_bytes: int
+    frozen_bytes: int  # of the weights, those without a gradient
     optimizer_bytes: int  # and averaged weights
     argument_bytes: int
     temp_bytes: int
@@ -130,6 +131,8 @@ def compiled(cfg: sections.Run, where: Slice, folder: Path) -> Compiled:
     with jax.set_mesh(devices):
         update = build.make_update(cfg, task)
         abstract, _ = build.make_state(cfg, task, update, devices)
+        axes = module.axes(family.Model, task.model)
+        still = build.frozen(cfg, axes)
         weights, rest = held(abstract.params), held((abstract.optimizer, abstract.ema))
         known: dict[str, Any] = dict(
             slice=where.name,
@@ -137,11 +140,12 @@ def compiled(cfg: sections.Run, where: Slice, folder: Path) -> Compiled:
             parameters=sum(leaf.size for leaf in jax.tree.leaves(abstract.params)),
             flops_per_token=flops(cfg),
             weight_bytes=weights,
+            frozen_bytes=held([leaf for name, leaf in module.named(abstract.params) if name in still]),
             optimizer_bytes=rest,
         )
         began = time.process_time()
         try:
-            one = step.train_step(task, update, module.axes(family.Model, task.model))
+            one = step.train_step(task, update, axes)
             traced = build.lowered(cfg, one, abstract, devices, **marks)
             program: Any = programs.compiled(traced, devices, None, print)
             programs.save(traced, program, folder)

@@ -23,6 +23,7 @@ class Outcome:
     tokens_per_step: int
     flops_per_token: float
     weight_bytes: int
+    frozen_bytes: int  # of the weights, those without a gradient
     optimizer_bytes: int
     argument_bytes: int
     temp_bytes: int
@@ -72,6 +73,7 @@ class Outcome:
             "mesh": self.mesh,
             "parameters": self.parameters,
             "weight_bytes": self.weight_bytes,
+            "frozen_bytes": self.frozen_bytes,
             "optimizer_bytes": self.optimizer_bytes,
             "argument_bytes": self.argument_bytes,
             "temp_bytes": self.temp_bytes,

@@ -68,10 +68,10 @@ def lines(one: Outcome, cfg: sections.Run, days: float | None, *, own_prices: bo
     yield f"    {gib(one.optimizer_bytes):>10}  optimizer ({cfg.optimizer.use})"
     rest = one.hbm_bytes - one.argument_bytes
     summed = cfg.batch.accumulate > 1
-    gradients = min(rest, one.weight_bytes * (2 if summed else 1))
-    yield f"    {gib(gradients):>10}  gradients in float32" + (
-        ", and their sums over parts" if summed else ""
-    )
+    gradients = min(rest, (one.weight_bytes - one.frozen_bytes) * (2 if summed else 1))
+    sums = ", and their sums over parts" if summed else ""
+    still = f"; {gib(one.frozen_bytes)} of the weights are frozen" if one.frozen_bytes else ""
+    yield f"    {gib(gradients):>10}  gradients in float32{sums}{still}"
     yield f"    {gib(rest - gradients):>10}  activations and all else a step needs"
     if one.host_bytes:
         host = f"{gib(one.host_bytes * chip.host)} for its {chip.host} chips"

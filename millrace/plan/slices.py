@@ -51,6 +51,15 @@ class Slice:
         return tuple(self.chip.is_tpu and side == max(_shapes(self.chip)[-1]) for side in self.shape)
 
     @property
+    def links(self) -> int:
+        """That a chip can receive over at once: in each dimension two on a ring, one on a line, where its
+        ends have no other. The switch between GPUs is one."""
+        if not self.chip.is_tpu:
+            return 1
+        sides = zip(self.shape, self.wraps, strict=True)
+        return sum(min(side - 1, 2 if wraps else 1) for side, wraps in sides)
+
+    @property
     def topology(self) -> str:
         """The name that jax.experimental.topologies.get_topology_desc takes, along with `options`."""
         assert self.chip.is_tpu, f"{self.name}: there is no compiler for GPUs that are not there"

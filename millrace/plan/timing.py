@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 from millrace.layers.experts import FURTHER
+from millrace.plan.chips import Chip
 from millrace.plan.program import Computation, Instruction, Program, Scope, called, inside, trips
 from millrace.plan.slices import Slice
 from millrace.plan.work import COLLECTIVES, HBM, Work, work_of
@@ -75,12 +76,17 @@ def rates(where: Slice, devices: Sequence[Any] = ()) -> Rates:
         bandwidth=chip.bandwidth / chip.devices,
         link=chip.link,
         network=(chip.network or math.inf) / chip.devices,
-        clock=chip.clock or chip.flops / chip.devices / CYCLE,
+        clock=clock(chip),
         cores=max(1, chip.cores // chip.devices),
         shape=where.shape,
         wraps=where.wraps,
         places=tuple(places),
     )
+
+
+def clock(chip: Chip) -> float:
+    """Of one device, Hz."""
+    return chip.clock or chip.flops / chip.devices / CYCLE
 
 
 @dataclass(frozen=True)
