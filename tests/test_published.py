@@ -17,6 +17,7 @@ RATES = {
     "deberta-v3-small": (6e-4, 0),
     "deberta-v3-base": (6e-4, 0),
     "deberta-v3-large": (3e-4, 0),
+    "ettin-decoder-150m": (8e-4, 8e-4),
     "eurobert-210m": (1e-4, 1e-4),
     "eurobert-610m": (1e-4, 1e-4),
     "eurobert-2.1b": (1e-4, 1e-4),
@@ -30,12 +31,17 @@ RATES = {
     "mdlm-owt": (3e-4, 3e-4),
     "mini-llama-114m": (6e-4, 6e-5),
     "modernbert-base": (8e-4, 8e-4),
+    "modernbert-base-phase2": (3e-4, 3e-4),
+    "modernbert-base-phase3": (3e-4, 0),
     "modernbert-large": (5e-4, 5e-4),
 }
 # Where weights shrink by a share of their own, whatever the learning rate: that share, at the peak.
 SHRINK = {
+    "ettin-decoder-150m": 1e-5,
     "huginn-3.5b": 4e-5,
     "modernbert-base": 1e-5,
+    "modernbert-base-phase2": 1e-5,
+    "modernbert-base-phase3": 1e-5,
     "modernbert-large": 1e-5,
 }
 
