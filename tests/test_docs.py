@@ -1,10 +1,17 @@
-"""The documents say what is there: links lead somewhere, the recipe shown is the demo's, files are listed."""
+"""The documents say what is there: links lead somewhere, the recipe shown is the demo's, files are listed and
+commands would be understood."""
 
 import ast
 import re
+import shlex
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import yaml
+
+from millrace import cli, recipe
+from millrace.errors import UserError
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -39,3 +46,48 @@ def test_paths_of_recipes_in_the_documents_are_there():
     for page in [*PAGES, ROOT / "Makefile"]:
         for path in re.findall(r"recipes/[\w./-]+\.yaml", page.read_text()):
             assert (ROOT / path).is_file(), f"{page.name} names {path}"
+
+
+def commands() -> Iterator[tuple[str, str, str]]:
+    """Every command of Millrace in a block of code: its page, what is typed, and what is said of it below."""
+    for page in PAGES:
+        for block in re.findall(r"```\w*\n(.*?)```", page.read_text(), re.S):
+            lines = block.replace("\\\n", " ").splitlines()
+            for line, below in zip(lines, [*lines[1:], ""], strict=True):
+                for command in re.split(r"; |\|\| ", line.removeprefix("$ ")):
+                    if command.startswith("millrace "):
+                        yield page.name, command, below
+
+
+@cache
+def recipe_of(run: str) -> Path | None:
+    """The recipe whose run folder that is."""
+    for path in sorted((ROOT / "recipes").rglob("*.yaml")):
+        if yaml.safe_load(path.read_text()).get("run") == run:
+            return path
+    return None
+
+
+def mistake(command: str) -> str:
+    """What would be said of a command before anything is done: nothing if it is understood. What follows a
+    `#` is a comment, as in a shell. Settings are read with the recipe that it names, or of its run folder."""
+    try:
+        args = cli.parse(shlex.split(command, comments=True)[1:])
+        path = getattr(args, "recipe", None)
+        if path is None and command.startswith("millrace eval "):
+            path = recipe_of(args.run)
+        if path is not None and Path(path).exists():
+            recipe.load_any(path, args.overrides)
+    except UserError as error:
+        return f"millrace: {error}"
+    return ""
+
+
+def test_every_command_in_the_documents_would_be_understood(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    found = [(page, command, below, mistake(command)) for page, command, below in commands()]
+    assert len(found) > 100
+    for page, command, below, said in found:
+        wanted = below if below.startswith("millrace: ") else ""
+        assert said == wanted, f"{page}: {command}"
+    assert mistake("millrace train recipes/modernbert-base.yaml model.use=modernbert_decoder objective=null")
