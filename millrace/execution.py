@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -13,7 +13,7 @@ from millrace.errors import UserError
 from millrace.layers.attention import is_kernel
 from millrace.module import Axes
 from millrace.products.dot import KEPT
-from millrace.products.weight import round_weight
+from millrace.products.weight import Weight, round_weight
 from millrace.rounding import rounded
 
 policies = jax.checkpoint_policies
@@ -222,9 +222,10 @@ def compile_fast(lowered: Any, platform: str, say: Callable[[str], object] = lam
 
 
 def cast(params: Any, axes: Any, how: Execution) -> Any:
-    """The matrices of the layers in the compute dtype, or in 8 bits. Done once a step and before any weight
-    is gathered from other devices, so that half the bytes travel, or a quarter. Norms and embeddings stay as
-    they are: their gradients are sums over all tokens, and summed in their own dtype."""
+    """The matrices of the layers in the compute dtype, or in 8 bits. Done once a step, however many parts the
+    batch has, and before any weight is gathered from other devices, so that half the bytes travel, or a
+    quarter. Norms and embeddings stay as they are: their gradients are sums over all tokens, and summed in
+    their own dtype."""
 
     def one(axes: Axes, w: Any) -> Any:
         if axes.grid is not None:
@@ -236,3 +237,17 @@ def cast(params: Any, axes: Any, how: Execution) -> Any:
         return round_weight(w, axes, dtype=how.dtype, format=how.products, native=how.native)
 
     return jax.tree.map(one, axes, params, is_leaf=lambda node: isinstance(node, Axes))
+
+
+def without_gradients(model: Any, axes: Any, these: Any) -> Any:
+    """A cast model in which these weights have no gradient, nor the 8 bits of the others: what those learn
+    comes through what the 8 bits were made of."""
+
+    def one(axes: Axes, stays: bool, w: Any) -> Any:
+        if stays:
+            return jax.lax.stop_gradient(w)
+        if isinstance(w, Weight):
+            return replace(w, values=jax.lax.stop_gradient(w.values), scale=jax.lax.stop_gradient(w.scale))
+        return w
+
+    return jax.tree.map(one, axes, these, model, is_leaf=lambda node: isinstance(node, Axes))

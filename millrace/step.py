@@ -70,6 +70,8 @@ def eval_step(task: Task, axes: Any, draws: int = 1) -> Callable[[Any, Batch, An
     placed = getattr(objective, "prepare_evaluation", None)
 
     def step(params: Any, batch: Batch, first: Any) -> Metrics:
+        model = execution.cast(params, axes, task.how)
+
         def once(draw: Any) -> Metrics:
             def alone(row: Batch, number: Array) -> Examples:
                 single = jax.tree.map(lambda x: x[None], row)
@@ -81,7 +83,7 @@ def eval_step(task: Task, axes: Any, draws: int = 1) -> Callable[[Any, Batch, An
                 return jax.tree.map(lambda x: x[0], examples)
 
             examples: Any = jax.vmap(alone)(batch, first + jnp.arange(batch.tokens.shape[0]))
-            model, sums = execution.cast(params, axes, task.how), Metrics()
+            sums = Metrics()
             for turn in turns(task):
                 told = turn.loss(task, model, examples)
                 examples = told.following
@@ -123,26 +125,37 @@ def turn_gradients(
 ) -> tuple[Any, Metrics, Any]:
     """Sums of gradients and losses over all parts, one part in memory at a time, and the parts for the next
     turn. Sums, not means: parts that hold fewer tokens must weigh less, or the update would differ from that
-    of the whole batch. Weights that stay have None. With `first`, only so many of the parts count."""
+    of the whole batch. Weights are cast once for all parts; each part's gradients are summed as the weights
+    are kept, not as they are cast. Weights that stay have None. With `first`, only so many of the parts
+    count."""
     mine, still = turn.take(params), turn.take(stay)
     fixed, free = (jax.tree.map(lambda s, w, of=of: w if s == of else None, still, mine) for of in (1, 0))
+    others = turn.put(jax.tree.map(lambda _: True, stay), still)
 
-    def loss(free: Any, examples: Any) -> tuple[Array, Any]:
+    def made(free: Any) -> Any:
         own = jax.tree.map(lambda s, old, w: old if s else w, still, fixed, free)
-        told = turn.loss(task, execution.cast(turn.put(params, own), axes, task.how), examples)
+        return execution.cast(turn.put(params, own), axes, task.how)
+
+    def loss(model: Any, examples: Any) -> tuple[Array, Any]:
+        told = turn.loss(task, execution.without_gradients(model, axes, others), examples)
         return told.loss, (told.sums, told.following)
 
-    differentiate = jax.grad(loss, has_aux=True)
+    model, pull = jax.vjp(made, free)
+
+    def differentiate(examples: Any) -> tuple[Any, Any]:
+        grads, told = jax.grad(loss, has_aux=True, allow_int=True)(model, examples)
+        return pull(grads)[0], told
+
     count = jax.tree.leaves(parts)[0].shape[0]
     if count == 1:
-        grads, (sums, following) = differentiate(free, jax.tree.map(lambda x: x[0], parts))
+        grads, (sums, following) = differentiate(jax.tree.map(lambda x: x[0], parts))
         return grads, sums, jax.tree.map(lambda x: x[None], following)
 
     def add(total: Any, examples: Any) -> tuple[Any, Any]:
-        grads, (sums, following) = differentiate(free, examples)
+        grads, (sums, following) = differentiate(examples)
         return jax.tree.map(jnp.add, total, (grads, sums)), following
 
-    shapes = jax.eval_shape(differentiate, free, jax.tree.map(lambda x: x[0], parts))
+    shapes = jax.eval_shape(differentiate, jax.tree.map(lambda x: x[0], parts))
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), (shapes[0], shapes[1][0]))
     if first is None:
         (grads, sums), following = jax.lax.scan(add, zeros, parts)

@@ -1,16 +1,18 @@
 """One update: what it does to the weights, and that splitting the batch or the mesh does not change it."""
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from millrace import build, config, mesh, module, programs, step
+from millrace import build, config, execution, mesh, module, programs, step
 from millrace.data.stream import Dataset
 from millrace.evaluate import place, vocabulary, with_vocabulary
 from millrace.execution import own_products
@@ -102,6 +104,83 @@ def test_accumulation_weighs_parts_by_their_tokens(tiny):
     assert_close(*states, 1e-6)
 
 
+CASTS = {
+    "plain": (),
+    "growing": ("batch.ramp_from=2", "batch.ramp=2"),
+    "fp8": ("memory.products=fp8",),
+    "rounded": ("model.bits=4",),
+    "adapters": ("model.lora_rank=4", "start=elsewhere"),
+}
+
+
+@pytest.mark.parametrize("name", CASTS)
+def test_matrices_are_cast_once_however_many_parts_a_batch_has(tiny, name):
+    # Three layers, and parts of two rows: nothing else has the shape of the layers' matrices.
+    sizes = ("model.layers=3", "model.vocab=300", "batch.accumulate=4")
+    cfg = tiny("memory.compute=bfloat16", *sizes, *CASTS[name])
+    its = file("models", cfg.model).Model
+    of_layers = {axes for axes, its in module.named(module.axes(its, cfg.model)) if its.is_hidden_matrix}
+    shapes = {leaf.shape for path, leaf in module.named(module.shapes(its, cfg.model)) if path in of_layers}
+
+    def cast(jaxpr) -> set[tuple[int, ...]]:
+        """The shapes of weights that are made shorter in there."""
+        every = [e for e in equations(jaxpr) if e.primitive.name == "convert_element_type"]
+        shorter = [e for e in every if e.invars[0].aval.dtype.itemsize > e.params["new_dtype"].itemsize]
+        return shapes & {e.outvars[0].aval.shape for e in shorter}
+
+    program = traced(cfg, {axis: 1 for axis in mesh.AXES})
+    assert cast(program)  # the walk sees them
+    if name == "growing":
+        loops = [e.params["body_jaxpr"].jaxpr for e in equations(program) if e.primitive.name == "while"]
+    else:
+        scans = [e for e in equations(program) if e.primitive.name == "scan"]
+        loops = [e.params["jaxpr"].jaxpr for e in scans if e.params["length"] == 4]
+    assert any(e.primitive.name == "dot_general" for loop in loops for e in equations(loop))
+    assert not any(cast(loop) for loop in loops)
+
+
+def test_accumulation_in_bfloat16_gives_the_bits_of_gradients_summed_by_hand(tiny):
+    """One part after the other, each with weights that are cast for it alone."""
+    # Untied: what an embedding learns in both of its places is added up in an order of the compiler's choice.
+    bench = Bench(tiny("memory.compute=bfloat16", "batch.accumulate=4", "model.tied=false"))
+    task, update, axes = bench.task, bench.update, bench.axes
+    objective, trained = file("objectives", task.objective), module.trained(axes, frozenset())
+
+    @jax.jit
+    def of_one(params, part):
+        def loss(params):
+            total = objective.loss(task, execution.cast(params, axes, task.how), part).loss
+            return total, {"loss": total, "count": part.weights.sum()}
+
+        return jax.grad(loss, has_aux=True)(params)
+
+    def by_hand(params, parts):
+        each = [of_one(params, jax.tree.map(lambda x, n=n: x[n], parts)) for n in range(4)]
+        return functools.reduce(lambda one, other: jax.tree.map(jnp.add, one, other), each)
+
+    @jax.jit
+    def applied(state, grads, sums):
+        means = jax.tree.map(lambda g: g / sums["count"], grads)
+        own, norm = step.clipped(update.optimizer.clip, trained, means)
+        return step.apply(update, axes, state, own, {"loss": sums["loss"], "grad_norm": norm})
+
+    def run(gradients) -> tuple[list[float], dict[str, np.ndarray]]:
+        state, losses = bench.state(), []
+        for number in range(3):
+            examples = objective.prepare(task, bench.batch(number), jax.random.key(0))
+            grads, sums = gradients(state.params, step.split(examples, 4))
+            state, metrics = applied(state, grads, sums)
+            losses.append(float(metrics["loss"]))
+        return losses, weights(state)
+
+    with jax.set_mesh(bench.devices):
+        losses, found = run(jax.jit(functools.partial(step.gradients, task, axes)))
+        summed, expected = run(by_hand)
+    assert losses == summed
+    for name, value in found.items():
+        np.testing.assert_array_equal(value, expected[name], err_msg=name)
+
+
 def all_meshes() -> list[dict[str, int]]:
     sizes = itertools.product((1, 2, 4, 8), repeat=4)
     return [dict(zip(mesh.AXES, s, strict=False)) for s in sizes if math.prod(s) in (2, 4, 8)]
@@ -163,14 +242,33 @@ LONG += ("model.mlp=8192", "model.vocab=128256", "batch.sequences=1", "memory.co
 LONG += ("memory.remat=full", "attention.use=blockwise")
 
 
-def made(jaxpr) -> Iterator[tuple[int, ...]]:
-    """The shapes of all that a program computes, loops and kernels included."""
+def traced(cfg, sizes: dict[str, int]):
+    """The program of a step, as JAX has it."""
+    devices = mesh.make(sizes, jax.devices()[: math.prod(sizes.values())])
+    task = make_task(cfg, Vocabulary(cfg.model.vocab, 0, 1, 2, 3))
+    axes = module.axes(file("models", task.model).Model, task.model)
+    with jax.set_mesh(devices):
+        update = build.make_update(cfg, task)
+        abstract, _ = build.make_state(cfg, task, update, devices)
+        rows = jax.ShapeDtypeStruct((cfg.batch.sequences, cfg.data.sequence_length), jnp.int32)
+        found = jax.jit(step.train_step(task, update, axes)).trace(abstract, Batch(rows, rows, rows, None))
+    return found.jaxpr.jaxpr
+
+
+def equations(jaxpr) -> Iterator[Any]:
+    """All of a program's, loops and kernels included."""
     for equation in jaxpr.eqns:
-        yield from (variable.aval.shape for variable in equation.outvars if hasattr(variable.aval, "shape"))
+        yield equation
         for value in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "jaxpr")):
             inner = getattr(value, "jaxpr", value)
             if hasattr(inner, "eqns"):
-                yield from made(inner)
+                yield from equations(inner)
+
+
+def made(jaxpr) -> Iterator[tuple[int, ...]]:
+    """The shapes of all that a program computes."""
+    for equation in equations(jaxpr):
+        yield from (variable.aval.shape for variable in equation.outvars if hasattr(variable.aval, "shape"))
 
 
 @pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (1, 1, 2, 4)], ids=str)
@@ -180,15 +278,7 @@ def test_a_step_over_long_rows_makes_nothing_of_the_length_squared(tiny, length,
     be longer: an int32 counts along one axis of it, and the compilers take the whole.)"""
     cfg = tiny(*LONG)
     cfg = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, sequence_length=length))
-    devices = mesh.make(dict(zip(mesh.AXES, sizes, strict=False)), jax.devices()[: math.prod(sizes)])
-    task = make_task(cfg, Vocabulary(cfg.model.vocab, 0, 1, 2, 3))
-    axes = module.axes(file("models", task.model).Model, task.model)
-    with jax.set_mesh(devices):
-        update = build.make_update(cfg, task)
-        abstract, _ = build.make_state(cfg, task, update, devices)
-        rows = jax.ShapeDtypeStruct((1, length), jnp.int32)
-        traced = jax.jit(step.train_step(task, update, axes)).trace(abstract, Batch(rows, rows, rows, None))
-    shapes = set(made(traced.jaxpr.jaxpr))
+    shapes = set(made(traced(cfg, dict(zip(mesh.AXES, sizes, strict=False)))))
     assert (1, length, 8192) in shapes  # the walk sees what is made in a layer
     assert max(math.prod(shape) for shape in shapes) < 2**31
     of_model = (2048, 8192, 128256, 128256 // 2)
