@@ -39,3 +39,10 @@ def test_paths_of_recipes_in_the_documents_are_there():
     for page in [*PAGES, ROOT / "Makefile"]:
         for path in re.findall(r"recipes/[\w./-]+\.yaml", page.read_text()):
             assert (ROOT / path).is_file(), f"{page.name} names {path}"
+
+
+def test_every_benchmark_is_listed():
+    page = (ROOT / "docs/performance/benchmarks.md").read_text()
+    listed = re.findall(r"^\| `python -m benchmarks\.(\w+)", page, re.M)
+    commands = [path.stem for path in (ROOT / "benchmarks").glob("*.py") if "__main__" in path.read_text()]
+    assert sorted(listed) == sorted(commands)
