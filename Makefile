@@ -96,6 +96,7 @@ bench: .venv/gpu
 	$(BIN)/python -m benchmarks.attention_gpu
 	$(BIN)/python -m benchmarks.low_precision
 	$(BIN)/python -m benchmarks.encoder_gpu
+	$(BIN)/python -m benchmarks.xlstm_gpu
 	$(BIN)/python -m benchmarks.long_gpu
 	$(BIN)/python -m benchmarks.scaling
 	$(BIN)/python -m benchmarks.cpu

@@ -91,3 +91,10 @@ def test_every_command_in_the_documents_would_be_understood(monkeypatch):
         wanted = below if below.startswith("millrace: ") else ""
         assert said == wanted, f"{page}: {command}"
     assert mistake("millrace train recipes/modernbert-base.yaml model.use=modernbert_decoder objective=null")
+
+
+def test_every_benchmark_is_listed():
+    page = (ROOT / "docs/performance/benchmarks.md").read_text()
+    listed = re.findall(r"^\| `python -m benchmarks\.(\w+)", page, re.M)
+    commands = [path.stem for path in (ROOT / "benchmarks").glob("*.py") if "__main__" in path.read_text()]
+    assert sorted(listed) == sorted(commands)

@@ -8,7 +8,7 @@ import pytest
 
 from millrace import cli, recipe, sections
 from millrace.errors import UserError
-from millrace.plan import advise, arithmetic, chips, compiler, memory, search, slices
+from millrace.plan import advise, arithmetic, chips, compiler, memory, scores, search, slices
 
 ONE_A_CHIP = ["batch.sequences=16", "batch.accumulate=1"]
 REPORT = """Memory Space: default (color=0)
@@ -124,6 +124,20 @@ def test_arithmetic_is_near_the_compiler_and_what_was_measured(
     assert arithmetic.estimate(cfg, slices.parse(where)).step_seconds == pytest.approx(seconds, rel=0.05)
 
 
+def test_tiles_at_the_ends_of_what_is_seen_are_half_empty() -> None:
+    """Of causal rows half a tile more for each query, of a window both ways one tile, and nothing where all
+    is seen; never more than the row."""
+    visited = lambda name, *more: scores.visited(recipe.load(f"recipes/{name}.yaml", list(more)))
+    assert visited("llama3.2-1b") == 1 + 1024 / 4096
+    assert visited("eurobert-210m") == visited("deberta-v3-base") == 1
+    long = ["data.sequence_length=8192", "batch.ramp=0", "batch.ramp_from=0"]
+    whole, narrow = 8, 14  # of 22 layers every third sees the whole row, and the others 64 keys to each side
+    seen = whole * 8192 + narrow * 129
+    assert visited("modernbert-base", *long) == pytest.approx((seen + narrow * 1024) / seen, rel=0.01)
+    short = ["data.sequence_length=128", "batch.ramp=0", "batch.ramp_from=0"]
+    assert 1 <= visited("modernbert-base", *short) < 1.5
+
+
 def test_what_activations_keep_is_in_the_bytes_of_a_plan() -> None:
     """DeBERTa's MLP, 64 rows of 512 a chip in 4 layers with 3,072 hidden units: of each 16 bits, with one
     bit more, or where w_down is frozen that bit alone."""
@@ -188,8 +202,9 @@ def test_what_is_kept_of_layers_grows_from_full_to_none() -> None:
         )
         for name in ("full", "attention", "offload", "dots", "none")
     ]
-    for less, more in zip(sizes, sizes[1:], strict=False):
-        assert less.temp_bytes < more.temp_bytes
+    full, attention, offload, dots, none = (one.temp_bytes for one in sizes)
+    assert full < attention < dots < none
+    assert full < offload < dots  # one layer is on its way
     assert sizes[0].step_seconds > sizes[-1].step_seconds and sizes[0].step_seconds > sizes[1].step_seconds
     # Of 8,192 tokens in each of 32 layers: a product of the width, two of the MLP, queries, keys, values.
     assert sizes[2].host_bytes == 2 * 8192 * 32 * (4096 + 2 * 14336 + 6144)

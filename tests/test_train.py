@@ -408,6 +408,7 @@ def test_a_trace_of_some_steps_is_written_and_its_longest_operations_told(tiny, 
     (file,) = (Path(cfg.run) / "profile").rglob("*.xplane.pb")
     said = capfd.readouterr().out
     assert f"steps 2 to {3 if steps == '2:3' else 4} are traced" in said
+    assert re.search(r"^[\d,.]+ ms a step are spent by all threads of the CPU together", said, re.M)
     told = re.findall(r"^ +([\d,.]+) ms +([\d.]+)%  \S", said, re.M)
     assert len(told) == tracing.LISTED
     spent = tracing.operations(file.parent)

@@ -16,9 +16,8 @@ from millrace.layers.experts import SLACK
 from millrace.objective import file
 from millrace.plan import timing
 from millrace.plan.activations import Layer, Units, hidden_units
+from millrace.plan.scores import SCORE, attention_seconds, flops_of, plain, scores_in_memory, scores_of
 from millrace.plan.slices import Slice
-from millrace.plan.work import SPLASH
-from millrace.probe import OLD_TPUS
 
 
 @dataclass(frozen=True)
@@ -36,38 +35,29 @@ class Shares:
 
 # As timing.py has it of programs that the compiler made, with its evidence. By their schedules gradients are
 # summed and weights gathered in the open: all of it for 7B on v4-32, 8B on v5p-32 and v6e-16 and 30B on
-# v4-128, two thirds for four layers of 1B on v5e-8. A third of elementwise work is part of products: 0.106 s
-# of 8B's step on v5p-32 are memory, where counting arrays gives 0.16, on v6e-16 0.196 and 0.26, on v4-32 of
-# 7B's 0.27 and 0.45 (libtpu 0.0.51, 2026-11).
+# v4-128, two thirds of it for four layers of 1B on v5e-8. Part of the elementwise work is within products:
+# the memory of 8B's step on v5p-32 and v6e-16 is 0.106 and 0.196 s where counting arrays gives 0.18 and 0.31,
+# of four layers of 1B on v5e-8 with remat full 0.035 and 0.045 (libtpu 0.0.51, 2026-11).
 TPU = Shares(timing.MATRIX, timing.MATRIX, timing.STREAM, timing.LINK, hidden=0.0, elementwise=0.65)
-# Of one H200 (docs/performance.md): products of Llama at 730 of 989 TFLOP/s; copies at about 4,300 of
-# 4,800 GB/s, less between them. Several were not measured.
+# Of one H200 (docs/performance.md): Llama 3.2 1B's products make 730 of 989 TFLOP/s, xLSTM's 672; what fp8
+# takes off the steps of 1B and 8B leaves its products 1,070 and 1,200 of 1,979; copies make about 4,300 of
+# 4,800 GB/s, less between them; all but products and attention takes 62 ms of 1B's step and 46 of xLSTM's,
+# 1.0 and 2.2 times what counting arrays gives. How several of them hide their traffic was not measured.
 GPU = Shares(0.70, 0.58, 0.85, 0.8, hidden=0.9, elementwise=1.5)
 
-# Attention on a GPU, of the peak of products: cuDNN makes 391 TFLOP/s for one row of 131,072 (heads of 64,
-# all of a step that nothing else explains), 368 at 32,768 (heads of 256), 412 at 4,096 (128), 323 there
-# (64), 430 where rows of 8,192 look both ways (docs/performance/long-context.md, docs/performance.md; H200).
-ATTENTION = 0.4
-# Of keys that a tile of queries meets at the diagonal half are not seen. Sides are splash's; on an H200 the
-# difference between rows of 4,096 and of 131,072, above, is that of such tiles.
-SIDE = 1024
 # Bytes for each logit beside its products: of the 88 ms of Llama 3.2 1B's head on an H200 71 are products,
 # and the rest is that of 17 bytes at the speed of memory: float32 written, read twice, and a gradient.
 LOGIT = 16
-# Bytes through memory for each score, forward and backward, where no kernel makes them on the chip. What
-# DeBERTa takes longer on an H200 than its products and all else is 55 and 59 of them for each of its scores
-# at 512 and 1,024 tokens (docs/performance.md); the memory of 1B's step on v3-8 is 65 (libtpu 0.0.51).
-SCORE = 58
-# And arrays of a layer's scores, at the worst moment of the layer at work, and kept of each without remat
-# where layers are side by side (in a loop one): by 34 and 53 GiB of DeBERTa's step on an H200, and 4.8 of
-# four layers on v5e-8 with remat dots (libtpu 0.0.51). WHOLE: layers/disentangled.py.
+# Where no kernel makes a layer's scores on the chip, arrays of them at the worst moment of the layer at work,
+# and kept of each without remat where layers are side by side (in a loop one): by 34 and 53 GiB of DeBERTa's
+# step on an H200, and 4.8 of four layers on v5e-8 with remat dots (libtpu 0.0.51). WHOLE:
+# layers/disentangled.py.
 SCORES, WHOLE = 5, 1024
 HIDDEN_FROM_HOST = 0.9  # of the traffic with the host, at most, goes on beside the rest
 # Layers whose share is on its way to or from the host, by libtpu (docs/performance/activations.md).
 IN_FLIGHT = 1
 
-# What computes attention again in the backward pass, and what the products of the layers.
-ATTENDS_AGAIN, MULTIPLIES_AGAIN = ("full", "dots", "offload"), ("full", "attention")
+MULTIPLIES_AGAIN = ("full", "attention")  # the products of the layers, in the backward pass
 # How many of the three products of a matrix are in 8 bits (products/fp8.py, int8.py, ternary.py).
 NARROW = {"compute": 0, "fp8": 3, "int8": 2, "ternary": 1}
 
@@ -285,13 +275,6 @@ def told(cfg: sections.Run) -> float:
     return file("objectives", cfg.objective).most(cfg.objective, length) / length
 
 
-def flops_of(cfg: sections.Run) -> tuple[float, float]:
-    """Of a token, forward and backward: the products of the layers, and the scores of attention."""
-    model, family = cfg.model, file("models", cfg.model)
-    whole, none = (family.flops(model, length) for length in (cfg.data.sequence_length, 0))
-    return none - 6 * model.vocab * model.embed, whole - none
-
-
 def matrix_seconds(cfg: sections.Run, where: Slice, *, split: bool) -> float:
     """Forward, backward and what is computed again, at the share of the peak that products reach; those that
     are in 8 bits at theirs. The last product of a layer is never computed again: the backward pass does not
@@ -312,38 +295,6 @@ def matrix_seconds(cfg: sections.Run, where: Slice, *, split: bool) -> float:
     if chip.fp8 and cfg.loss.split == "fp8":
         seconds -= head * (wide - 1 / (shares.narrow * chip.fp8))
     return tokens * seconds / where.chips
-
-
-def attention_seconds(cfg: sections.Run, where: Slice) -> float:
-    """On a TPU kernel by kernel, each by its products or by its scores, whichever takes longer, as timing.py
-    has it; on a GPU at its share of the peak."""
-    chip, again = where.chip, int(cfg.memory.remat in ATTENDS_AGAIN)
-    scores = scores_of(cfg, where) * (1 + SIDE / cfg.data.sequence_length if cfg.model.causal else 1)
-    matrix = 2 * cfg.model.head_dim * scores / (chip.flops / chip.devices)  # of one product of all scores
-    if not chip.is_tpu:
-        return 2 * matrix * (3 + again) / ATTENTION
-    clock = timing.clock(chip) * max(1, chip.cores // chip.devices)
-    vector = scores * (timing.VECTOR / timing.REGISTER + timing.TILE / SIDE**2) / clock
-    kernels = [SPLASH["fwd"]] * (1 + again) + [SPLASH["dq"], SPLASH["dkv"]]
-    return sum(max(count * matrix / TPU.matrix, vector) for count in kernels)
-
-
-def scores_of(cfg: sections.Run, where: Slice) -> float:
-    """That are seen by one device in the forward pass of a step: two products of so many with a head's
-    width."""
-    tokens = cfg.batch.sequences * cfg.data.sequence_length / where.devices
-    return tokens * flops_of(cfg)[1] / 3 / (4 * cfg.model.head_dim)
-
-
-def scores_in_memory(cfg: sections.Run, where: Slice) -> bool:
-    """Where no kernel makes them on the chip."""
-    old = any(kind in OLD_TPUS for kind in where.chip.kinds)
-    return old or cfg.attention.use == "xla" or plain(cfg)
-
-
-def plain(cfg: sections.Run) -> bool:
-    """Whether the family's attention has no kernel."""
-    return getattr(file("models", cfg.model), "SCORES_IN_MEMORY", False)
 
 
 def traffic_seconds(cfg: sections.Run, where: Slice, sizes: dict[str, int], parameters: int) -> float:

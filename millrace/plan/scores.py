@@ -1,0 +1,74 @@
+"""Attention by arithmetic: how many scores there are, how long they take, and where they lie."""
+
+from millrace import sections
+from millrace.objective import file
+from millrace.plan import timing
+from millrace.plan.slices import Slice
+from millrace.plan.work import SPLASH
+from millrace.probe import OLD_TPUS
+
+# Attention on a GPU, of the peak of products: cuDNN makes 391 TFLOP/s for one row of 131,072 (heads of 64,
+# all of a step that nothing else explains), 368 at 32,768 (heads of 256), 412 at 4,096 (128), 323 there
+# (64), 430 where rows of 8,192 look both ways (docs/performance/long-context.md, docs/performance.md; H200).
+ATTENTION = 0.4
+# Of the keys in a tile at the diagonal, or at either end of a window, half are not seen. Sides are splash's;
+# on an H200 the difference between rows of 4,096 and of 131,072, above, is that of such tiles, and a window
+# of 128 both ways takes as long as 1,040 keys do (long-context.md).
+SIDE = 1024
+# Bytes through memory for each score, forward and backward, where no kernel makes them on the chip. What
+# DeBERTa takes longer on an H200 than its products and all else is 55 and 59 of them for each of its scores
+# at 512 and 1,024 tokens (docs/performance.md); the memory of 1B's step on v3-8 is 65 (libtpu 0.0.51).
+SCORE = 58
+ATTENDS_AGAIN = ("full", "dots", "offload")  # in the backward pass
+
+
+def attention_seconds(cfg: sections.Run, where: Slice) -> float:
+    """On a TPU kernel by kernel, each by its products or by its scores, whichever takes longer, as timing.py
+    has it; on a GPU at its share of the peak."""
+    chip, again = where.chip, int(cfg.memory.remat in ATTENDS_AGAIN)
+    scores = scores_of(cfg, where) * visited(cfg)
+    matrix = 2 * cfg.model.head_dim * scores / (chip.flops / chip.devices)  # of one product of all scores
+    if not chip.is_tpu:
+        return 2 * matrix * (3 + again) / ATTENTION
+    clock = timing.clock(chip) * max(1, chip.cores // chip.devices)
+    vector = scores * (timing.VECTOR / timing.REGISTER + timing.TILE / SIDE**2) / clock
+    kernels = [SPLASH["fwd"]] * (1 + again) + [SPLASH["dq"], SPLASH["dkv"]]
+    return sum(max(count * matrix / timing.MATRIX, vector) for count in kernels)
+
+
+def scores_of(cfg: sections.Run, where: Slice) -> float:
+    """That are seen by one device in the forward pass of a step: two products of so many with a head's
+    width."""
+    tokens = cfg.batch.sequences * cfg.data.sequence_length / where.devices
+    return tokens * flops_of(cfg)[1] / 3 / (4 * cfg.model.head_dim)
+
+
+def visited(cfg: sections.Run) -> float:
+    """Scores that tiles have for each one that is seen. How many layers have a window, the growth of FLOPs
+    with the row tells: where it is longer than all of them, theirs do not grow."""
+    model, length, family = cfg.model, cfg.data.sequence_length, file("models", cfg.model)
+    if model.causal:
+        return 1 + SIDE / length
+    key, far = 12 * model.heads * model.head_dim, 2**24
+    whole = (family.flops(model, 2 * far) - family.flops(model, far)) / (key * far)
+    seen = flops_of(cfg)[1] / key
+    tiles = min(seen + SIDE * (model.layers - whole), model.layers * length)
+    return max(1.0, tiles / seen) if seen else 1.0
+
+
+def scores_in_memory(cfg: sections.Run, where: Slice) -> bool:
+    """Where no kernel makes them on the chip."""
+    old = any(kind in OLD_TPUS for kind in where.chip.kinds)
+    return old or cfg.attention.use == "xla" or plain(cfg)
+
+
+def plain(cfg: sections.Run) -> bool:
+    """Whether the family's attention has no kernel."""
+    return getattr(file("models", cfg.model), "SCORES_IN_MEMORY", False)
+
+
+def flops_of(cfg: sections.Run) -> tuple[float, float]:
+    """Of a token, forward and backward: the products of the layers, and the scores of attention."""
+    model, family = cfg.model, file("models", cfg.model)
+    whole, none = (family.flops(model, length) for length in (cfg.data.sequence_length, 0))
+    return none - 6 * model.vocab * model.embed, whole - none
