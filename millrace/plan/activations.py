@@ -1,7 +1,7 @@
 """What a layer keeps of a token for its backward pass and what it moves through memory, by arithmetic: arrays
 counted one by one. What JAX keeps is told by `jax.vjp`, against which tests hold it."""
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 from millrace import build, module, sections
@@ -17,23 +17,27 @@ NARROW_INPUTS = {"compute": None, "fp8": 1, "ternary": 1, "int8": None}
 
 @dataclass(frozen=True)
 class Units:
-    """Numbers of a token and layer in the compute dtype: so many times the width, the MLP's hidden units, and
-    queries, keys and values together."""
+    """Numbers of a token and layer in the compute dtype: so many times the width, the MLP's hidden units,
+    queries, keys and values together, and what attention gives."""
 
     width: float = 0.0
     hidden: float = 0.0
     heads: float = 0.0
+    mixed: float = 0.0
 
     def __add__(self, other: "Units") -> "Units":
-        return Units(self.width + other.width, self.hidden + other.hidden, self.heads + other.heads)
+        pairs = zip(astuple(self), astuple(other), strict=True)
+        return Units(*(one + another for one, another in pairs))
 
     def __mul__(self, factor: float) -> "Units":
-        return Units(self.width * factor, self.hidden * factor, self.heads * factor)
+        return Units(*(one * factor for one in astuple(self)))
 
-    def count(self, model: Any, tensor: int) -> float:
-        """On one of the devices that `mesh.tensor` shares a layer out over."""
-        heads = (model.heads + 2 * model.kv_heads) * model.head_dim
-        return self.width * model.embed + (self.hidden * hidden_units(model) + self.heads * heads) / tensor
+    def count(self, model: Any, tensor: int, lanes: int = 1) -> float:
+        """On one of the devices that `mesh.tensor` shares a layer out over, where a head takes a multiple of
+        `lanes`."""
+        head = -(-model.head_dim // lanes) * lanes
+        each = self.heads * (model.heads + 2 * model.kv_heads) + self.mixed * model.heads
+        return self.width * model.embed + (self.hidden * hidden_units(model) + each * head) / tensor
 
 
 @dataclass(frozen=True)
@@ -61,21 +65,20 @@ class Layer:
 
     def kept(self, remat: str, *, looped: bool) -> Units:
         """Beside the layer's input: `attention` keeps what its kernel gives, `dots` what matrices give but
-        the last, whose output is the next layer's input, `none` also what norms make of it. In a loop JAX
-        keeps what several products read once for each of them, and XLA does not see that they are one."""
+        the last, whose output is the next layer's input, `none` also what norms make of it. In a loop what
+        attention gives is kept twice, as its kernel has it and turned round, as w_o reads it: XLA does not
+        see that they are one."""
         if remat == "attention":
-            return Units(width=1)
+            return Units(mixed=1)
         if remat == "dots":
             return Units(width=1, hidden=self.gates, heads=1)
         if remat != "none":
             return Units()
         # The stream amid the layer, what two norms make of it, and what attention gives.
-        width = 4.0
-        if self.products == "compute":
-            width += 4 * looped  # for two of queries, keys and values, one of gate and up, and w_o
-        elif (narrow := NARROW_INPUTS[self.products]) is not None:
-            width = 2 + 3 * narrow / self.item  # of what attention gives both are kept
-        return Units(width, self.kept_of_mlp(), heads=1)
+        if (narrow := NARROW_INPUTS[self.products]) is None:
+            return Units(3, self.kept_of_mlp(), heads=1, mixed=2 if looped else 1)
+        short = narrow / self.item  # of what attention gives both are kept
+        return Units(1 + 2 * short, self.kept_of_mlp(), heads=1, mixed=1 + short)
 
     def kept_of_mlp(self) -> float:
         """Numbers for each hidden unit without remat (layers/mlp.py): with a gate both products, from which
@@ -100,18 +103,16 @@ class Layer:
         """Of the one layer that is at work, at the worst moment."""
         return Units(width=5, hidden=self.gates + 1, heads=3)
 
-    def passes(self, remat: str, *, looped: bool) -> Units:
+    def passes(self, remat: str) -> Units:
         """What elementwise work reads and writes. Forward: a norm reads and writes, twice, with the sum
         before it, and so do rotations, and the activation reads what matrices gave and writes what the next
         takes; backward each of them reads the gradient as well. What is computed again is read and written
-        again; what a loop keeps is written to a stack and read from it. In 8 bits what is to be rounded is
+        again. In 8 bits what is to be rounded is
         read twice, for its largest number and to be rounded, and written as a byte: three inputs and two
         gradients of the width, the hidden units and the gradients of what leads to them, and of the heads."""
         forward = Units(width=9, hidden=self.gates + 1, heads=2)
         backward = Units(width=11, hidden=2 * self.gates + 2, heads=2)
         found = forward + backward + (forward if remat != "none" else Units())
-        if looped:
-            found += (Units(width=1) + self.kept(remat, looped=True)) * 2
         if self.products != "compute":
             found += Units(width=5, hidden=1 + self.gates, heads=1) * (2 + 1 / self.item)
         return found

@@ -56,6 +56,9 @@ SCORES, WHOLE = 5, 1024
 HIDDEN_FROM_HOST = 0.9  # of the traffic with the host, at most, goes on beside the rest
 # Layers whose share is on its way to or from the host, by libtpu (docs/performance/activations.md).
 IN_FLIGHT = 1
+# Of a TPU's registers, to which the last axis of an array is filled up: what is kept of heads of 64 takes
+# twice their bytes (Llama 3.2 1B on v5e-8, libtpu 0.0.51: all arrays of the stack by its buffers, 4,864 MiB).
+LANES = 128
 
 MULTIPLIES_AGAIN = ("full", "attention")  # the products of the layers, in the backward pass
 # How many of the three products of a matrix are in 8 bits (products/fp8.py, int8.py, ternary.py).
@@ -185,6 +188,7 @@ class Local:
     fsdp: int
     expert: int
     looped: bool  # layers are one body of a loop, not side by side
+    lanes: int  # a head takes a multiple of so many numbers
     layer: Layer
 
     @classmethod
@@ -194,7 +198,8 @@ class Local:
         tokens = rows * cfg.data.sequence_length // sizes["context"]
         unroll = cfg.memory.unroll if isinstance(cfg.memory.unroll, int) else 1 if where.chip.is_tpu else 32
         looped = unroll < cfg.model.layers
-        return cls(tokens, sizes["tensor"], sizes["fsdp"], sizes["expert"], looped, Layer.of(cfg))
+        lanes = LANES if where.chip.is_tpu else 1
+        return cls(tokens, sizes["tensor"], sizes["fsdp"], sizes["expert"], looped, lanes, Layer.of(cfg))
 
     def temporaries(self, cfg: sections.Run, there: Held) -> int:
         """All but the state at the worst moment, which is either at the head, or amid the layers with all
@@ -208,9 +213,13 @@ class Local:
     def kept(self, cfg: sections.Run) -> int:
         """For the backward pass: the inputs of all layers, and what else `memory.remat` lets stay."""
         moving = self.offloaded(cfg) * min(IN_FLIGHT, cfg.model.layers) // cfg.model.layers
-        units = Units(width=1) + self.layer.kept(cfg.memory.remat, looped=self.looped)
         scores = (1 if self.looped else SCORES) * self.scores(cfg) if cfg.memory.remat == "none" else 0
-        return (self.numbers(cfg, units) + scores) * cfg.model.layers + moving
+        return (self.stays(cfg) + scores) * cfg.model.layers + moving
+
+    def stays(self, cfg: sections.Run) -> int:
+        """Of one layer."""
+        units = Units(width=1) + self.layer.kept(cfg.memory.remat, looped=self.looped)
+        return self.numbers(cfg, units, self.lanes)
 
     def offloaded(self, cfg: sections.Run) -> int:
         """For the backward pass, in the host's memory."""
@@ -219,9 +228,11 @@ class Local:
         return self.numbers(cfg, self.layer.kept("dots", looped=self.looped)) * cfg.model.layers
 
     def passed(self, cfg: sections.Run, elementwise: float) -> float:
-        """Through memory, by all elementwise work on one part of the batch."""
-        layers = self.numbers(cfg, self.layer.passes(cfg.memory.remat, looped=self.looped))
-        return elementwise * layers * cfg.model.layers + LOGIT * told(cfg) * self.tokens * cfg.model.vocab
+        """Through memory, by all elementwise work on one part of the batch. What a loop keeps is written to a
+        stack and read from it."""
+        layer = self.numbers(cfg, self.layer.passes(cfg.memory.remat))
+        layer += 2 * self.stays(cfg) if self.looped else 0
+        return elementwise * layer * cfg.model.layers + LOGIT * told(cfg) * self.tokens * cfg.model.vocab
 
     def work(self, cfg: sections.Run) -> int:
         """On one layer. Of experts also rows for each, and the tokens of all devices that share them, with
@@ -238,9 +249,9 @@ class Local:
         each = cfg.model.heads * cfg.data.sequence_length // self.tensor
         return self.layer.item * self.tokens * each if whole else 0
 
-    def numbers(self, cfg: sections.Run, units: Units) -> int:
+    def numbers(self, cfg: sections.Run, units: Units, lanes: int = 1) -> int:
         """Bytes of so many numbers of each token."""
-        return int(self.layer.item * self.tokens * units.count(cfg.model, self.tensor))
+        return int(self.layer.item * self.tokens * units.count(cfg.model, self.tensor, lanes))
 
     def head(self, cfg: sections.Run) -> int:
         """By tokens logits of a chunk and, twice, the gradient of the vocabulary's matrix; by the vocabulary,
