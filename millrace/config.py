@@ -256,10 +256,11 @@ class Reader:
                 raise UserError(f"{place}: found {found} for a key, expected a name")
             if "." in name:
                 section, _, rest = name.partition(".")
-                raise UserError(f"{place}: {name}: found a dotted key, expected {section}: {{{rest}: ...}}")
+                expected = f"{_cut(section)}: {{{_cut(rest)}: ...}}"
+                raise UserError(f"{place}: {_cut(name)}: found a dotted key, expected {expected}")
             if name in lines:
                 again = f"found a second time, expected once; it first stands in line {lines[name]}"
-                raise UserError(f"{place}: {prefix}{name}: {again}")
+                raise UserError(f"{place}: {prefix}{_cut(name)}: {again}")
             lines[name], self.places[prefix + name] = key.start_mark.line + 1, place
             if isinstance(value, yaml.MappingNode) and prefix.count(".") < 2:
                 self._mark(value, file, f"{prefix}{name}.")

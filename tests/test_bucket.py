@@ -518,6 +518,7 @@ def test_a_process_killed_in_a_busy_bucket_goes_on_to_the_same_weights(
     ):
         time.sleep(0.01)
     workers = subprocess.run(["pgrep", "-P", str(broken.pid)], capture_output=True, text=True).stdout.split()
+    assert workers, broken.communicate(timeout=60)[0]
     os.kill(int(workers[0]), signal.SIGKILL)
     said, _ = broken.communicate(timeout=300)
     assert broken.returncode == 0, said
