@@ -216,6 +216,15 @@ def test_the_mesh_does_not_change_the_loss_of_an_encoder(tiny, alone, sizes):
     check_mesh(tiny, alone, "eurobert", dict(zip(mesh.AXES, sizes, strict=False)))
 
 
+# The first three have a quick mesh of both elsewhere; a torch module takes twice as long as the others.
+ELSEWHERE = {"llama", "deberta", "moe", "torch"}
+
+
+@pytest.mark.parametrize("name", sorted({*config.names("models")} - ELSEWHERE))
+def test_splitting_weights_both_ways_does_not_change_the_loss(tiny, alone, name):
+    check_mesh(tiny, alone, name, dict(fsdp=2, tensor=2))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(2, 2, 2, 1), (1, 2, 2, 2)], ids=str)
 @pytest.mark.parametrize("name", sorted({*config.names("models")} - {"llama", "eurobert"}))

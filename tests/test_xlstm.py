@@ -145,9 +145,10 @@ def test_gradients_of_chunks_are_those_of_the_recurrence():
 @pytest.mark.parametrize("write", [-15.0, 15.0])
 def test_no_gate_and_no_length_gives_anything_but_numbers(write):
     forget = [-15.0, 0.0, 15.0]
-    qkv, _ = given(1024, rows=1)
+    length = 4096
+    qkv, _ = given(length, rows=1)
     qkv = tuple(x.astype(jnp.bfloat16) for x in qkv)
-    gates = tuple(jnp.broadcast_to(jnp.asarray(gate), (1, 1024, 3)) for gate in (write, forget))
+    gates = tuple(jnp.broadcast_to(jnp.asarray(gate), (1, length, 3)) for gate in (write, forget))
 
     def loss(qkv: Any, gates: Any) -> jax.Array:
         return mlstm(qkv, gates, fresh(1))[0].astype(jnp.float32).sum()
