@@ -3,6 +3,7 @@ whole under its dotted path, all layers in one array, so that the layout depends
 the layers are compiled."""
 
 import contextlib
+import logging
 import math
 import sys
 import threading
@@ -33,6 +34,7 @@ class Checkpoints:
         """With `keep`, for the trainer, who alone may clear away old and half-written checkpoints. `before`
         is called, in a thread, before a step counts."""
         self.run, self.keep, self.folder, self.before = run, keep, saved.folder(run), before
+        logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs with a traceback what we tell
         if store.is_bucket(run):
             store.prepare_gcsfs()
         handlers: dict[str, Any] = {item: ocp.StandardCheckpointHandler() for item in ITEMS}

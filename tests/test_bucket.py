@@ -30,7 +30,7 @@ from millrace.folder import open_run
 from tests import soon
 
 EXPIRED = dict(status=401, said="Invalid Credentials")  # a token that ran out on its way
-BUSY = [dict(status=503), dict(status=429), EXPIRED, dict(how="drop"), dict(how="cut"), dict(how="lost")]
+BUSY = [dict(status=503), dict(status=429), dict(how="drop"), dict(how="cut"), dict(how="lost")]
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +86,7 @@ def test_files_of_a_bucket_are_like_those_of_a_disk(bucket: Store, tmp_path: Pat
     assert found[0][1] == {"a.txt": 3, "b/c d#?.txt": 0}
 
 
-@pytest.mark.parametrize("how", BUSY, ids=lambda how: str(next(iter(how.values()))))
+@pytest.mark.parametrize("how", [*BUSY, EXPIRED], ids=lambda how: str(next(iter(how.values()))))
 @pytest.mark.fault(20)
 def test_a_busy_bucket_is_asked_again(bucket: Store, how: dict) -> None:
     content = os.urandom(3000)
@@ -484,6 +484,23 @@ def test_a_bucket_that_is_not_there_or_not_for_us_is_told_in_a_line(
     said = capsys.readouterr().err.strip().splitlines()[-1]
     assert said.startswith("millrace: ") and re.search(says, said)
     assert time.perf_counter() - started < 4
+
+
+@pytest.mark.fault(20)
+def test_a_save_that_a_bucket_refuses_is_told_in_a_line_and_the_next_is_tried(
+    bucket: Store, tiny, tmp_path: Path, packed: str
+) -> None:
+    """As tensorstore takes a token that ran out: it does not ask again."""
+    cfg = tiny("run=gs://bucket/run", f"data.path={upload(bucket, packed, 'data')}", "checkpoint.every=4")
+    (tmp_path / "recipe.yaml").write_text(config.to_yaml(cfg))
+    fault = bucket.fail("checkpoints/4/params/ocdbt.process_0/d/", **EXPIRED)
+    command = [sys.executable, "-m", "millrace", "train", str(tmp_path / "recipe.yaml")]
+    env = os.environ | {"XLA_FLAGS": soon.flags(1)}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
+    said = done.stdout + done.stderr
+    assert done.returncode == 0 and fault.met, said
+    assert "step 4: the checkpoint could not be written" in said and "ERROR:absl" not in said
+    assert saved.choose("gs://bucket/run").step == 12
 
 
 @pytest.mark.slow
