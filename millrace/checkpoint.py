@@ -76,24 +76,30 @@ class Checkpoints:
         """Once the run is to go on: puts damaged steps aside, and removes what was left half-written."""
         if jax.process_index():
             return
-        saved.clear_unfinished(self.run)
+        self.problems += saved.clear_unfinished(self.run)
         self.problems += saved.set_aside(self.run, self.chosen.passed)
-        if not self.chosen.sealed:
-            self.problems.append(
-                f"step {self.chosen.step}: {saved.UNSEALED}; it is used since no other is whole"
-            )
+        self.problems += self._unsealed()
+
+    def doubts(self) -> list[str]:
+        """What is to be said of a run that has nothing left to do, and of which nothing is moved."""
+        passed = self.chosen.passed.items()
+        told = [f"step {number}: this checkpoint is not used: {said}" for number, said in passed]
+        return told + self._unsealed()
+
+    def _unsealed(self) -> list[str]:
+        if self.chosen.sealed:
+            return []
+        return [f"step {self.chosen.step}: {saved.UNSEALED}; it is used since no other is whole"]
 
     def remove_old(self) -> None:
         """What there are enough newer ones of. A kill may have come before the last save could do it."""
         if jax.process_index() or self.keep is None:
             return
         try:
-            for old in saved.spare(self.run, self.keep):
-                saved.remove(self.run, old.number)
+            told = saved.clear_old(self.run, self.keep)
         except (OSError, UserError) as error:  # what is saved is saved
-            self.problems.append(
-                f"older checkpoints could not be removed ({_short(error)}); the next save tries again"
-            )
+            told = [f"older checkpoints could not be removed ({_short(error)})"]
+        self.problems += [f"{said}; the next save tries again" for said in told]
 
     def back(self, before: int) -> int | None:
         """For the trainer, who gives up what it learnt from a step on: the checkpoint to go back to, on all
@@ -133,18 +139,27 @@ class Checkpoints:
             raise UserError("; ".join(self.told()))
 
     def check_room(self, state: Any) -> None:
-        """Before a run begins: whether its disk holds a checkpoint beside the newest one."""
+        """Before a run begins: whether its disk holds a checkpoint beside the newest one. The first host
+        looks for all, since it alone clears away."""
+        refusal = self._no_room(_need(state)) if jax.process_index() == 0 else ""
+        if _agreed(bool(refusal)):
+            raise UserError(refusal or f"run: no room for a checkpoint in {self.run}; see the first host")
+
+    def _no_room(self, need: int) -> str:
         free = saved.free(self.run)
         if free is None:
-            return
-        older = sum(step.size for step in saved.spare(self.run, 0)) if self.keep is not None else 0
-        need = _need(state)
-        if need > free + older:
-            gains = f", and {_gb(older)} with older checkpoints removed" if older else ""
-            raise UserError(
-                f"run: a checkpoint takes {_gb(need)}, and the disk of {self.run} has {_gb(free)} free"
-                f"{gains}; make room, or put `run` on a larger disk"
-            )
+            return ""
+        older = 0
+        if self.keep is not None:
+            older = sum(step.size for step in saved.spare(self.run, 0))
+            older += sum(file.size for file in store.entries(self.folder / saved.QUARANTINE).values())
+        if need <= free + older:
+            return ""
+        gains = f", and {_gb(older)} with older checkpoints removed" if older else ""
+        return (
+            f"run: a checkpoint takes {_gb(need)}, and the disk of {self.run} has {_gb(free)} free"
+            f"{gains}; make room, or put `run` on a larger disk"
+        )
 
     def settle(self) -> bool:
         """Waits for the save that is on its way. Whether the last one asked for is whole."""
@@ -232,7 +247,7 @@ class Checkpoints:
         ones go only then."""
         try:
             self.orbax.wait_until_finished()
-            if jax.process_index() == 0:
+            if jax.process_index() == 0 and not self.left:
                 self.before()
                 manifest.seal(self.folder / str(step), step=step, tier=tier)
                 self.sealed = step
@@ -245,19 +260,18 @@ class Checkpoints:
         said = f"step {step}: the checkpoint could not be written ({_short(error)}); the run goes on"
         self.problems.append(said)
         if jax.process_index() == 0 and self.keep is not None:
-            with contextlib.suppress(OSError):
-                saved.clear_unfinished(self.run)
+            with contextlib.suppress(OSError, UserError):
+                self.problems += saved.clear_unfinished(self.run)
 
     def _make_room(self, step: int, need: int) -> bool:
         """Whether the disk holds so many bytes more, after what is not needed has gone if it must."""
         enough = True
         if jax.process_index() == 0 and (free := saved.free(self.run)) is not None and free < need:
             if self.keep is not None:
-                with contextlib.suppress(OSError):  # what cannot be removed makes no room
-                    saved.clear_unfinished(self.run)
-                    goes = saved.let_go(self.run)
-                    while (saved.free(self.run) or 0) < need and (gone := next(goes, None)):
-                        self.problems.append(f"{gone} removed, since the disk is full")
+                self.problems += saved.clear_unfinished(self.run)
+                goes = saved.let_go(self.run)
+                while (saved.free(self.run) or 0) < need and (gone := next(goes, None)):
+                    self.problems.append(f"{gone} removed, since the disk is full")
             free = saved.free(self.run) or 0
             enough = free >= need
             if not enough:

@@ -29,7 +29,7 @@ def train(args: argparse.Namespace) -> int:
     from millrace import hosts, train
 
     with hosts.ending(is_program=args.is_program):
-        return train.run(cfg, args.program)
+        return train.run(cfg, args.program, is_program=args.is_program)
 
 
 def doctor(args: argparse.Namespace) -> int:

@@ -21,10 +21,12 @@ T = TypeVar("T")
 
 QUARANTINE = "quarantine"
 ASIDE = 2  # of the steps put aside that are kept
-UNFINISHED = (".orbax-checkpoint-tmp", ".removed")  # in the names of what is half written, or half gone
+REMOVED = ".removed"
+UNFINISHED = (".orbax-checkpoint-tmp", REMOVED)  # in the names of what is half written, or half gone
 UNSEALED = "it has no manifest: its save was cut off before the end"
 OR_NOT_DONE = ", or is not done yet"  # for those who look on while others train
 THREADS = 8  # that ask a bucket
+LOOKS = 5  # at a run that goes on, before what is seen is taken for true
 
 
 class Gone(Exception):
@@ -146,15 +148,31 @@ def put_aside(run: str) -> list[str]:
     return sorted(store.names(folder(run) / QUARANTINE), key=lambda name: name.partition("-")[2])
 
 
-def clear_unfinished(run: str) -> None:
-    """What a save or a removal that was cut off has left. Only for the one who writes here."""
+def clear_unfinished(run: str) -> list[str]:
+    """What a save or a removal that was cut off has left. Only for the one who writes here, while nothing is
+    being written. Says what could not be removed."""
     there = store.names(folder(run))
-    for name in there:
-        if any(mark in name for mark in UNFINISHED):
-            store.remove(folder(run) / name)
+    left = [name for name in there if any(mark in name for mark in UNFINISHED)]
     if store.is_url(run):  # where folders cannot be renamed, such a step has its name already
-        for number in sorted({int(name) for name in there if name.isdecimal()} - set(numbers(run))):
-            store.remove(folder(run) / str(number))
+        left += map(str, sorted({int(name) for name in there if name.isdecimal()} - set(numbers(run))))
+    return [said for name in left for said in _failure(name, store.remove, folder(run) / name)]
+
+
+def clear_old(run: str, keep: int) -> list[str]:
+    """What there are enough newer ones of, and what earlier removals have left. Says what could not go."""
+    left = [name for name in store.names(folder(run)) if name.endswith(REMOVED)]
+    told = [said for name in left for said in _failure(name, store.remove, folder(run) / name)]
+    old = [step.number for step in spare(run, keep)]
+    return told + [said for number in old for said in _failure(f"step {number}", remove, run, number)]
+
+
+def _failure(name: str, removal: Callable[..., None], *what: object) -> list[str]:
+    """Why something could not be removed, in a line; none if it was."""
+    try:
+        removal(*what)
+    except (OSError, UserError) as error:
+        return [f"{name} could not be removed ({' '.join(str(error).split())[:200]})"]
+    return []
 
 
 def described(run: str, number: int) -> Step:
@@ -194,11 +212,11 @@ def let_go(run: str) -> Iterator[str]:
     """Removes what the newest whole step can do without, a thing each time it is asked, and says what went:
     first what was put aside, since the run's own work comes first, then the oldest steps."""
     for name in put_aside(run):
-        store.remove(folder(run) / QUARANTINE / name)
-        yield f"{QUARANTINE}/{name}"
+        if not _failure(name, store.remove, folder(run) / QUARANTINE / name):
+            yield f"{QUARANTINE}/{name}"
     for old in spare(run, 0):
-        remove(run, old.number)
-        yield f"step {old.number}: checkpoint"
+        if not _failure("", remove, run, old.number):
+            yield f"step {old.number}: checkpoint"
 
 
 def remove(run: str, number: int) -> None:
@@ -206,9 +224,10 @@ def remove(run: str, number: int) -> None:
     no step that looks damaged."""
     path = folder(run) / str(number)
     if not store.is_url(run):
-        store.remove(folder(run) / f"{number}.removed")
-        store.move(path, folder(run) / f"{number}.removed")
-        path = folder(run) / f"{number}.removed"
+        other = folder(run) / f"{number}{REMOVED}"
+        store.remove(other)
+        store.move(path, other)
+        path = other
     store.remove(path, first=(manifest.NAME, store.COMMITTED))
 
 
@@ -229,8 +248,7 @@ def newest(run: str, say: Say) -> int:
     """The newest whole step, for those who only read: what is passed over is told and left in its place. One
     from half-way, which goes while the run goes on, is taken only where no other is whole."""
     check_run(run)
-    by_stay = sorted(steps(run), key=lambda step: (step.tier != "interim", step.number), reverse=True)
-    chosen = choose(run, [step.number for step in by_stay])
+    chosen = _chosen_to_read(run)
     for number, said in chosen.passed.items():
         say(f"{folder(run)}/{number} is not used: {said}{OR_NOT_DONE if said == UNSEALED else ''}")
     if chosen.step is None:
@@ -238,6 +256,22 @@ def newest(run: str, say: Say) -> int:
     if not chosen.sealed:
         say(f"{folder(run)}/{chosen.step} is used since no other is whole: {UNSEALED}{OR_NOT_DONE}")
     return chosen.step
+
+
+def _chosen_to_read(run: str) -> Chosen:
+    """Looks again where steps came or went meanwhile, before it believes that none is whole."""
+    for look in range(LOOKS):
+        there = steps(run)
+        by_stay = sorted(there, key=lambda step: (step.tier != "interim", step.number), reverse=True)
+        try:
+            chosen = choose(run, [step.number for step in by_stay])
+        except UserError:
+            if look == LOOKS - 1 or steps(run) == there:
+                raise
+            continue
+        if chosen.step is not None and chosen.sealed or steps(run) == there:
+            break
+    return chosen
 
 
 def listed(run: str, say: Say) -> None:

@@ -120,8 +120,13 @@ def entries(folder: Location) -> dict[str, Entry]:
     """All files below a folder by their path in it, less those that go meanwhile. From a bucket in one
     question a thousand."""
     if not is_url(folder):
-        there = {}
-        for path in sorted(Path(place, name) for place, _, inside in os.walk(folder) for name in inside):
+
+        def failed(error: OSError) -> None:
+            if not isinstance(error, FileNotFoundError):
+                raise error
+
+        there, walk = {}, os.walk(folder, onerror=failed)
+        for path in sorted(Path(place, name) for place, _, inside in walk for name in inside):
             with contextlib.suppress(FileNotFoundError):
                 about = path.stat()
                 there[str(path.relative_to(folder))] = Entry(about.st_size, about.st_mtime)

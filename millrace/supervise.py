@@ -112,6 +112,8 @@ class Supervisor:
             lived = time.monotonic() - begun
             if lived > LIVED if now is None else reached is None or now > reached:
                 left, reached = RESTARTS, now
+            elif now is not None:
+                reached = now  # or less, where it went back: from there on, what is further counts
             if not left:
                 self.say(f"the trainer {how.words}; after {RESTARTS} tries without a new checkpoint it ends")
                 return how.code

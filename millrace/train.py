@@ -55,9 +55,10 @@ from millrace.writers import Writers
 PREEMPTED = 75
 
 
-def run(cfg: sections.Run, program: Path | None = None) -> int:
+def run(cfg: sections.Run, program: Path | None = None, *, is_program: bool = False) -> int:
     """Trains until the schedule ends, with the step that lies compiled in a folder, if one does. Returns the
-    exit code: 0 done, 75 asked to stop, 1 too many bad steps."""
+    exit code: 0 done, 75 asked to stop, 1 too many bad steps. A program that is told twice to stop waits for
+    no save; where Python goes on after this, nobody may write behind its back."""
     started = time.perf_counter()
     hosts.join()
     first = jax.process_index() == 0
@@ -99,6 +100,8 @@ def run(cfg: sections.Run, program: Path | None = None) -> int:
                 abstract, fresh = build.make_state(cfg, task, update, devices, replaced=begins)
                 out.event(describe(cfg, task, abstract, devices, begun, steps))
                 if begun >= steps:
+                    for line in checkpoints.doubts():
+                        out.event(line, "warning")
                     out.event(finished(begun, steps))
                     return 0
                 for line in in_vain(cfg, task, begun):
@@ -161,7 +164,8 @@ def run(cfg: sections.Run, program: Path | None = None) -> int:
                     code = session.settled(attempts(session, latest))
                 return code
         except KeyboardInterrupt:
-            checkpoints.leave()
+            if is_program:
+                checkpoints.leave()
             raise
         finally:
             checkpoints.close()

@@ -1,6 +1,7 @@
 """Checkpoints that can be trusted: damage is found, nothing is lost, nothing begins anew unasked."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -12,8 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from etils import epath
 
-from millrace import cli, hosts, manifest, saved, sections, spikes, train
+from millrace import cli, hosts, manifest, saved, sections, spikes, store, train
 from millrace.checkpoint import Checkpoints
 from millrace.errors import UserError
 from millrace.state import State
@@ -185,21 +187,86 @@ def test_the_last_step_is_one_that_stays_also_where_it_lies_half_way(tiny):
     assert Checkpoints(tiny().run).latest() == 9
 
 
-def test_a_removal_that_fails_is_told_as_that_and_the_save_counts(tmp_path, monkeypatch):
+def test_a_removal_that_fails_is_told_as_that_and_tried_again_and_the_save_counts(tmp_path, monkeypatch):
     checkpoints = Checkpoints(str(tmp_path), keep=1)
     assert checkpoints.save(1, state(1), about(1)) and checkpoints.settle()
-
-    def held(*args):  # as by a reader on NFS
-        raise OSError(39, "Directory not empty", "1.removed")
-
     with monkeypatch.context() as patch:
-        patch.setattr(saved, "remove", held)
+        real = store.remove
+        stays = lambda path, **how: (
+            fails(path) if path.name == "1.removed" and path.exists() else real(path, **how)
+        )
+        patch.setattr(store, "remove", stays)
         assert checkpoints.save(2, state(2), about(2)) and checkpoints.settle()
     (told,) = checkpoints.told()
-    assert told.startswith("older checkpoints could not be removed ([Errno 39]") and checkpoints.sealed == 2
-    assert checkpoints.save(3, state(3), about(3)) and checkpoints.settle()
+    assert told.startswith("step 1 could not be removed ([Errno 39]") and checkpoints.sealed == 2
+    assert (tmp_path / "checkpoints" / "1.removed").exists()
+    assert checkpoints.save(3, state(3), about(3)) and checkpoints.settle() and not checkpoints.told()
     checkpoints.close()
-    assert saved.numbers(str(tmp_path)) == [3]
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"3"}
+
+
+def test_what_cannot_be_removed_stands_in_the_way_of_nothing_else(tmp_path, monkeypatch):
+    save(tmp_path, 1, 2, 3)
+    (tmp_path / "checkpoints" / "0.removed").mkdir()
+    monkeypatch.setattr(saved, "free", lambda run: (3 - len(saved.numbers(run))) * (2 << 20))
+    real = store.remove
+    stays = lambda folder, **how: fails(folder) if folder.name == "0.removed" else real(folder, **how)
+    monkeypatch.setattr(store, "remove", stays)
+    checkpoints = Checkpoints(str(tmp_path), keep=3)
+    assert checkpoints.resume() == 3
+    checkpoints.clear_away()
+    assert "0.removed could not be removed" in checkpoints.told()[0]
+    assert checkpoints.save(4, state(4), about(4)) and checkpoints.settle()
+    assert "step 1: checkpoint removed, since the disk is full" in checkpoints.told()
+    assert saved.numbers(str(tmp_path)) == [2, 3, 4]
+    checkpoints.close()
+
+
+def fails(folder) -> None:
+    """As on NFS, where a reader has it open."""
+    raise OSError(39, "Directory not empty", str(folder))
+
+
+def test_a_folder_that_cannot_be_listed_is_neither_sealed_nor_damaged(tmp_path, monkeypatch):
+    save(tmp_path, 1, 2)
+    scan = os.scandir
+
+    def broken(path="."):
+        if str(path).endswith("2/params"):
+            raise OSError(5, "Input/output error", str(path))
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", broken)
+    step = epath.Path(tmp_path / "checkpoints" / "2")
+    for look in (lambda: saved.choose(str(tmp_path)), lambda: manifest.seal(step, step=2, tier="temporary")):
+        with pytest.raises(OSError, match="Input/output"):
+            look()
+
+
+def test_who_loses_every_race_looks_again(tmp_path, monkeypatch):
+    """All steps that were seen go while they are read, and one that was put aside lies there."""
+    run, verify = str(tmp_path), manifest.verify
+    save(tmp_path, 1, 2, 9)
+    saved.set_aside(run, {9: "a trial"})
+
+    def late(path):
+        if path.name in ("1", "2"):
+            if path.name == "2":
+                save(tmp_path, 3)
+            saved.remove(run, int(path.name))
+        return verify(path)
+
+    monkeypatch.setattr(manifest, "verify", late)
+    assert saved.newest(run, print) == 3
+
+
+def test_a_finished_run_tells_what_is_wrong_with_its_checkpoints(tiny, capsys):
+    assert train.run(tiny()) == 0
+    (Path(tiny().run) / "checkpoints" / "12" / manifest.NAME).unlink()
+    shutil.rmtree(Path(tiny().run) / "checkpoints" / "6")
+    assert train.run(tiny()) == 0
+    said = capsys.readouterr().out
+    assert "step 12: it has no manifest" in said and "all 12 steps are done" in said
 
 
 WRITER = """

@@ -1,5 +1,5 @@
 """The tiny recipe of every family, found by looking into the folder: on texts that only context explains, and
-(slow) on the demo's corpus, as its head says."""
+on the demo's corpus, as its head says."""
 
 import json
 import math
@@ -87,7 +87,6 @@ def test_a_tiny_run_learns_from_context_and_goes_on_bit_for_bit(path, pairs, tmp
     jax.tree.map(np.testing.assert_array_equal, weights(again), weights(whole))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("path", TINY, ids=lambda path: path.stem)
 def test_a_tiny_recipe_ends_at_the_loss_that_its_head_states(path, demo, tmp_path):
     stated = re.search(STATED, path.read_text().partition("\n")[0])

@@ -7,8 +7,9 @@ import time
 from pathlib import Path
 
 import pytest
+from etils import epath
 
-from millrace import goodput
+from millrace import goodput, manifest
 from millrace.cli import main
 from millrace.errors import UserError
 from millrace.goodput import Ledger
@@ -150,6 +151,7 @@ def test_the_condition_of_a_run_is_told_in_a_word(run, line, word):
     assert facts.status(facts.read(str(run), NOW)).word == word
     if word == "stopped":  # the last step may lie between two rows
         (run / "checkpoints" / "107").mkdir(parents=True)
+        manifest.seal(epath.Path(run / "checkpoints" / "107"), step=107, tier="temporary")
         assert "Stopped at step 107 of 200" in facts.status(facts.read(str(run), NOW)).said
     later = facts.status(facts.read(str(run), NOW + 7200))
     assert later.word == ("silent" if line is None else word)

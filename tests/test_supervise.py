@@ -33,6 +33,12 @@ if what.endswith("+"):
     if what.endswith("++"):  # to its end
         manifest.seal(epath.Path(run / "checkpoints" / str(step)), step=step, tier="temporary")
     what = what.rstrip("+")
+if "@" in what:  # a checkpoint of this step alone is there
+    import shutil
+    what, _, step = what.partition("@")
+    shutil.rmtree(run / "checkpoints", ignore_errors=True)
+    (run / "checkpoints" / step).mkdir(parents=True)
+    manifest.seal(epath.Path(run / "checkpoints" / step), step=int(step), tier="temporary")
 if what == "wait":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
     (run / "ready").touch()
@@ -84,6 +90,10 @@ def trial(run: Path, lives: str) -> subprocess.Popen:
         ("-9,76,0", 0, 3),  # killed, then hung, then done
         ("-6,78,77,2", 2, 4),
         ("77", 77, supervise.RESTARTS + 1),
+        # Back from step 90 to 20, and further from there in every life.
+        pytest.param(
+            ",".join(["-9@90", *(f"-9@{n}" for n in range(20, 34)), "0"]), 0, 16, marks=pytest.mark.slow
+        ),
         pytest.param(  # the budget begins anew
             ",".join(["-9"] * 6 + ["-9++"] + ["-9"] * 6 + ["0"]), 0, 14, marks=pytest.mark.slow
         ),

@@ -39,7 +39,7 @@ def script(tmp_path_factory):
 def test_from_text_to_a_model_that_others_load(script):
     folder, parts = script()
     before, after, four = (
-        float(re.findall(r"^evaluation loss (\S+) nats", parts[name], re.M)[0])
+        float(re.findall(r"evaluation loss (\S+) nats", parts[name], re.M)[0])
         for name in ("What the model makes of them before", "And after", "Quantising to 4 bits a weight")
     )
     assert after < before - 1 and abs(four - after) < 0.05

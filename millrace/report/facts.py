@@ -102,7 +102,7 @@ def _read(run: str, folder: Path, now: float) -> Facts:
             store.join(run, "bad-steps", path.name) for path in sorted((folder / "bad-steps").glob("*.txt"))
         ],
         warnings=list(_warnings(_text(folder / "log.txt"))),
-        checkpoints=saved.numbers(run),
+        checkpoints=[step.number for step in saved.steps(run) if step.problem is None],
         samples=[row for row in _json_lines(folder / "samples.jsonl") if "step" in row],
     )
 
