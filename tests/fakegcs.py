@@ -182,12 +182,10 @@ class Handler(BaseHTTPRequestHandler):
         if kind == "multipart":
             boundary = re.search(r"boundary=['\"]?([^'\";]+)", self.headers["Content-Type"])
             assert boundary is not None
-            about, content = (
-                re.split(rb"\r?\n\r?\n", part, maxsplit=1)[1]
-                for part in self.sent.split(b"--" + boundary[1].encode())[1:-1]
-            )
+            parts = self.sent.split(b"--" + boundary[1].encode())[1:-1]
+            end = b"\r\n" if parts[0].startswith(b"\r\n") else b"\n"  # gcsfs ends lines with \n alone
+            about, content = (part.removesuffix(end).partition(end + end)[2] for part in parts)
             told = json.loads(about)
-            content = content[: -2 if content.endswith(b"\r\n") else -1]
             return self.put(bucket, told.get("name") or self.query["name"], content, self.query)
         if kind == "resumable" and "upload_id" not in self.query:
             told = json.loads(self.sent or b"{}")
