@@ -98,7 +98,7 @@ class Checkpoints:
         try:
             told = saved.clear_old(self.run, self.keep)
         except (OSError, UserError) as error:  # what is saved is saved
-            told = [f"older checkpoints could not be removed ({_short(error)})"]
+            told = [f"older checkpoints could not be removed ({saved.short(error)})"]
         self.problems += [f"{said}; the next save tries again" for said in told]
 
     def back(self, before: int) -> int | None:
@@ -257,7 +257,7 @@ class Checkpoints:
 
     def _failed(self, step: int, error: Exception) -> None:
         self.whole = False
-        said = f"step {step}: the checkpoint could not be written ({_short(error)}); the run goes on"
+        said = f"step {step}: the checkpoint could not be written ({saved.short(error)}); the run goes on"
         self.problems.append(said)
         if jax.process_index() == 0 and self.keep is not None:
             with contextlib.suppress(OSError, UserError):
@@ -319,10 +319,6 @@ def _need(tree: Any) -> int:
     """Bytes that a checkpoint takes at most. Orbax compresses, by less than a tenth for weights."""
     size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
     return size + size // 50 + (1 << 20)  # what describes the arrays
-
-
-def _short(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]
 
 
 def _gb(size: float) -> str:

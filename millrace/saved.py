@@ -171,8 +171,12 @@ def _failure(name: str, removal: Callable[..., None], *what: object) -> list[str
     try:
         removal(*what)
     except (OSError, UserError) as error:
-        return [f"{name} could not be removed ({' '.join(str(error).split())[:200]})"]
+        return [f"{name} could not be removed ({short(error)})"]
     return []
+
+
+def short(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
 
 
 def described(run: str, number: int) -> Step:

@@ -1,7 +1,6 @@
 """Checkpoints that can be trusted: damage is found, nothing is lost, nothing begins anew unasked."""
 
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -13,9 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from etils import epath
 
-from millrace import cli, hosts, manifest, saved, sections, spikes, store, train
+from millrace import hosts, manifest, saved, sections, spikes, train
 from millrace.checkpoint import Checkpoints
 from millrace.errors import UserError
 from millrace.state import State
@@ -113,22 +111,6 @@ def test_a_step_without_a_manifest_is_used_only_where_no_other_is_whole(tmp_path
     assert "checkpoints/2 is used since no other is whole: it has no manifest" in capsys.readouterr().err
 
 
-def test_a_step_by_the_number_of_another_is_not_whole(tmp_path):
-    """A run that went on from it would pass over what lies between."""
-    save(tmp_path, 1, 2)
-    (tmp_path / "checkpoints" / "2").rename(tmp_path / "checkpoints" / "7")
-    assert saved.choose(str(tmp_path)) == saved.Chosen(1, {7: "it is step 2 by its manifest.txt"})
-
-
-def test_what_is_no_step_is_none(tmp_path, capsys):
-    save(tmp_path, 1)
-    (tmp_path / "checkpoints" / "8").write_text("a file")
-    (tmp_path / "checkpoints" / "9").mkdir()
-    assert saved.choose(str(tmp_path)) == saved.Chosen(1, {9: saved.UNSEALED})
-    assert cli.main(["checkpoint", "ls", str(tmp_path)]) == 0
-    assert re.search(r" 9 +unknown +0\.000 GB +- +unverified", capsys.readouterr().out)
-
-
 def test_old_checkpoints_go_and_permanent_ones_stay(tmp_path):
     save(tmp_path, *range(1, 9), keep=2, permanent=3)
     assert saved.numbers(str(tmp_path)) == [3, 6, 7, 8]
@@ -187,79 +169,6 @@ def test_the_last_step_is_one_that_stays_also_where_it_lies_half_way(tiny):
     assert Checkpoints(tiny().run).latest() == 9
 
 
-def test_a_removal_that_fails_is_told_as_that_and_tried_again_and_the_save_counts(tmp_path, monkeypatch):
-    checkpoints = Checkpoints(str(tmp_path), keep=1)
-    assert checkpoints.save(1, state(1), about(1)) and checkpoints.settle()
-    with monkeypatch.context() as patch:
-        real = store.remove
-        stays = lambda path, **how: (
-            fails(path) if path.name == "1.removed" and path.exists() else real(path, **how)
-        )
-        patch.setattr(store, "remove", stays)
-        assert checkpoints.save(2, state(2), about(2)) and checkpoints.settle()
-    (told,) = checkpoints.told()
-    assert told.startswith("step 1 could not be removed ([Errno 39]") and checkpoints.sealed == 2
-    assert (tmp_path / "checkpoints" / "1.removed").exists()
-    assert checkpoints.save(3, state(3), about(3)) and checkpoints.settle() and not checkpoints.told()
-    checkpoints.close()
-    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"3"}
-
-
-def test_what_cannot_be_removed_stands_in_the_way_of_nothing_else(tmp_path, monkeypatch):
-    save(tmp_path, 1, 2, 3)
-    (tmp_path / "checkpoints" / "0.removed").mkdir()
-    monkeypatch.setattr(saved, "free", lambda run: (3 - len(saved.numbers(run))) * (2 << 20))
-    real = store.remove
-    stays = lambda folder, **how: fails(folder) if folder.name == "0.removed" else real(folder, **how)
-    monkeypatch.setattr(store, "remove", stays)
-    checkpoints = Checkpoints(str(tmp_path), keep=3)
-    assert checkpoints.resume() == 3
-    checkpoints.clear_away()
-    assert "0.removed could not be removed" in checkpoints.told()[0]
-    assert checkpoints.save(4, state(4), about(4)) and checkpoints.settle()
-    assert "step 1: checkpoint removed, since the disk is full" in checkpoints.told()
-    assert saved.numbers(str(tmp_path)) == [2, 3, 4]
-    checkpoints.close()
-
-
-def fails(folder) -> None:
-    """As on NFS, where a reader has it open."""
-    raise OSError(39, "Directory not empty", str(folder))
-
-
-def test_a_folder_that_cannot_be_listed_is_neither_sealed_nor_damaged(tmp_path, monkeypatch):
-    save(tmp_path, 1, 2)
-    scan = os.scandir
-
-    def broken(path="."):
-        if str(path).endswith("2/params"):
-            raise OSError(5, "Input/output error", str(path))
-        return scan(path)
-
-    monkeypatch.setattr(os, "scandir", broken)
-    step = epath.Path(tmp_path / "checkpoints" / "2")
-    for look in (lambda: saved.choose(str(tmp_path)), lambda: manifest.seal(step, step=2, tier="temporary")):
-        with pytest.raises(OSError, match="Input/output"):
-            look()
-
-
-def test_who_loses_every_race_looks_again(tmp_path, monkeypatch):
-    """All steps that were seen go while they are read, and one that was put aside lies there."""
-    run, verify = str(tmp_path), manifest.verify
-    save(tmp_path, 1, 2, 9)
-    saved.set_aside(run, {9: "a trial"})
-
-    def late(path):
-        if path.name in ("1", "2"):
-            if path.name == "2":
-                save(tmp_path, 3)
-            saved.remove(run, int(path.name))
-        return verify(path)
-
-    monkeypatch.setattr(manifest, "verify", late)
-    assert saved.newest(run, print) == 3
-
-
 def test_a_finished_run_tells_what_is_wrong_with_its_checkpoints(tiny, capsys):
     assert train.run(tiny()) == 0
     (Path(tiny().run) / "checkpoints" / "12" / manifest.NAME).unlink()
@@ -267,61 +176,6 @@ def test_a_finished_run_tells_what_is_wrong_with_its_checkpoints(tiny, capsys):
     assert train.run(tiny()) == 0
     said = capsys.readouterr().out
     assert "step 12: it has no manifest" in said and "all 12 steps are done" in said
-
-
-WRITER = """
-import sys
-sys.path.insert(0, sys.argv[1])
-from test_checkpoint import *
-checkpoints = Checkpoints(sys.argv[2], keep=1)
-number = 0
-while True:
-    number += 1
-    checkpoints.save(number, state(number, 8), about(number), tier="interim" if number % 2 else "temporary")
-    if number == 2:
-        checkpoints.settle()
-        print("there", flush=True)
-"""
-
-
-@pytest.mark.parametrize("seconds", [2, pytest.param(20, marks=pytest.mark.slow)])
-def test_whoever_looks_at_a_run_that_goes_on_sees_whole_steps(tmp_path, seconds, capsys):
-    """Steps come and go while they are read."""
-    run = str(tmp_path)
-    command = [sys.executable, "-c", WRITER, str(Path(__file__).parent), run]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None and process.stdout.readline() == "there\n"
-        until = time.monotonic() + seconds
-        try:
-            while time.monotonic() < until:
-                assert saved.newest(run, print) > 1
-                assert cli.main(["checkpoint", "ls", run]) == 0
-                cli.main(["checkpoint", "verify", run])  # 1 while one is being written
-                saved.pruned(run, 1, print, dry_run=True)
-                assert saved.choose(run).step is not None
-        finally:
-            process.kill()
-    said = capsys.readouterr()
-    assert "damaged" not in said.out and not said.err
-
-
-@pytest.mark.parametrize("reads", [False, True], ids=["before it is read", "while it is read"])
-def test_a_step_that_goes_while_it_is_looked_at_is_left_out(tmp_path, reads, monkeypatch, capsys):
-    run, verify = str(tmp_path), manifest.verify
-    save(tmp_path, 1, 2, 3)
-
-    def late(path):
-        if path.name == "2":
-            saved.remove(run, 2)  # as the trainer does
-            if reads:
-                raise FileNotFoundError(path / "_METADATA")
-        return verify(path)
-
-    monkeypatch.setattr(manifest, "verify", late)
-    assert cli.main(["checkpoint", "ls", run]) == 0
-    rows = capsys.readouterr().out.splitlines()
-    assert [row.split()[0] for row in rows] == ["step", "1", "3"]
-    assert Checkpoints(run).latest() == 3
 
 
 @pytest.mark.thin(2)
@@ -346,29 +200,6 @@ def test_a_kill_at_any_step_loses_no_more_than_checkpoint_every(tiny, every, mon
     assert len(lost) == 15 and max(lost) == every
 
 
-def test_pruning_keeps_whole_steps_and_counts_no_others(tmp_path, capsys):
-    run = str(tmp_path)
-    save(tmp_path, 1, 2, 3, permanent=1000)
-    saved.set_aside(run, {1: "a trial"})
-    damage(tmp_path / "checkpoints" / "3" / "meta" / "metadata", np.random.default_rng(1))
-    assert cli.main(["checkpoint", "prune", run, "--keep", "1"]) == 0
-    said = capsys.readouterr().out
-    assert "step 3: damaged: meta/metadata" in said and "quarantine/1-" in said
-    assert saved.numbers(run) == [2, 3] and saved.choose(run).step == 2 and not saved.put_aside(run)
-    damage(tmp_path / "checkpoints" / "2" / "meta" / "metadata", np.random.default_rng(1))
-    assert cli.main(["checkpoint", "prune", run, "--keep", "1"]) == 0
-    assert saved.numbers(run) == [2, 3]
-
-
-def test_only_the_last_steps_put_aside_are_kept(tmp_path):
-    run = str(tmp_path)
-    save(tmp_path, 1, 2, 3, 4, permanent=1000)
-    for number in (1, 2, 3):
-        told = saved.set_aside(run, {number: "a trial"})
-    assert [name.split("-")[0] for name in saved.put_aside(run)] == ["2", "3"]
-    assert "1-" in told[-1] and "removed" in told[-1]
-
-
 @pytest.mark.fault(11)
 def test_a_run_whose_checkpoints_are_gone_does_not_begin_anew_by_itself(tiny, tmp_path):
     cfg = tiny(f"run={tmp_path}/run", "schedule.steps=4", "checkpoint.every=2", "eval.batches=1")
@@ -380,17 +211,6 @@ def test_a_run_whose_checkpoints_are_gone_does_not_begin_anew_by_itself(tiny, tm
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
     (tmp_path / "elsewhere").rename(tmp_path / "run" / "checkpoints")
     assert train.run(cfg) == 0
-
-
-def test_a_list_that_names_files_elsewhere_is_not_followed(tmp_path):
-    save(tmp_path, 1)
-    folder = saved.folder(str(tmp_path)) / "1"
-    known = manifest.read(folder)
-    assert known is not None
-    bad = manifest.Manifest(1, "temporary", {"../../secret": (0, 0)})
-    (folder / manifest.NAME).write_bytes(manifest._text(bad))
-    with pytest.raises(manifest.Damaged, match="outside of the folder"):
-        manifest.verify(folder)
 
 
 @pytest.mark.fault(8)
@@ -412,23 +232,6 @@ def test_a_full_disk_costs_old_checkpoints_then_a_save_and_never_the_run(tmp_pat
     room[0] = 1 << 40
     assert checkpoints.save(4, state(4), about(4)) and checkpoints.settle() and not checkpoints.told()
     checkpoints.check_room(state(4))
-    checkpoints.close()
-
-
-@pytest.mark.fault(8)
-def test_a_full_disk_costs_no_more_than_it_must_and_what_was_put_aside_first(tmp_path, monkeypatch):
-    run, size = str(tmp_path), 2 << 20
-    save(tmp_path, 10, 20, 30, 40)
-    saved.set_aside(run, {40: "a trial"})
-    taken = lambda run: len(saved.numbers(run)) + len(saved.put_aside(run))
-    monkeypatch.setattr(saved, "free", lambda run: (4 - taken(run)) * size)
-    checkpoints = Checkpoints(run, keep=3)
-    assert checkpoints.save(35, state(35), about(35), tier="interim") and checkpoints.settle()
-    (told,) = checkpoints.told()
-    assert told.startswith("quarantine/40-") and saved.numbers(run) == [10, 20, 30, 35]
-    assert checkpoints.save(40, state(40), about(40)) and checkpoints.settle()
-    assert checkpoints.told() == ["step 10: checkpoint removed, since the disk is full"]
-    assert saved.numbers(run) == [20, 30, 40]
     checkpoints.close()
 
 
@@ -509,34 +312,6 @@ def test_a_hundred_saves_take_no_more_memory_than_twenty(tmp_path, record_proper
     grown = float(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
     assert grown < 32  # MiB, one state; a leak would be a hundred
     record_property("seen", f"{grown:.1f} MiB more after 120 than after 20, of a state of 32")
-
-
-def test_the_commands_list_verify_compare_and_prune(tmp_path, capsys):
-    run = str(tmp_path / "run")
-    save(tmp_path / "run", 1, 2, 3, permanent=1000)
-    assert cli.main(["checkpoint", "ls", run]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 4 and all("temporary" in line and line.endswith("whole") for line in lines[1:])
-    assert cli.main(["checkpoint", "verify", run]) == 0
-    damage(tmp_path / "run" / "checkpoints" / "2" / "meta" / "metadata", np.random.default_rng(1))
-    assert cli.main(["checkpoint", "verify", run]) == 1
-    assert "step 2: damaged: meta/metadata" in capsys.readouterr().out
-    assert cli.main(["checkpoint", "verify", run, "3"]) == 0
-    assert cli.main(["checkpoint", "verify", run, "7"]) == 2
-    assert "found no step 7, expected one of 1, 2, 3" in capsys.readouterr().err
-    assert cli.main(["checkpoint", "diff", run, "3", "3"]) == 0
-    assert cli.main(["checkpoint", "diff", run, "1", "3"]) == 1
-    said = capsys.readouterr().out
-    assert "recipe: seed: 1 -> 3" in said
-    assert "params: b: 100.0% of its values differ, by 2 at most, 2 of its norm" in said
-    assert cli.main(["checkpoint", "prune", run, "--keep", "1", "--dry-run"]) == 0
-    assert saved.numbers(run) == [1, 2, 3]
-    assert cli.main(["checkpoint", "prune", run, "--keep", "1"]) == 0
-    assert saved.numbers(run) == [3]
-    save(tmp_path / "other", 3)
-    capsys.readouterr()
-    assert cli.main(["checkpoint", "diff", run, str(tmp_path / "other")]) == 0
-    assert cli.main(["checkpoint", "ls", str(tmp_path)]) == 2
 
 
 @pytest.mark.fault(16)
