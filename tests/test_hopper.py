@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from millrace.errors import UserError
 from millrace.kernels import cut_hopper, cut_tokens
@@ -100,9 +101,11 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return made
 
 
-@pytest.mark.parametrize("soft_cap", [None, 20.0])
-def test_rounds_of_tiles_make_the_gradients_of_all(plain: list[int], soft_cap: float | None) -> None:
-    p, head = arrays(), Head(PLAIN, soft_cap)
+@pytest.mark.parametrize(("loss", "soft_cap"), [(PLAIN, None), (PLAIN, 20.0), (SMOOTHED, None)])
+def test_rounds_of_tiles_make_the_gradients_of_all(
+    plain: list[int], loss: Any, soft_cap: float | None
+) -> None:
+    p, head = arrays(), Head(loss, soft_cap)
     ours = jax.jit(lambda *p: cut_hopper.totals_and_gradients(head, Split(), *p))(*p)
     theirs = jax.jit(lambda *p: cut_tokens.totals_and_gradients(head, Split(), *p))(*p)
     for one, other in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
@@ -111,6 +114,36 @@ def test_rounds_of_tiles_make_the_gradients_of_all(plain: list[int], soft_cap: f
     assert plain == [4] * 8
     totals = jax.jit(lambda *p: cut_hopper.totals(head, Split(), *p))(*p)
     assert float(totals.loss) == pytest.approx(float(theirs[0].loss), rel=1e-5)
+
+
+@pytest.mark.parametrize("loss", [PLAIN, SMOOTHED])
+def test_a_vocabulary_in_two_parts_has_the_gradients_of_the_whole(plain: list[int], loss: Any) -> None:
+    p, head, split = arrays(), Head(loss), Split(vocab=("tensor",))
+    devices = jax.sharding.Mesh(jax.devices()[:2], ("tensor",))
+    parts = jax.shard_map(
+        lambda *p: cut_hopper.totals_and_gradients(head, split, *p),
+        mesh=devices,
+        in_specs=(P(), P("tensor"), P(), P()),
+        out_specs=(P(), P(), P("tensor")),
+        check_vma=False,
+    )
+    whole = jax.jit(lambda *p: cut_tokens.totals_and_gradients(head, Split(), *p))(*p)
+    for one, other in zip(jax.tree.leaves(jax.jit(parts)(*p)), jax.tree.leaves(whole), strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-4, atol=2e-5 * np.abs(other).max())
+
+
+def test_smoothing_reaches_the_words_that_a_filter_leaves_out(plain: list[int]) -> None:
+    p = arrays()
+    p[1] = p[1].at[512:].multiply(1e-3).at[:512].multiply(4.0)
+    p[2] = p[2] % 512
+    head = Head(SMOOTHED, filter=2.0**-12)
+    ours = jax.jit(lambda *p: cut_hopper.totals_and_gradients(head, Split(), *p))(*p)
+    theirs = jax.jit(lambda *p: cut_tokens.totals_and_gradients(head, Split(), *p))(*p)
+    jax.effects_barrier()
+    assert sum(plain) == 2 * 4 + 6
+    # Rows whose tiles were left out get what smoothing gives them, which is all that they get.
+    one, other = ours[2][1024:], theirs[2][1024:]
+    assert np.linalg.norm(other) > 0 and np.linalg.norm(one - other) <= 1e-3 * np.linalg.norm(other)
 
 
 def test_a_filter_leaves_out_what_lies_below_it_and_no_target(plain: list[int]) -> None:
@@ -154,8 +187,9 @@ def test_what_the_kernels_cannot_do_is_told(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(cut_hopper.jax, "devices", lambda: [here])
     monkeypatch.setattr(cut_hopper, "_try", lambda *_: None)
     assert cut_hopper.refuses(Head(PLAIN), Split(), *p[:2]) is None
+    assert cut_hopper.refuses(Head(SMOOTHED), Split(), *p[:2]) is None
     for head, hidden, unembed, why in (
-        (Head(SMOOTHED), p[0], p[1], "mean of the logits"),
+        (Head(SMOOTHED, 30.0), p[0], p[1], "mean of capped logits"),
         (Head(PLAIN), p[0].astype(jnp.float32), p[1], "bfloat16"),
         (Head(PLAIN), p[0][:, :500], p[1], "500 tokens are not a multiple of 128"),
         (Head(PLAIN), p[0], p[1][:2000], "2000 rows are not a multiple of 256"),

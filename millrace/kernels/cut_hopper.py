@@ -79,8 +79,15 @@ def totals_and_gradients(
 
     start = jnp.int32(0), jnp.zeros_like(unembed), jnp.zeros_like(x), jnp.zeros_like(x)
     _, d_unembed, d_x, low = lax.while_loop(lambda carry: carry[0] < tiles, step, start)
-    if split.vocab:
-        d_x = psum(d_x.astype(jnp.float32) + low, split.vocab).astype(x.dtype)
+    smoothed = _uses_mean(head)
+    if split.vocab or smoothed:
+        d_x = psum(d_x.astype(jnp.float32) + low, split.vocab)
+        if smoothed:
+            row, vocab = _average(matrix, split)
+            d_x += d_stats.mean[:, None] * row
+            of_each = (d_stats.mean[:, None] * x).sum(0) / vocab
+            d_unembed = (d_unembed + of_each).astype(d_unembed.dtype)
+        d_x = d_x.astype(x.dtype)
     sums = psum(add(zero(), stats, losses, w), split.tokens)
     return sums, d_x.reshape(hidden.shape), psum(d_unembed, split.tokens)
 
@@ -100,8 +107,8 @@ def refuses(head: Head, split: Split, hidden: Any, unembed: Any) -> str | None:
     for size, name, tile in sizes:
         if size % tile:
             return f"{size} {name} are not a multiple of {tile}"
-    if _uses_mean(head):
-        return "they do not know the mean of the logits, which label smoothing needs"
+    if head.soft_cap is not None and _uses_mean(head):
+        return "they do not know the mean of capped logits, which label smoothing needs"
     return _try(head.soft_cap, width, unembed.dtype)
 
 
@@ -128,7 +135,8 @@ def _uses_mean(head: Head) -> bool:
 def _stats(
     head: Head, split: Split, x: Array, matrix: Array, targets: Array, lse: Array
 ) -> tuple[Stats, Array]:
-    """Of the tiles' logsumexp; and the numbers of the targets among our own rows of the vocabulary."""
+    """Of the tiles' logsumexp; and the numbers of the targets among our own rows of the vocabulary. The mean
+    of logits that are not capped is the product with the vocabulary's average row: no kernel need know it."""
     lse = jax.nn.logsumexp(lse, axis=0)
     own = targets - common.first_column(len(matrix), split)
     here = (own >= 0) & (own < len(matrix))
@@ -138,7 +146,14 @@ def _stats(
         highest = lax.pmax(lse, split.vocab)
         lse = highest + jnp.log(psum(jnp.exp(lse - highest), split.vocab))
         target = psum(target, split.vocab)
-    return Stats(lse, target, jnp.zeros_like(lse)), own
+    mean = (x * _average(matrix, split)[0]).sum(1) if _uses_mean(head) else jnp.zeros_like(lse)
+    return Stats(lse, target, mean), own
+
+
+def _average(matrix: Array, split: Split) -> tuple[Array, Any]:
+    """Of all rows of the vocabulary, and how many they are."""
+    vocab = len(matrix) * psum(1, split.vocab)
+    return psum(matrix.sum(0, dtype=jnp.float32), split.vocab) / vocab, vocab
 
 
 def _chosen(head: Head, top: Array, stats: Stats, d_stats: Stats, own: Array) -> Array:
