@@ -1,13 +1,21 @@
-"""Time and extra memory of the head and its loss, forward and backward, on one GPU: cut cross entropy by
-tokens, by the vocabulary and by kernels, full logits in JAX, torch eager and torch.compile, in one run. The
-default shape is Gemma 2 2B's. From the repository's root:
+"""Time and extra memory of the head and its loss, forward and backward, on one GPU, and how far its gradients
+are off: cut cross entropy by tokens, by the vocabulary and by kernels, full logits in JAX, torch eager,
+torch.compile and Apple's cut cross entropy, in one run. The default shape is Gemma 2 2B's. From the
+repository's root:
 
     python -m benchmarks.loss_gpu              one GPU; the kernels are for Hopper
     python -m benchmarks.loss_gpu --small      a CPU, a small shape; its times say nothing
 
-What cannot be run, for want of memory or of the right chip, is told in its row."""
+All have the same inputs in bf16, and are held against float32 logits of these, multiplied in full precision:
+each framework makes that truth for itself, some tokens at a time. What cannot be run, for want of memory, of
+the right chip or of a package, is told in its row. Apple's is no dependency of Millrace:
+
+    pip install --no-deps "cut-cross-entropy @ git+https://github.com/apple/ml-cross-entropy.git"
+
+PyPI has an older one by that name (25.1.1), which only knows the first two of its rows."""
 
 import argparse
+import importlib
 import json
 import os
 import statistics
@@ -15,12 +23,22 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
+
+import numpy as np
 
 from benchmarks.steps import reason, torch_device
 
 REPEATS = 20
 SMALL = dict(tokens=256, embed=64, vocab=1000)
+PART = 512  # tokens whose logits in float32 the truth is made of at a time: 0.5 GB of a vocabulary of 256,000
+APPLE: dict[str, dict[str, Any]] = {
+    "Apple's cut": {},
+    "Apple's, no filter": {"filter_eps": None},
+    "Apple's, exact": {"impl": "cce_exact"},
+    "Apple's, for pre-training": {"impl": "cce_kahan_full_c"},
+}
 Row = dict[str, Any]  # of one way, or `failed`: why it has nothing to tell
 
 
@@ -61,18 +79,40 @@ def in_a_process_of_its_own(options: argparse.Namespace) -> list[Row]:
     return [json.loads(line.removeprefix("ROW ")) for line in lines if line.startswith("ROW ")]
 
 
+def drawn(tokens: int, embed: int, vocab: int) -> tuple[Any, Any, Any]:
+    """Hidden states and the vocabulary's matrix in bf16, and targets; the same for whoever asks."""
+    import ml_dtypes
+
+    random = np.random.default_rng(0)
+
+    def normal(rows: int, scale: float) -> Any:
+        made = np.empty((rows, embed), ml_dtypes.bfloat16)
+        for part in np.array_split(made, -(-rows // 4096)):  # all at once would be twice as large in float32
+            part[:] = scale * random.standard_normal(part.shape, np.float32)
+        return made
+
+    return normal(tokens, 0.5), normal(vocab, 0.02), random.integers(0, vocab, tokens)
+
+
 def torch_rows(tokens: int, embed: int, vocab: int) -> list[Row]:
     import torch
 
     device = torch_device()
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
-    torch.manual_seed(0)
-    hidden = (torch.randn(tokens, embed, device=device) * 0.5).bfloat16().requires_grad_()
-    unembed = (torch.randn(vocab, embed, device=device) * 0.02).bfloat16().requires_grad_()
-    targets = torch.randint(0, vocab, (tokens,), device=device)
+    *matrices, numbers = drawn(tokens, embed, vocab)
+    hidden, unembed = (
+        torch.from_numpy(matrix.view(np.int16)).view(torch.bfloat16).to(device).requires_grad_()
+        for matrix in matrices
+    )
+    targets = torch.from_numpy(numbers).to(device)
+    truth = torch_truth(hidden, unembed, targets)
 
     def loss() -> Any:
         return torch.nn.functional.cross_entropy((hidden @ unembed.T).float(), targets)
+
+    def apple(how: dict[str, Any]) -> Callable[[], Any]:
+        theirs = importlib.import_module("cut_cross_entropy").linear_cross_entropy
+        return lambda: theirs(hidden, unembed, targets, **how)
 
     def row(name: str, loss: Callable[[], Any]) -> Row:
         def step() -> Any:
@@ -82,20 +122,41 @@ def torch_rows(tokens: int, embed: int, vocab: int) -> list[Row]:
             wait()
             return value
 
-        step()
+        made = dict(name=name, loss=step().item())
+        made["off"] = [
+            (torch.linalg.vector_norm(x.grad.float() - right) / torch.linalg.vector_norm(right)).item()
+            for x, right in zip((hidden, unembed), truth, strict=True)
+        ]
         hidden.grad = unembed.grad = None
         gradients = 2 * (hidden.numel() + unembed.numel())
         if device == "cpu":  # which does not count its memory
-            return dict(name=name, ms=median_ms(step), loss=step().item())
+            return made | dict(ms=median_ms(step))
         torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated() + gradients
         torch.cuda.reset_peak_memory_stats()
-        value = step().item()
+        step()
         extra = torch.cuda.max_memory_allocated() - before
-        return dict(name=name, ms=median_ms(step), extra_mib=extra / 2**20, loss=value)
+        return made | dict(ms=median_ms(step), extra_mib=extra / 2**20)
 
-    ways = {"torch eager": loss, "torch.compile": torch.compile(loss)}
-    return [attempt(name, lambda name=name: row(name, ways[name])) for name in ways]
+    ways = {"torch eager": lambda: loss, "torch.compile": lambda: torch.compile(loss)}
+    ways |= {name: lambda how=how: apple(how) for name, how in APPLE.items()}
+    return [attempt(name, lambda name=name: row(name, ways[name]())) for name in ways]
+
+
+def torch_truth(hidden: Any, unembed: Any, targets: Any) -> tuple[Any, Any]:
+    """The gradients of both in float32."""
+    import torch
+
+    torch.set_float32_matmul_precision("highest")  # no TF32
+    matrix = unembed.detach().float()
+    d_hidden, d_unembed = [], torch.zeros_like(matrix)
+    for x, y in zip(hidden.detach().float().split(PART), targets.split(PART), strict=True):
+        d = torch.softmax(x @ matrix.T, dim=1)
+        d[torch.arange(len(y), device=y.device), y] -= 1
+        d /= len(targets)
+        d_hidden.append(d @ matrix)
+        d_unembed += d.T @ x
+    return torch.cat(d_hidden), d_unembed
 
 
 def attempt(name: str, work: Callable[[], Row]) -> Row:
@@ -115,10 +176,9 @@ def jax_rows(tokens: int, embed: int, vocab: int, unembed_dtype: str) -> list[Ro
 
     device = jax.devices()[0].device_kind
     print(f"{device}, jax {jax.__version__}: {tokens} tokens, {embed} wide, vocabulary {vocab}")
-    keys = jax.random.split(jax.random.key(0), 3)
-    hidden = (0.5 * jax.random.normal(keys[0], (1, tokens, embed))).astype(jnp.bfloat16)
-    unembed = (0.02 * jax.random.normal(keys[1], (vocab, embed))).astype(unembed_dtype)
-    targets = jax.random.randint(keys[2], (1, tokens), 0, vocab)
+    hidden, unembed, targets = (jnp.asarray(array) for array in drawn(tokens, embed, vocab))
+    truth = jax_truth(hidden, unembed, targets)
+    hidden, unembed, targets = hidden[None], unembed.astype(unembed_dtype), targets[None]
     weights = jnp.full((1, tokens), 1 / tokens)
 
     def cross_entropy(stats: Stats) -> Any:
@@ -136,24 +196,42 @@ def jax_rows(tokens: int, embed: int, vocab: int, unembed_dtype: str) -> list[Ro
         return attempt(name, lambda: row(name, lambda *arrays: cut(cross_entropy, *arrays, **how).loss))
 
     arrays = hidden, unembed, targets, weights
-    truth: Any = None
 
     def row(name: str, loss: Callable[..., Any]) -> Row:
-        nonlocal truth
         compiled = jax.jit(jax.value_and_grad(loss, argnums=(0, 1))).lower(*arrays).compile()
         memory: Any = compiled.memory_analysis()
         value, gradients = compiled(*arrays)
-        truth = gradients if truth is None else truth
-        apart = max(relative(one, other) for one, other in zip(gradients, truth, strict=True))
+        off = [relative(one.reshape(right.shape), right) for one, right in zip(gradients, truth, strict=True)]
         del gradients
         ms = median_ms(lambda: jax.block_until_ready(compiled(*arrays)))
         extra = memory.temp_size_in_bytes / 2**20
-        return dict(name=name, ms=ms, extra_mib=extra, loss=float(value), apart=apart)
+        return dict(name=name, ms=ms, extra_mib=extra, loss=float(value), off=off)
 
     rows = [attempt("JAX full logits", lambda: row("JAX full logits", full))]
     rows += [by("tokens", size) for size in ("auto", 512, 2048, 4096)]
     rows += [by("vocabulary", size) for size in ("auto", 4096, 8192)]
     return [*rows, by("kernel"), by("kernel", filter=2.0**-12)]
+
+
+def jax_truth(hidden: Any, unembed: Any, targets: Any) -> tuple[Any, Any]:
+    """The gradients of both in float32."""
+    import jax
+    import jax.numpy as jnp
+
+    @partial(jax.jit, donate_argnums=0)
+    def part(d_unembed: Any, matrix: Any, x: Any, y: Any) -> tuple[Any, Any]:
+        with jax.default_matmul_precision("highest"):  # no TF32
+            d = jax.nn.softmax(x @ matrix.T) - jax.nn.one_hot(y, len(matrix))
+            d /= len(targets)
+            return d_unembed + d.T @ x, d @ matrix
+
+    x, matrix = hidden.astype(jnp.float32), unembed.astype(jnp.float32)
+    d_hidden, d_unembed = [], jnp.zeros_like(matrix)
+    for first in range(0, len(x), PART):
+        here = slice(first, first + PART)
+        d_unembed, d_x = part(d_unembed, matrix, x[here], targets[here])
+        d_hidden.append(d_x)
+    return jnp.concatenate(d_hidden), d_unembed
 
 
 def relative(one: Any, other: Any) -> float:
@@ -181,18 +259,20 @@ def median_ms(step: Callable[[], Any]) -> float:
 
 
 def report(rows: list[Row]) -> None:
-    """Extra memory is what is needed beyond the inputs and the two gradients."""
+    """Extra memory is what is needed beyond the inputs and the two gradients; these are off by the distance
+    from the truth over its length."""
     ours = next(row for row in rows if row["name"] == "by tokens, auto")
-    print(f"{'':26}{'ms':>9}{'extra MiB':>11}{'loss':>9}{'time/ours':>11}{'memory/ours':>13}  gradients off")
+    names = f"{'ms':>9}{'extra MiB':>11}{'loss':>9}{'time/ours':>11}{'memory/ours':>13}"
+    print(f"{'':26}{names}  d hidden off  d unembed off")
     for row in rows:
         if "failed" in row:
             print(f"{row['name']:26}  {row['failed']}")
             continue
         extra = f"{row['extra_mib']:.0f}" if "extra_mib" in row else ""
-        apart = f"{row['apart']:.1e}" if "apart" in row else ""
         print(
             f"{row['name']:26}{row['ms']:9.1f}{extra:>11}{row['loss']:9.4f}"
-            f"{ratio(row, ours, 'ms'):>11}{ratio(row, ours, 'extra_mib'):>13}  {apart}"
+            f"{ratio(row, ours, 'ms'):>11}{ratio(row, ours, 'extra_mib'):>13}"
+            f"{row['off'][0]:14.1e}{row['off'][1]:15.1e}"
         )
 
 
