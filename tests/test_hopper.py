@@ -37,22 +37,26 @@ def tile(x: Any, w: Any, number: Any, cap: float | None) -> Any:
         jax.lax.dynamic_slice_in_dim(x, i * TOKENS, TOKENS),
         jax.lax.dynamic_slice_in_dim(w, j * VOCAB, VOCAB),
     )
-    return i, j, cut_hopper._capped(rows @ words.T, cap)
+    return i, j, cut_hopper._capped(product(rows, words.T), cap)
+
+
+def product(a: Any, b: Any) -> Any:
+    return jnp.matmul(a, b, preferred_element_type=jnp.float32)
 
 
 @pytest.fixture
 def plain(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Each kernel as its docstring has it. Slots that are not used hold what must never be read. The list
-    counts the tiles that are made again."""
+    """Each kernel as its docstring has it, rounding what it rounds. Slots that are not used hold what must
+    never be read. The list counts the tiles that are made again."""
     made: list[int] = []
 
     def logsumexp(x: Any, w: Any, cap: Any) -> Any:
-        scores = cut_hopper._capped(x @ w.T, cap).reshape(len(x), -1, VOCAB)
+        scores = cut_hopper._capped(product(x, w.T), cap).reshape(len(x), -1, VOCAB)
         return scores.max(2).T, jax.nn.logsumexp(scores, axis=2).T
 
     def d_logits(x: Any, w: Any, rows: Any, work: Work, cap: Any) -> Any:
         jax.debug.callback(lambda used: made.append(int(used)), work.used)
-        out = jnp.full((len(work.tiles), TOKENS, VOCAB), jnp.nan)
+        out = jnp.full((len(work.tiles), TOKENS, VOCAB), jnp.nan, x.dtype)
 
         def one(slot: Any, out: Any) -> Any:
             i, j, scores = tile(x, w, work.tiles[slot], cap)
@@ -61,7 +65,8 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             ]
             hit = jnp.arange(VOCAB) + j * VOCAB == target
             d = d_lse * jnp.exp(scores - lse) + jnp.where(hit, d_target, 0)
-            return out.at[slot].set(d if cap is None else d * (1 - (scores / cap) ** 2))
+            d = d if cap is None else d * (1 - (scores / cap) ** 2)
+            return out.at[slot].set(d.astype(out.dtype))
 
         return jax.lax.fori_loop(0, work.used, one, out).reshape(-1, VOCAB)
 
@@ -71,7 +76,7 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         def row(j: Any, out: Any) -> Any:
             def add(slot: Any, total: Any) -> Any:
                 i = work.tiles[slot] % blocks
-                return total + d[slot].T @ jax.lax.dynamic_slice_in_dim(x, i * TOKENS, TOKENS)
+                return total + product(d[slot].T, jax.lax.dynamic_slice_in_dim(x, i * TOKENS, TOKENS))
 
             low, high = work.ends[j] - work.ends[work.span[0]], work.ends[j + 1] - work.ends[work.span[0]]
             total = jax.lax.fori_loop(low, high, add, jnp.zeros((VOCAB, x.shape[1])))
@@ -86,13 +91,19 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             def add(n: Any, total: Any) -> Any:
                 slot = work.mine[n]
                 j = work.tiles[slot] // blocks
-                return total + d[slot] @ jax.lax.dynamic_slice_in_dim(w, j * VOCAB, VOCAB)
+                return total + product(d[slot], jax.lax.dynamic_slice_in_dim(w, j * VOCAB, VOCAB))
 
-            own = jax.lax.dynamic_slice_in_dim(out, i * TOKENS, TOKENS)
-            new = jax.lax.fori_loop(work.first[i], work.first[i + 1], add, own)
-            return jax.lax.dynamic_update_slice_in_dim(out, new, i * TOKENS, 0)
+            high, low = (jax.lax.dynamic_slice_in_dim(x, i * TOKENS, TOKENS) for x in out)
+            total = jnp.zeros(high.shape, jnp.float32)
+            total = jax.lax.fori_loop(work.first[i], work.first[i + 1], add, total) + high + low
+            kept = total.astype(high.dtype)
+            new = kept, (total - kept).astype(high.dtype)
+            return tuple(
+                jax.lax.dynamic_update_slice_in_dim(x, part, i * TOKENS, 0)
+                for x, part in zip(out, new, strict=True)
+            )
 
-        high_ref[...] = jax.lax.fori_loop(0, blocks, block, high_ref[...])
+        high_ref[...], low_ref[...] = jax.lax.fori_loop(0, blocks, block, (high_ref[...], low_ref[...]))
 
     for function in (logsumexp, d_logits, write_unembed, add_to_hidden):
         monkeypatch.setattr(cut_hopper, function.__name__, function)
