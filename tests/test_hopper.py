@@ -1,6 +1,7 @@
 """The kernels for Hopper GPUs, as far as a CPU can tell: that they are lowered for one, and that what lies
 between them is right, with plain JAX in the place of each. On a GPU: python -m benchmarks.loss_gpu"""
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -169,6 +170,41 @@ def test_a_filter_leaves_out_what_lies_below_it_and_no_target(plain: list[int]) 
     assert sum(plain) == 2 * 4 + 6 + 3
     for one, other in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         assert np.linalg.norm(one - other) <= 2e-3 * np.linalg.norm(other)
+
+
+@pytest.mark.parametrize("filter", [0.0, 2.0**-12])
+@pytest.mark.parametrize("soft_cap", [None, 20.0])
+def test_gradients_in_bf16_are_nearer_to_the_truth_than_those_of_full_logits_in_bf16(
+    plain: list[int], soft_cap: float | None, filter: float
+) -> None:
+    p = arrays(dtype=jnp.bfloat16)
+    p[1] = p[1].at[512:].multiply(0.25)  # words of which few tokens make anything
+    p[2] = p[2] % 512
+    p[3] = p[3] / p[3].sum()
+    head = Head(lambda stats: stats.lse - stats.target, soft_cap, filter=filter)
+    ours = jax.jit(lambda *p: cut_hopper.totals_and_gradients(head, Split(), *p))(*p)[1:]
+    naive = jax.jit(partial(by_full_logits, soft_cap=soft_cap))(*p)
+    with jax.enable_x64(True):
+        wide = [jnp.asarray(np.asarray(x, np.float64)) for x in p[:2]]
+        truth = [np.asarray(x) for x in by_full_logits(*wide, *p[2:], soft_cap=soft_cap)]
+    for one, other, right in zip(ours, naive, truth, strict=True):
+        error, theirs = (np.abs(np.asarray(x, np.float64) - right) for x in (one, other))
+        assert (error <= theirs + 1e-2).all()  # the rule of cut cross entropy's own tests
+        assert np.linalg.norm(error) <= min(np.linalg.norm(theirs), 2.7e-3 * np.linalg.norm(right))
+    jax.effects_barrier()
+    assert (sum(plain) < 8 * 4) == (filter > 0)
+
+
+def by_full_logits(x: Any, w: Any, targets: Any, weights: Any, *, soft_cap: float | None) -> Any:
+    """The gradients of both by logits of their own dtype."""
+
+    def loss(x: Any, w: Any) -> Any:
+        logits = cut_hopper._capped(x @ w.T, soft_cap)
+        logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+        target = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+        return (weights * (jax.nn.logsumexp(logits, axis=-1) - target)).sum()
+
+    return jax.grad(loss, argnums=(0, 1))(x, w)
 
 
 def test_ignored_tokens_make_no_tile_necessary(plain: list[int]) -> None:
