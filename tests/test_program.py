@@ -403,6 +403,14 @@ def test_a_kernel_takes_its_exponentials_and_its_tiles_like_attention_does(ideal
     assert step(program(KERNEL.replace("NOTED", noted)), ideal).pallas == pytest.approx(cycles / 1e9)
 
 
+def test_a_kernel_takes_no_less_than_the_instructions_that_it_says_it_has(ideal):
+    noted = (
+        ', frontend_attributes={kernel_metadata={"bundles":"5000000"}}'
+        ', backend_config={"cost_estimate":{"flops":"1","transcendentals":"1024"}}'
+    )
+    assert step(program(KERNEL.replace("NOTED", noted)), ideal).pallas == pytest.approx(5e6 / 1e9)
+
+
 def test_a_kernel_without_an_estimate_is_doubted(ideal):
     (doubt,) = step(program(KERNEL.replace("NOTED", "")), ideal).doubts
     assert "a Pallas kernel whose products are not known" in doubt

@@ -17,6 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from millrace.attention import blockwise
 from millrace.attention.xla import HIDDEN
 from millrace.errors import UserError
+from millrace.kernels import disentangled_mosaic as mosaic
 from millrace.layers.attention import KERNEL, over_mesh
 
 Array = jax.Array
@@ -37,7 +38,8 @@ def attend(
     """Attention of q over k and v, [b s n h] each, that looks both ways. The tables [r n h] have the vectors
     of distances: keys that queries meet, and queries that keys meet. `cfg` is the recipe's attention section:
     `xla` takes all queries at once, `blockwise` some at a time, in memory that grows with the length and not
-    its square, and `auto` the first up to 1,024 tokens."""
+    its square. `auto` takes kernels on a TPU that has them for these shapes, and else the first of the two up
+    to 1,024 tokens."""
     if cfg.use not in BACKENDS:
         raise UserError(
             f"attention.use: {cfg.use} cannot be used here: it has no scores by distance. "
@@ -45,6 +47,8 @@ def attend(
         )
 
     def one(q: Array, k: Array, v: Array, k_table: Array, q_table: Array, **rows: Any) -> Array:
+        if cfg.use == "auto" and mosaic.refuses(q, k, segments is not None) is None:
+            return _by_kernel(reach, q, k, v, k_table, q_table, **rows)
         most = _queries(cfg, q, k)
         whole = partial(_mix, reach)
         if q.shape[1] <= most:
@@ -76,6 +80,26 @@ def _queries(cfg: Any, q: Array, k: Array) -> int:
 
 def _seen(q_segments: Array | None, kv_segments: Array | None) -> tuple[Array, Array] | None:
     return None if q_segments is None or kv_segments is None else (q_segments, kv_segments)
+
+
+def _by_kernel(
+    reach: int,
+    q: Array,
+    k: Array,
+    v: Array,
+    k_table: Array,
+    q_table: Array,
+    *,
+    q_segments: Array | None,
+    kv_segments: Array | None,
+    offset: Any,
+) -> Array:
+    s, t = q.shape[1], k.shape[1]
+    number, first = np.arange(s + t), jnp.asarray(offset)
+    for_queries = _found(reach, k_table, first + s - number, s + t)
+    for_keys = _found(reach, q_table, first + number - t, s + t)
+    out = mosaic.mix(_scale(q), q, k, v, for_queries, for_keys, q_segments, kv_segments)
+    return checkpoint_name(out, KERNEL)
 
 
 def _in_blocks(
@@ -184,14 +208,18 @@ def _by_distance(reach: int, x: Array, table: Array, length: int, first: Array, 
     width = length + tile
     begins, column = np.arange(count)[:, None] * tile, np.arange(width)
     distance = first + sign * (begins + tile - 1 - column)
-    furthest = 2 * max(count * tile, length) + tile
-    rows = jnp.asarray(vectors(np.arange(-furthest, furthest + 1), table.shape[0] // 2, reach))
-    found = _look_up(table, rows[distance + furthest])
+    found = _found(reach, table, distance, 2 * max(count * tile, length) + tile)
     products = jnp.einsum("bcsnh,cwnh->ncbsw", tiles, found)
     # Row i of the result begins one further to the left than row i - 1 does.
     flat = products.reshape(n, count, b, tile * width)
     moved = flat[..., tile - 1 : tile - 1 + tile * (width - 1)].reshape(n, count, b, tile, width - 1)
     return moved[..., :length].transpose(2, 0, 1, 3, 4).reshape(b, n, count * tile, length)[:, :, :s]
+
+
+def _found(reach: int, table: Array, distance: Array, furthest: int) -> Array:
+    """The vectors of distances, none of which is larger than `furthest`."""
+    rows = jnp.asarray(vectors(np.arange(-furthest, furthest + 1), table.shape[0] // 2, reach))
+    return _look_up(table, rows[distance + furthest])
 
 
 @jax.custom_vjp

@@ -13,6 +13,7 @@ from millrace.classifier import Head, Layout, dense
 from millrace.errors import UserError
 from millrace.execution import Execution, layers
 from millrace.export import config_json
+from millrace.kernels import disentangled_mosaic
 from millrace.layers.activations import PLAIN
 from millrace.layers.bias import biased, first_of_many
 from millrace.layers.disentangled import attend
@@ -301,7 +302,7 @@ def _normed(cfg: Any, x: Array, weight: Array, bias: Array) -> Array:
     return biased(layer_norm(x, weight, cfg.norm_eps), bias)
 
 
-SCORES_IN_MEMORY = True  # attention with distances has no kernel: `millrace plan` counts their bytes
+DISTANCES = disentangled_mosaic  # the only kernels for its attention: `millrace plan` asks them
 
 
 def flops(cfg: Any, sequence: int) -> float:

@@ -189,6 +189,7 @@ class Local:
     expert: int
     looped: bool  # layers are one body of a loop, not side by side
     lanes: int  # a head takes a multiple of so many numbers
+    in_memory: bool  # scores of a row are there at once
     layer: Layer
 
     @classmethod
@@ -198,8 +199,16 @@ class Local:
         tokens = rows * cfg.data.sequence_length // sizes["context"]
         unroll = cfg.memory.unroll if isinstance(cfg.memory.unroll, int) else 1 if where.chip.is_tpu else 32
         looped = unroll < cfg.model.layers
-        lanes = LANES if where.chip.is_tpu else 1
-        return cls(tokens, sizes["tensor"], sizes["fsdp"], sizes["expert"], looped, lanes, Layer.of(cfg))
+        return cls(
+            tokens=tokens,
+            tensor=sizes["tensor"],
+            fsdp=sizes["fsdp"],
+            expert=sizes["expert"],
+            looped=looped,
+            lanes=LANES if where.chip.is_tpu else 1,
+            in_memory=cfg.attention.use == "xla" or plain(cfg, where) and cfg.data.sequence_length <= WHOLE,
+            layer=Layer.of(cfg),
+        )
 
     def temporaries(self, cfg: sections.Run, there: Held) -> int:
         """All but the state at the worst moment, which is either at the head, or amid the layers with all
@@ -245,9 +254,8 @@ class Local:
 
     def scores(self, cfg: sections.Run) -> int:
         """Bytes of one layer's, where those of a row are made at once."""
-        whole = cfg.attention.use == "xla" or plain(cfg) and cfg.data.sequence_length <= WHOLE
         each = cfg.model.heads * cfg.data.sequence_length // self.tensor
-        return self.layer.item * self.tokens * each if whole else 0
+        return self.layer.item * self.tokens * each if self.in_memory else 0
 
     def numbers(self, cfg: sections.Run, units: Units, lanes: int = 1) -> int:
         """Bytes of so many numbers of each token."""

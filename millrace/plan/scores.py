@@ -1,6 +1,8 @@
 """Attention by arithmetic: how many scores there are, how long they take, and where they lie."""
 
-from millrace import sections
+import jax
+
+from millrace import build, sections
 from millrace.objective import file
 from millrace.plan import timing
 from millrace.plan.slices import Slice
@@ -31,6 +33,11 @@ def attention_seconds(cfg: sections.Run, where: Slice) -> float:
     if not chip.is_tpu:
         return 2 * matrix * (3 + again) / ATTENTION
     clock = timing.clock(chip) * max(1, chip.cores // chip.devices)
+    if (bundles := bundles_of_distances(cfg, where)) is not None:
+        # `scores` has the products by distance as well, which are in the bundles.
+        length = cfg.data.sequence_length
+        scores *= length / (length + min(length - 1, cfg.model.distances))
+        return scores / timing.REGISTER * (bundles[0] * (1 + again) + bundles[1]) / clock
     vector = scores * (timing.VECTOR / timing.REGISTER + timing.TILE / SIDE**2) / clock
     kernels = [SPLASH["fwd"]] * (1 + again) + [SPLASH["dq"], SPLASH["dkv"]]
     return sum(max(count * matrix / timing.MATRIX, vector) for count in kernels)
@@ -58,13 +65,30 @@ def visited(cfg: sections.Run) -> float:
 
 def scores_in_memory(cfg: sections.Run, where: Slice) -> bool:
     """Where no kernel makes them on the chip."""
-    old = any(kind in OLD_TPUS for kind in where.chip.kinds)
-    return old or cfg.attention.use == "xla" or plain(cfg)
+    return old(where) or cfg.attention.use == "xla" or plain(cfg, where)
 
 
-def plain(cfg: sections.Run) -> bool:
-    """Whether the family's attention has no kernel."""
-    return getattr(file("models", cfg.model), "SCORES_IN_MEMORY", False)
+def plain(cfg: sections.Run, where: Slice) -> bool:
+    """Whether the family's attention has no kernel there."""
+    return hasattr(file("models", cfg.model), "DISTANCES") and bundles_of_distances(cfg, where) is None
+
+
+def bundles_of_distances(cfg: sections.Run, where: Slice) -> tuple[int, int] | None:
+    """Bundles of instructions for 1,024 scores, forward and backward, where attention with distances has
+    kernels (layers/disentangled.py)."""
+    kernels = getattr(file("models", cfg.model), "DISTANCES", None)
+    if kernels is None or cfg.attention.use != "auto" or not where.chip.is_tpu:
+        return None
+    sizes = build.mesh_sizes(cfg, where.devices, where.slices)
+    model, length, kind = cfg.model, cfg.data.sequence_length, where.chip.kinds[0]
+    split = length // (2 * sizes["context"]) if sizes["context"] > 1 else length
+    heads = model.heads // sizes["tensor"], model.head_dim
+    q, k = (jax.ShapeDtypeStruct((1, n, *heads), cfg.memory.compute) for n in (split, length))
+    return None if kernels.unfit(kind, q, k) else kernels.bundles(kind)
+
+
+def old(where: Slice) -> bool:
+    return any(kind in OLD_TPUS for kind in where.chip.kinds)
 
 
 def flops_of(cfg: sections.Run) -> tuple[float, float]:

@@ -26,6 +26,7 @@ class Work:
     kernel: str = ""  # the Pallas kernel that it is
     scores: float = 0  # that a kernel takes exponentials of
     tiles: float = 0  # of its grid
+    bundles: float = 0  # of instructions, where a kernel says what its compiler made of it
     alone: bool = False  # one core of a device does it all
 
 
@@ -73,21 +74,22 @@ def _kernel(computation: Computation, i: Instruction) -> Work:
 def _estimated(i: Instruction, moved: float) -> Work:
     """Any other kernel, by the pl.CostEstimate that it carries: products, bytes (blocks may be read more than
     once), and what goes through the exponential unit, counted as the scores of attention are. Its metadata
-    may say how many tiles its grid has."""
+    may say how many tiles its grid has, and how many bundles of instructions it takes."""
     noted = i.attributes.get("backend_config", "")
 
     def number(key: str, text: str = noted) -> float:
         found = re.search(rf"{key}\W+(\d+)", text)
         return float(found[1]) if found else 0.0
 
-    flops, tiles = number("flops"), number("tiles", i.attributes.get("frontend_attributes", ""))
+    notes, flops = i.attributes.get("frontend_attributes", ""), number("flops")
     return Work(
         flops,
         flops,
         bytes=max(moved, number("bytes_accessed")),
         kernel=i.name,
         scores=number("transcendentals"),
-        tiles=tiles,
+        tiles=number("tiles", notes),
+        bundles=number("bundles", notes),
     )
 
 
