@@ -60,13 +60,14 @@ class Inputs:
     length: int = 128
     heads: tuple[int, int] = (4, 2)
     batch: int = 2
+    head_dim: int = 16
     dtype: Any = jnp.float32
     arrays: list[Any] = field(init=False)
     segments: Any = field(init=False)
 
     def __post_init__(self) -> None:
         n, k = self.heads
-        shapes = [(self.batch, self.length, heads, 16) for heads in (n, k, k, n)]
+        shapes = [(self.batch, self.length, heads, self.head_dim) for heads in (n, k, k, n)]
         keys = jax.random.split(jax.random.key(0), 4)
         arrays = [
             jax.random.normal(key, shape).astype(self.dtype) for key, shape in zip(keys, shapes, strict=True)
@@ -173,6 +174,16 @@ def assert_same(found: list[np.ndarray], expected: list[np.ndarray], tolerance: 
 def test_output_and_gradients_are_those_of_the_definition(cfg: Any, case: Case) -> None:
     inputs = Inputs(heads=case.heads)
     assert_same(computed(cfg, inputs, case), definition(inputs, case), 2e-5)
+
+
+@pytest.mark.thin(2)
+@pytest.mark.parametrize("name", ["causal", "packed bidirectional", "soft cap, packed window"])
+@pytest.mark.parametrize("head_dim", [96, 128])
+def test_splash_lays_out_heads_that_fill_a_register_otherwise_and_gives_the_same(
+    head_dim: int, name: str
+) -> None:
+    inputs = Inputs(length=256, head_dim=head_dim)
+    assert_same(computed(SPLASH, inputs, CASES[name]), definition(inputs, CASES[name]), 2e-5)
 
 
 @pytest.mark.parametrize("name", ["causal", "packed", "soft cap, packed window"])

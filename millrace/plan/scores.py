@@ -4,7 +4,7 @@ from millrace import sections
 from millrace.objective import file
 from millrace.plan import timing
 from millrace.plan.slices import Slice
-from millrace.plan.work import SPLASH
+from millrace.plan.work import SPLASH, filled
 from millrace.probe import OLD_TPUS
 
 # Attention on a GPU, of the peak of products: cuDNN makes 391 TFLOP/s for one row of 131,072 (heads of 64,
@@ -27,9 +27,10 @@ def attention_seconds(cfg: sections.Run, where: Slice) -> float:
     has it; on a GPU at its share of the peak."""
     chip, again = where.chip, int(cfg.memory.remat in ATTENDS_AGAIN)
     scores = scores_of(cfg, where) * visited(cfg)
-    matrix = 2 * cfg.model.head_dim * scores / (chip.flops / chip.devices)  # of one product of all scores
+    one = 2 * scores / (chip.flops / chip.devices)  # product of all scores, for each number of a head
     if not chip.is_tpu:
-        return 2 * matrix * (3 + again) / ATTENTION
+        return 2 * one * cfg.model.head_dim * (3 + again) / ATTENTION
+    matrix = one * filled(cfg.model.head_dim)
     clock = timing.clock(chip) * max(1, chip.cores // chip.devices)
     vector = scores * (timing.VECTOR / timing.REGISTER + timing.TILE / SIDE**2) / clock
     kernels = [SPLASH["fwd"]] * (1 + again) + [SPLASH["dq"], SPLASH["dkv"]]
