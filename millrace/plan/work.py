@@ -16,7 +16,7 @@ PASSES = {"high": 3, "highest": 6}  # f32 is multiplied in bf16 parts, each with
 SPLASH = {"fwd": 2, "dq": 3, "dkv": 4}  # products of the size of the scores that each of its kernels makes
 SEQ_MINOR = 2  # how its metadata calls queries, keys and values whose positions come last
 # Of a matrix unit. Heads of 64 fill half of one: on v4, v5e and v5p libtpu 0.0.51 schedules as many of its
-# instructions for them as for heads of 128, and 5.2 to 10.4 cycles for each register of scores. (v6e's is
+# instructions for them as for heads of 128, and 6.2 to 10.4 bundles for each register of scores. (v6e's is
 # twice as wide, and other work takes longer there.)
 SIDE = 128
 
