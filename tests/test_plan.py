@@ -98,9 +98,9 @@ SEVEN = "model.layers=32 model.embed=4096 model.heads=32 model.kv_heads=32 model
         ("llama3-8b", "v6e-16", FULL, 2.41),
         ("llama3-8b", "v4-32", FULL, 5.43),
         ("lunaris-270m", "v4-32", f"{SEVEN} batch.accumulate=4", 4.99),
-        ("llama3.2-1b", "v5e-8", f"{SHORT}none", 0.271),
-        ("llama3.2-1b", "v5e-8", f"{SHORT}dots", 0.287),
-        ("llama3.2-1b", "v5e-8", f"{SHORT}attention", 0.293),
+        ("llama3.2-1b", "v5e-8", f"{SHORT}none", 0.270),
+        ("llama3.2-1b", "v5e-8", f"{SHORT}dots", 0.283),
+        ("llama3.2-1b", "v5e-8", f"{SHORT}attention", 0.292),
         ("llama3.2-1b", "v5e-8", f"{SHORT}full", 0.308),
         ("llama3.2-1b", "gpu:h200x1", "batch.sequences=8 batch.accumulate=1", 8 * 4096 / 64_850),
         (

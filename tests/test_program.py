@@ -372,6 +372,37 @@ custom_call_target="tpu_custom_call", frontend_attributes={{{noted}}}""")
     assert step(made, ideal).kernel_flops == products * 2 * (2 * 8) * tiles * 512 * 512 * 128
 
 
+Q, TURNED = "bf16[2,8,4096,64]{3,2,1,0:S(1)}", "bf16[2,8,64,4096]{3,2,1,0:S(1)}"
+PARTS = "bf16[2,4,8,4096,64]{4,3,2,1,0:S(1)}"
+
+
+@pytest.mark.parametrize(
+    "kernel, taken, layout, made, products",
+    [
+        ("fwd", Q, 1, Q, 2),
+        ("fwd", TURNED, 2, Q, 2),
+        ("dkv", TURNED, 2, f"({Q}, {Q})", 4),
+        ("dkv", TURNED, 2, f"({PARTS}, {Q}, {Q})", 5),  # dq, for each of four tiles of keys
+    ],
+)
+def test_a_narrow_head_of_attention_takes_a_matrix_unit_as_long_as_a_full_one(
+    ideal, kernel, taken, layout, made, products
+):
+    suffix = "" if kernel == "fwd" else f"_{kernel}"
+    sizes = f'"block_q{suffix}\\": 512, \\"block_kv{suffix}\\": 1024'
+    noted = f'{sizes}, \\"q_layout\\": {layout}'
+    found = step(
+        program(f"""
+  %m = s8[1,8,4]{{2,1,0:S(1)}} parameter(0)
+  %q = {taken} parameter(1)
+  ROOT %splash_mha_{kernel}.1 = {made} custom-call(%m, %q, %q, %q), \
+custom_call_target="tpu_custom_call", frontend_attributes={{{noted}}}"""),
+        dataclasses.replace(ideal, clock=1e30),
+    )
+    assert found.kernel_flops == products * 2 * (2 * 8) * 4096 * 4096 * 64
+    assert found.pallas == pytest.approx(2 * found.kernel_flops / ideal.flops / timing.MATRIX)
+
+
 KERNEL = """
   %x = bf16[1000,500]{1,0} parameter(0)
   ROOT %k = bf16[500,1000]{1,0} custom-call(%x), custom_call_target="tpu_custom_call"NOTED"""

@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
-from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 
 from millrace.layers.attention import KERNEL, Mask, complaint, ends, meetings
 from millrace.probe import OLD_TPUS, device
@@ -30,6 +29,11 @@ LANES = 128  # a TPU register's width: sequences and tiles are multiples of it
 # Sides of tiles. On a v6e kernels are planned to take 46 ms of a layer of Llama 3 8B with 512 (3 rows of
 # 8,192 a chip), 36 ms with 1,024 (libtpu 0.0.51, 2026-11); heads of 256 then do not fit a v4's vector memory.
 SIDE, SMALL_SIDE, WIDEST = 1024, 512, 128
+# One kernel makes all gradients with 5 products of the scores where two make them with 7, and the compiler
+# schedules 26 to 33 % fewer bundles of instructions for it. It gives the queries' in as many parts as there
+# are tiles of keys in a row, to be summed: with 8, Llama 3 8B (rows of 8,192, v5p-32, full remat) is planned
+# to take 3 % less time and 11 % more memory, so these have two kernels.
+MOST_PARTS = 4
 
 
 @dataclass(frozen=True)
@@ -139,15 +143,27 @@ def _kernel(
     side = SIDE if head_dim <= WIDEST else SMALL_SIDE
     block_q = _block(cfg.block_q or side, whole.shape[0] // shards)
     block_kv = _block(cfg.block_kv or side, whole.shape[1])
-    made = _described(whole, shards, block_q, block_kv)
+    # It visits all tiles, also those that a window hides.
+    fused = whole.shape[1] <= MOST_PARTS * block_kv and not isinstance(whole, masks.LocalMask)
+    made = _described(whole, shards, block_q, block_kv, _layout(head_dim), fused)
     how = made.kwargs | dict(
         attn_logits_soft_cap=soft_cap, residual_checkpoint_name=KERNEL, interpret=interpret
     )
     return kernels.SplashAttentionKernel(made.fwd_mask_info, made.dq_mask_info, made.dkv_mask_info, **how)
 
 
+def _layout(head_dim: int) -> kernels.QKVLayout:
+    """What lies along the lanes of a register: where a head would leave some of them empty, in memory too,
+    positions. EuroBERT-210m (heads of 64) then moves half as much around its kernels, which have as many
+    bundles of instructions either way; with heads of 128 they have 2 to 5 % more of them (libtpu 0.0.51)."""
+    layouts = kernels.QKVLayout
+    return layouts.SEQ_MINOR if head_dim % LANES else layouts.HEAD_DIM_MINOR
+
+
 @lru_cache
-def _described(whole: masks.Mask, shards: int, block_q: int, block_kv: int) -> kernels.SplashAttentionKernel:
+def _described(
+    whole: masks.Mask, shards: int, block_q: int, block_kv: int, layout: kernels.QKVLayout, fused: bool
+) -> kernels.SplashAttentionKernel:
     """A kernel for the sake of its description of the mask, which JAX makes by looking at all of it: in 1.3 s
     for 16,384 positions, in 5 s for twice as many. A step is traced several times, each for two platforms."""
     sizes = kernels.BlockSizes(
@@ -155,8 +171,12 @@ def _described(whole: masks.Mask, shards: int, block_q: int, block_kv: int) -> k
         block_kv=block_kv,
         block_q_dkv=block_q,
         block_kv_dkv=block_kv,
-        block_q_dq=block_q,
-        block_kv_dq=block_kv,
+        block_q_dq=None if fused else block_q,
+        block_kv_dq=None if fused else block_kv,
+        use_fused_bwd_kernel=fused,
+        q_layout=layout,
+        k_layout=layout,
+        v_layout=layout,
     )
 
     def make() -> Any:
@@ -180,8 +200,8 @@ def _shard(whole: kernels.SplashAttentionKernel, shards: int, index: Array) -> k
         size = x.shape[axis] // shards
         return jax.lax.dynamic_slice_in_dim(x, index * size, size, axis)
 
-    def part(info: Any) -> MaskInfo:
-        return info._replace(
+    def part(info: Any) -> Any:
+        return info and info._replace(
             data_next=rows(info.data_next, 1),
             mask_next=rows(info.mask_next, 1),
             block_mask=rows(info.block_mask, 1),
@@ -198,9 +218,11 @@ def _skip(kernel: kernels.SplashAttentionKernel, ids: kernels.SegmentIds) -> ker
     rows, columns = (len(ids.q), -1, sizes.block_q), (len(ids.kv), -1, sizes.block_kv)
     meet = meetings(ids.q.reshape(rows).swapaxes(0, 1), ids.kv.reshape(columns).swapaxes(0, 1))
 
-    def part(info: Any, axis: int) -> MaskInfo:
+    def part(info: Any, axis: int) -> Any:
         """`data_next` says which tile of its row (axis 1 of the tiles) or column (axis 0) each one is, where
         `block_mask` is not 0; elsewhere which one to fetch: there none that was not fetched anyway."""
+        if info is None:  # one kernel makes all gradients
+            return None
         if info.block_mask is None:  # all see all
             place = jax.lax.broadcasted_iota(jnp.int32, meet.shape, axis)[None]
             info = info._replace(data_next=place, block_mask=jnp.full_like(place, 2))

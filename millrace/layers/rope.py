@@ -35,7 +35,9 @@ def rotate(x: jax.Array, positions: jax.Array, rope: Rope) -> jax.Array:
     angles = positions[:, :, None, None].astype(jnp.float32) * frequencies
     cos, sin = jnp.cos(angles) * magnitude, jnp.sin(angles) * magnitude
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1).astype(x.dtype)
+    turned = first * cos - second * sin, second * cos + first * sin
+    # Cast by halves: the gradient comes in halves too, and a TPU's compiler writes no copy of it in float32.
+    return jnp.concatenate([half.astype(x.dtype) for half in turned], -1)
 
 
 def inverse_frequencies(head_dim: int, rope: Rope) -> tuple[np.ndarray, float]:

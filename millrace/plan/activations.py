@@ -33,11 +33,11 @@ class Units:
         return Units(*(one * factor for one in astuple(self)))
 
     def count(self, model: Any, tensor: int, lanes: int = 1) -> float:
-        """On one of the devices that `mesh.tensor` shares a layer out over, where a head takes a multiple of
-        `lanes`."""
-        head = -(-model.head_dim // lanes) * lanes
-        each = self.heads * (model.heads + 2 * model.kv_heads) + self.mixed * model.heads
-        return self.width * model.embed + (self.hidden * hidden_units(model) + each * head) / tensor
+        """On one of the devices that `mesh.tensor` shares a layer out over, where a head of what attention
+        gives takes a multiple of `lanes`. Narrow ones of what it takes do not (attention/splash.py)."""
+        head, mixed = model.head_dim, -(-model.head_dim // lanes) * lanes
+        each = self.heads * (model.heads + 2 * model.kv_heads) * head + self.mixed * model.heads * mixed
+        return self.width * model.embed + (self.hidden * hidden_units(model) + each) / tensor
 
 
 @dataclass(frozen=True)

@@ -188,7 +188,7 @@ class Local:
     fsdp: int
     expert: int
     looped: bool  # layers are one body of a loop, not side by side
-    lanes: int  # a head takes a multiple of so many numbers
+    lanes: int  # a head of what attention gives takes a multiple of so many numbers
     in_memory: bool  # scores of a row are there at once
     layer: Layer
 

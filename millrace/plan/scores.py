@@ -1,12 +1,14 @@
 """Attention by arithmetic: how many scores there are, how long they take, and where they lie."""
 
+from typing import Any
+
 import jax
 
 from millrace import build, sections
 from millrace.objective import file
 from millrace.plan import timing
 from millrace.plan.slices import Slice
-from millrace.plan.work import SPLASH
+from millrace.plan.work import SPLASH, filled
 from millrace.probe import OLD_TPUS
 
 # Attention on a GPU, of the peak of products: cuDNN makes 391 TFLOP/s for one row of 131,072 (heads of 64,
@@ -17,6 +19,7 @@ ATTENTION = 0.4
 # on an H200 the difference between rows of 4,096 and of 131,072, above, is that of such tiles, and a window
 # of 128 both ways takes as long as 1,040 keys do (long-context.md).
 SIDE = 1024
+FUSED = 4 * SIDE  # rows of so many tiles have all gradients from one kernel (attention/splash.py)
 # Bytes through memory for each score, forward and backward, where no kernel makes them on the chip. What
 # DeBERTa takes longer on an H200 than its products and all else is 55 and 59 of them for each of its scores
 # at 512 and 1,024 tokens (docs/performance.md); the memory of 1B's step on v3-8 is 65 (libtpu 0.0.51).
@@ -29,9 +32,10 @@ def attention_seconds(cfg: sections.Run, where: Slice) -> float:
     has it; on a GPU at its share of the peak."""
     chip, again = where.chip, int(cfg.memory.remat in ATTENDS_AGAIN)
     scores = scores_of(cfg, where) * visited(cfg)
-    matrix = 2 * cfg.model.head_dim * scores / (chip.flops / chip.devices)  # of one product of all scores
+    one = 2 * scores / (chip.flops / chip.devices)  # product of all scores, for each number of a head
     if not chip.is_tpu:
-        return 2 * matrix * (3 + again) / ATTENTION
+        return 2 * one * cfg.model.head_dim * (3 + again) / ATTENTION
+    matrix = one * filled(cfg.model.head_dim)
     clock = timing.clock(chip) * max(1, chip.cores // chip.devices)
     if (bundles := bundles_of_distances(cfg, where)) is not None:
         # `scores` has the products by distance as well, which are in the bundles.
@@ -39,7 +43,9 @@ def attention_seconds(cfg: sections.Run, where: Slice) -> float:
         scores *= length / (length + min(length - 1, cfg.model.distances))
         return scores / timing.REGISTER * (bundles[0] * (1 + again) + bundles[1]) / clock
     vector = scores * (timing.VECTOR / timing.REGISTER + timing.TILE / SIDE**2) / clock
-    kernels = [SPLASH["fwd"]] * (1 + again) + [SPLASH["dq"], SPLASH["dkv"]]
+    fused = cfg.data.sequence_length <= FUSED and without_window(cfg) == cfg.model.layers
+    backward = [SPLASH["dkv"] + 1] if fused else [SPLASH["dq"], SPLASH["dkv"]]
+    kernels = [SPLASH["fwd"]] * (1 + again) + backward
     return sum(max(count * matrix / timing.MATRIX, vector) for count in kernels)
 
 
@@ -51,16 +57,26 @@ def scores_of(cfg: sections.Run, where: Slice) -> float:
 
 
 def visited(cfg: sections.Run) -> float:
-    """Scores that tiles have for each one that is seen. How many layers have a window, the growth of FLOPs
-    with the row tells: where it is longer than all of them, theirs do not grow."""
-    model, length, family = cfg.model, cfg.data.sequence_length, file("models", cfg.model)
+    """Scores that tiles have for each one that is seen."""
+    model, length = cfg.model, cfg.data.sequence_length
     if model.causal:
         return 1 + SIDE / length
-    key, far = 12 * model.heads * model.head_dim, 2**24
-    whole = (family.flops(model, 2 * far) - family.flops(model, far)) / (key * far)
-    seen = flops_of(cfg)[1] / key
-    tiles = min(seen + SIDE * (model.layers - whole), model.layers * length)
+    seen = flops_of(cfg)[1] / flops_of_a_key(model)
+    tiles = min(seen + SIDE * (model.layers - without_window(cfg)), model.layers * length)
     return max(1.0, tiles / seen) if seen else 1.0
+
+
+def without_window(cfg: sections.Run) -> float:
+    """How many layers, as the growth of FLOPs with the row tells: where it is longer than all windows, those
+    of layers that have one do not grow."""
+    model, family, far = cfg.model, file("models", cfg.model), 2**24
+    keys = far / 2 if model.causal else far
+    return (family.flops(model, 2 * far) - family.flops(model, far)) / (flops_of_a_key(model) * keys)
+
+
+def flops_of_a_key(model: Any) -> float:
+    """That a token sees in one layer, forward and backward."""
+    return 12 * model.heads * model.head_dim
 
 
 def scores_in_memory(cfg: sections.Run, where: Slice) -> bool:

@@ -431,6 +431,6 @@ def _matrix_seconds(rates: Rates, work: Work) -> float:
 
 def _kernel_seconds(rates: Rates, work: Work) -> float:
     cores = 1 if work.alone else rates.cores
-    matrix = work.flops / (rates.flops * MATRIX * cores / rates.cores)
+    matrix = work.effort / (rates.flops * MATRIX * cores / rates.cores)
     vector = max(work.scores / REGISTER * VECTOR, work.bundles) / (rates.clock * cores)
     return max(matrix, vector) + work.tiles * TILE / (rates.clock * cores)

@@ -14,12 +14,17 @@ COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "coll
 SLICES = ("dynamic-slice", "slice", "gather")
 PASSES = {"high": 3, "highest": 6}  # f32 is multiplied in bf16 parts, each with several others
 SPLASH = {"fwd": 2, "dq": 3, "dkv": 4}  # products of the size of the scores that each of its kernels makes
+SEQ_MINOR = 2  # how its metadata calls queries, keys and values whose positions come last
+# Of a matrix unit. Heads of 64 fill half of one: on v4, v5e and v5p libtpu 0.0.51 schedules as many of its
+# instructions for them as for heads of 128, and 6.2 to 10.4 bundles for each register of scores. (v6e's is
+# twice as wide, and other work takes longer there.)
+SIDE = 128
 
 
 @dataclass(frozen=True)
 class Work:
     flops: float = 0
-    effort: float = 0  # FLOPs of the matrix unit: more than `flops` where one product takes several passes
+    effort: float = 0  # FLOPs of the matrix unit: more than `flops` by passes, or where it is not filled
     fp8: float = 0  # of `effort`, those whose factors both have 8 bits
     int8: float = 0
     bytes: float = 0  # to and from HBM
@@ -39,10 +44,12 @@ def work_of(program: Program, computation: Computation, i: Instruction) -> Work:
 
 
 def _kernel(computation: Computation, i: Instruction) -> Work:
-    """A Pallas kernel. Splash attention takes a map of its tiles, then q [b n s h] and k [b k t h], and, if
-    the mask is one of positions, those of the queries [s]. Tiles that the mask hides are skipped; it is taken
-    to be causal. Queries that are a part of the sequence are one of two chunks that a device has, an early
-    and a late one (`mesh.chunks`): on average they see as much as the whole sequence does."""
+    """A Pallas kernel. Splash attention takes a map of its tiles, then q [b n s h] and k [b k t h], or with
+    the last two turned round, and, if the mask is one of positions, those of the queries [s]. Tiles that the
+    mask hides are skipped; it is taken to be causal. Queries that are a part of the sequence are one of two
+    chunks that a device has, an early and a late one (`mesh.chunks`): on average they see as much as the
+    whole sequence does. Where one kernel makes all gradients, those of the queries are parts [b p n s h], one
+    for each tile of keys."""
     given = [computation.instructions[name].shape[0] for name in i.operands]
     moved = sum(array.bytes for array in (*given, *i.shape) if array.space == HBM)
     found = re.search(r"splash_m[hq]a_(fwd|dq|dkv)", i.name + i.op_name)
@@ -50,10 +57,12 @@ def _kernel(computation: Computation, i: Instruction) -> Work:
         return _estimated(i, moved)
     kind = found[1]
     queries, keys = [array.dims for array in given if array.dtype[0] in "bf" and len(array.dims) >= 3][:2]
+    if _noted(i, "q_layout") == SEQ_MINOR:
+        queries, keys = ((*dims[:-2], dims[-1], dims[-2]) for dims in (queries, keys))
     (*batch, heads, rows, width), columns = queries, keys[-2]
     by_position = any(array.dtype == "s32" and len(array.dims) == 2 for array in given)
     suffix = "" if kind == "fwd" else f"_{kind}"
-    down, across = (_block(i, f"block_{side}{suffix}") for side in ("q", "kv"))
+    down, across = (_noted(i, f"block_{side}{suffix}") or 512 for side in ("q", "kv"))
     tiles = (rows // down) * (columns // across)
     seen: float = tiles
     if by_position:
@@ -64,11 +73,18 @@ def _kernel(computation: Computation, i: Instruction) -> Work:
         seen = min(tiles, sum(-(-end // across) for end in ends) * rows / columns)
     every = math.prod(batch) * heads
     scores = every * seen * down * across
-    fused = kind == "dkv" and any(array.dims[-len(queries) :] == queries for array in i.shape[:-2])
+    parts = (*batch, columns // across, heads, rows, width)
+    fused = kind == "dkv" and any(array.dims == parts for array in i.shape)
     flops = 2.0 * scores * width * (SPLASH[kind] + fused)
+    effort = flops * filled(width) / width
     # The cores of a device share heads in `fwd`, rows of the batch in all.
     alone = kind != "fwd" and math.prod(batch) == 1
-    return Work(flops, flops, bytes=moved, kernel=i.name, scores=scores, tiles=every * tiles, alone=alone)
+    return Work(flops, effort, bytes=moved, kernel=i.name, scores=scores, tiles=every * tiles, alone=alone)
+
+
+def filled(width: int) -> int:
+    """The width of the head that takes a matrix unit as long as one of this width."""
+    return -(-width // SIDE) * SIDE
 
 
 def _estimated(i: Instruction, moved: float) -> Work:
@@ -93,9 +109,10 @@ def _estimated(i: Instruction, moved: float) -> Work:
     )
 
 
-def _block(i: Instruction, name: str) -> int:
+def _noted(i: Instruction, name: str) -> int:
+    """A number of a kernel's metadata; 0 where it is not there."""
     found = re.search(rf"{name}\W+(\d+)", i.attributes.get("frontend_attributes", ""))
-    return int(found[1]) if found else 512
+    return int(found[1]) if found else 0
 
 
 def _products(program: Program, computation: Computation, i: Instruction) -> Work:
