@@ -3,6 +3,7 @@ not be seen is changed, and what must not see it must not move by a single bit."
 
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -18,7 +19,8 @@ from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
 from millrace import mesh
-from millrace.attention import xla
+from millrace.attention import band, xla
+from millrace.kernels import band_mosaic
 from millrace.layers.attention import Mask, attend, choose
 
 AUTO = SimpleNamespace(use="auto")
@@ -27,6 +29,7 @@ CUDNN = SimpleNamespace(use="cudnn")
 BLOCKWISE = SimpleNamespace(use="blockwise", block_q=32, block_kv=32)
 SPLASH = SimpleNamespace(use="splash", block_q=128, block_kv=128)
 BAND = SimpleNamespace(use="band")
+V5E = SimpleNamespace(platform="tpu", device_kind="TPU v5 lite")
 BACKENDS = [pytest.param(cfg, id=cfg.use) for cfg in (XLA, BLOCKWISE, SPLASH)]
 
 
@@ -152,6 +155,43 @@ def call(cfg: Any, q: Any, k: Any, v: Any, segments: Any, case: Case) -> Any:
 def test_a_band_is_all_that_a_window_lets_see(case: Case, length: int) -> None:
     inputs = Inputs(length=length, heads=case.heads)
     assert_same(computed(BAND, inputs, case), definition(inputs, case), 2e-5)
+
+
+@pytest.mark.parametrize("length", [128, 384, 1024])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(Mask(window=24)),
+        Case(Mask(window=200), packed=True, heads=(4, 1)),
+        Case(Mask(causal=False, window=25), packed=True, heads=(2, 2)),
+        Case(Mask(causal=False, window=300), packed=True, scale=0.3),
+    ],
+    ids=str,
+)
+def test_the_kernels_of_a_band_give_what_a_window_lets_see(
+    monkeypatch: pytest.MonkeyPatch, case: Case, length: int
+) -> None:
+    monkeypatch.setattr(band, "device", lambda: V5E)
+    monkeypatch.setattr(band_mosaic, "TILE", 256)
+    inputs = Inputs(length=length, heads=case.heads)
+    assert_same(computed(BAND, inputs, case), definition(inputs, case), 2e-5)
+
+
+def test_the_kernels_of_a_band_have_no_scores_in_memory_and_nothing_for_the_backward_pass(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(band, "device", lambda: V5E)
+    q, k = (jax.ShapeDtypeStruct((2, 2048, heads, 64), jnp.bfloat16) for heads in (4, 2))
+    run = lambda q, k, v: attend(BAND, q, k, v, mask=Mask(causal=False, window=128))
+    text = (
+        jax.jit(lambda *given: jax.vjp(run, *given)[1](given[0]))
+        .trace(q, k, k)
+        .lower(lowering_platforms=("tpu",))
+        .as_text()
+    )
+    assert "band_backward" in text
+    shapes = [map(int, found.split("x")) for found in re.findall(r"tensor<([\dx]+)x\w+>", text)]
+    assert max(map(math.prod, shapes)) == math.prod(q.shape)
 
 
 def test_the_work_of_a_band_grows_with_the_length_alone() -> None:
@@ -429,7 +469,11 @@ def test_auto_takes_the_fastest_backend_that_does_not_refuse() -> None:
     assert choose(AUTO, *shapes(8192), mask=near) == "band"
     assert choose(AUTO, *shapes(64), mask=near) == "xla"  # fewer scores than chunks would have
     assert choose(AUTO, *shapes(8192), mask=near, platform="gpu") == "band"
-    assert choose(AUTO, *shapes(8192), mask=near, platform="tpu") == "splash"
+    assert choose(AUTO, *shapes(8192), mask=near, platform="tpu") == "band"
+    for options in (dict(mask=far), dict(mask=near, soft_cap=30.0), dict(mask=near, context=2)):
+        assert choose(AUTO, *shapes(8192), platform="tpu", **options) == "splash"
+    assert choose(AUTO, *shapes(16384), mask=near, platform="tpu") == "splash"
+    assert choose(AUTO, *shapes(8192, jnp.float32), mask=near, platform="tpu") == "splash"
     assert choose(AUTO, *shapes(8192), mask=far) == "blockwise"
     assert choose(AUTO, *shapes(8192), mask=near, context=2) == "blockwise"
     assert choose(AUTO, *shapes(512, jnp.float32), mask=causal, platform="gpu") == "blockwise"
@@ -451,14 +495,16 @@ def test_auto_takes_the_fastest_backend_that_does_not_refuse() -> None:
         (CUDNN, "gpu", jnp.bfloat16, dict(length=2**22), "2,147,483,648 numbers"),
         (SPLASH, "tpu", jnp.bfloat16, dict(context=2), "not multiples of 128"),
         (SPLASH, "tpu", jnp.uint32, {}, "uint32"),  # nobody but the compiler says so
+        (BAND, "tpu", jnp.bfloat16, dict(mask=Mask(window=64)), "200 positions are not a multiple of 128"),
+        (BAND, "tpu", jnp.bfloat16, dict(mask=Mask(window=64), soft_cap=30.0), "no soft cap"),
     ],
 )
 def test_a_named_backend_that_cannot_do_it_says_why(
     cfg: Any, platform: str, dtype: Any, options: dict[str, Any], reason: str
 ) -> None:
+    settings = {"mask": Mask()} | {name: value for name, value in options.items() if name != "length"}
     with pytest.raises(ValueError, match=f"^attention.use: {cfg.use} cannot be used here: .*{reason}"):
-        length = options.pop("length", 200)
-        choose(cfg, *shapes(length, dtype), mask=Mask(), platform=platform, **options)
+        choose(cfg, *shapes(options.get("length", 200), dtype), platform=platform, **settings)
 
 
 @pytest.mark.slow
@@ -469,6 +515,26 @@ def test_a_named_backend_that_cannot_do_it_says_why(
 def test_splash_compiles_for_a_tpu(libtpu: None, name: str, head_dim: int) -> None:
     slice_ = topologies.get_topology_desc(topology_name="v5e:2x2", platform="tpu")
     compile_for(slice_.devices[:1], None, CASES[name], head_dim)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("slice_name", ["v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
+def test_the_kernels_of_a_band_fit_the_chip(libtpu: None, slice_name: str) -> None:
+    """With the longest rows and the widest window that they take, and keys that heads share."""
+    more = dict(chip_config_name="megacore") if slice_name.startswith("v4") else {}
+    chip = topologies.get_topology_desc(topology_name=slice_name, platform="tpu", **more).devices[0]
+    with jax.set_mesh(mesh.make(dict(data=1, fsdp=1, tensor=1, context=1), [chip])):
+        for window, length, head_dim in ((512, 4096, 128), (512, 8192, 64), (128, 640, 64), (128, 128, 32)):
+            one = SingleDeviceSharding(chip)
+            q, k = (
+                jax.ShapeDtypeStruct((2, length, heads, head_dim), jnp.bfloat16, sharding=one)
+                for heads in (4, 2)
+            )
+            ids = jax.ShapeDtypeStruct((2, length), jnp.int32, sharding=one)
+            case = Case(Mask(causal=False, window=window), packed=True)
+            loss = lambda q, k, v, ids, case=case: call(AUTO, q, k, v, ids, case).astype(jnp.float32).sum()
+            made = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2))).lower(q, k, k, ids).compile()
+            assert {"band_forward", "band_backward"} <= set(re.findall(r"band_\w+ward", made.as_text()))
 
 
 @pytest.mark.slow

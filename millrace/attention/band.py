@@ -1,6 +1,6 @@
 """What a window lets see, and nothing else: chunks of queries, each against the keys around it, in plain
 products that every device has. The work grows with the length times the window (sliding chunks, as in
-Longformer, arXiv 2004.05150)."""
+Longformer, arXiv 2004.05150). On TPUs, where such products move more than they compute, it has kernels."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +10,9 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from millrace.attention.xla import HIDDEN
+from millrace.kernels import band_mosaic
 from millrace.layers.attention import KERNEL, Mask
+from millrace.probe import device
 
 Array = jax.Array
 
@@ -36,6 +38,9 @@ def attend(
     scale: float,
     offset: int | Array,
 ) -> Array:
+    if device().platform == "tpu":
+        out = band_mosaic.mix(q, k, v, q_segments, reach=_reach(mask), scale=scale)
+        return checkpoint_name(out, KERNEL)
     # Scores are made again in the backward pass: they are cheap, and large in memory.
     run = jax.checkpoint(_attend, static_argnums=(4, 5, 6))
     return checkpoint_name(run(q, k, v, q_segments, mask, soft_cap, scale), KERNEL)
@@ -98,7 +103,11 @@ def refuses(
         return f"it is for windows of at most {WIDEST} keys, and this one is {mask.window}"
     if context > 1:
         return "it takes whole sequences, and mesh.context splits them"
-    return None
+    if platform != "tpu":
+        return None
+    if soft_cap is not None:
+        return "its kernels have no soft cap"
+    return band_mosaic.refuses(q, k, _reach(mask), segments)
 
 
 def saves(mask: Mask, length: int) -> bool:

@@ -6,10 +6,9 @@ it meets, in their order; then row i of the product has to move by i, which is o
 roll with a stride). The way back moves the other way, for which there is none: there the rows are turned
 upside down first, by a product with a matrix of zeros and ones, and row i has to move by 128 - i again.
 
-Heads of 64 come in pairs, side by side as they lie in memory. A factor of a product has zeros in the place of
-the other head: a matrix unit sums over 128 in any case. All keys of a row are on the chip at once, so that
-the backward pass takes nothing of the forward pass but its inputs, and makes all gradients in one kernel. On
-a CPU the kernels run in Pallas' interpreter, which is for tests."""
+All keys of a row are on the chip at once, so that the backward pass takes nothing of the forward pass but its
+inputs, and makes all gradients in one kernel. On a CPU the kernels run in Pallas' interpreter, which is for
+tests."""
 
 import math
 from collections.abc import Callable
@@ -23,11 +22,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from millrace.attention.xla import HIDDEN
-from millrace.probe import OLD_TPUS, complaint, device
+from millrace.kernels.lanes import LANES, dot, heads_of, only, unfit
+from millrace.probe import complaint, device
 
 Array = jax.Array
 
-LANES = 128  # of a register, and rows of a block of the products by distance
 # Queries of a tile at most: twice as many, or keys, do not fit the 16 MiB that a kernel may have.
 QUERIES = 512
 LONGEST = 1024  # row of keys
@@ -63,24 +62,15 @@ def refuses(q: Any, k: Any, segments: bool) -> str | None:
     """Why the kernels cannot be used for one device's queries and keys [b s n h], if they cannot."""
     if device().platform != "tpu":
         return "they are for TPUs"
-    return unfit(device().device_kind, q, k) or _try(
-        *(jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype) for x in (q, k)), segments
-    )
+    one = (jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype) for x in (q, k))
+    return known_against(device().device_kind, q, k) or _try(*one, segments)
 
 
-def unfit(kind: str, q: Any, k: Any) -> str | None:
-    """What is known without a compiler to keep a kind of TPU from it."""
-    if kind in OLD_TPUS:
-        return f"{kind} has no products of bfloat16 in kernels"
-    if q.dtype != jnp.bfloat16:
-        return f"they are for bfloat16, and the activations are {q.dtype}"
-    heads, width = q.shape[2:]
-    if LANES % width or heads * width % LANES:
-        return f"{heads} heads of {width} do not fill registers of {LANES}"
-    for x in (q, k):
-        if x.shape[1] % LANES:
-            return f"{x.shape[1]} positions are not a multiple of {LANES}"
-    return f"rows of {k.shape[1]} are longer than {LONGEST}" if k.shape[1] > LONGEST else None
+def known_against(kind: str, q: Any, k: Any) -> str | None:
+    """What keeps a kind of TPU from them, as far as it is known without its compiler."""
+    if k.shape[1] > LONGEST:
+        return f"rows of {k.shape[1]} are longer than {LONGEST}"
+    return unfit(kind, q, k)
 
 
 def bundles(kind: str) -> tuple[int, int]:
@@ -230,17 +220,17 @@ class Places:
 def _forward_body(shape: Shape, q: Any, k: Any, v: Any, for_queries: Any, for_keys: Any, *refs: Any) -> None:
     *ids, out, by_key = refs
     keys = k.shape[0]
-    for n, mine in enumerate(_heads(shape)):
+    for n, mine in enumerate(heads_of(shape.head)):
         for c in range(0, keys, LANES):
-            by_key[:, c : c + LANES] = _by_key(shape, _only(mine, k[c : c + LANES]), c, keys, for_keys).T
+            by_key[:, c : c + LANES] = _by_key(shape, only(mine, k[c : c + LANES]), c, keys, for_keys).T
         for a in range(0, shape.queries, LANES):
             here = slice(a, a + LANES)
-            own = _only(mine, q[here])
-            scores = by_key[here] + _dot(own, k[...], 1, 1) + _by_query(shape, own, a, keys, for_queries)
+            own = only(mine, q[here])
+            scores = by_key[here] + dot(own, k[...], 1, 1) + _by_query(shape, own, a, keys, for_queries)
             if ids:
                 scores = jnp.where(ids[0][...] == ids[1][here], scores, HIDDEN)
             weights = _softmax(shape, scores, 1)
-            mixed = _only(mine, _dot(weights.astype(v.dtype), v[...], 1, 0)).astype(out.dtype)
+            mixed = only(mine, dot(weights.astype(v.dtype), v[...], 1, 0)).astype(out.dtype)
             out[here] = mixed if n == 0 else out[here] + mixed
 
 
@@ -261,33 +251,33 @@ def _backward_body(shape: Shape, q: Any, k: Any, v: Any, for_queries: Any, for_k
             total[...] = jnp.zeros(total.shape, total.dtype)
 
     q_sum[...] = jnp.zeros(q_sum.shape, q_sum.dtype)
-    for mine in _heads(shape):
+    for mine in heads_of(shape.head):
         for c in range(0, keys, LANES):
-            by_key[c : c + LANES] = _by_key(shape, _only(mine, k[c : c + LANES]), c, keys, for_keys)
+            by_key[c : c + LANES] = _by_key(shape, only(mine, k[c : c + LANES]), c, keys, for_keys)
         for a in range(0, shape.queries, LANES):
             here = slice(a, a + LANES)
-            own, d_own = _only(mine, q[here]), _only(mine, d[here])
-            scores = by_key[:, here] + _dot(k[...], own, 1, 1)
+            own, d_own = only(mine, q[here]), only(mine, d[here])
+            scores = by_key[:, here] + dot(k[...], own, 1, 1)
             scores += _by_query(shape, own, a, keys, for_queries).T
             if ids:
                 scores = jnp.where(ids[0][:, here] == ids[1][...], scores, HIDDEN)
             weights = _softmax(shape, scores, 0)
-            v_sum[...] += _dot(weights.astype(dtype), d_own, 1, 0)
-            d_weights = _dot(v[...], d_own, 1, 1)
+            v_sum[...] += dot(weights.astype(dtype), d_own, 1, 0)
+            d_weights = dot(v[...], d_own, 1, 1)
             shared = (weights * d_weights).sum(0, keepdims=True)
             d_own_scores = (weights * (d_weights - shared) * shape.scale).astype(dtype)
             d_scores[:, here] = d_own_scores
-            k_sum[...] += _dot(d_own_scores, own, 1, 0)
+            k_sum[...] += dot(d_own_scores, own, 1, 0)
             rows = d_own_scores.T
             moved, near = _moved_back(shape, rows), _near_queries(shape, a, keys)
-            by_distance = _turned(_dot(moved, for_queries[near], 1, 0))
-            q_sum[here] += _only(mine, _dot(rows, k[...], 1, 0) + by_distance)
-            d_for_queries[:, near] += _dot(_turned_rows(own).T, moved, 1, 0)
+            by_distance = _turned(dot(moved, for_queries[near], 1, 0))
+            q_sum[here] += only(mine, dot(rows, k[...], 1, 0) + by_distance)
+            d_for_queries[:, near] += dot(_turned_rows(own).T, moved, 1, 0)
         for c in range(0, keys, LANES):
             here = slice(c, c + LANES)
             moved, near = _moved_back(shape, d_scores[here]), _near_keys(shape, c, keys)
-            k_sum[here] += _only(mine, _turned(_dot(moved, for_keys[near], 1, 0)))
-            d_for_keys[:, near] += _dot(_turned_rows(_only(mine, k[here])).T, moved, 1, 0)
+            k_sum[here] += only(mine, _turned(dot(moved, for_keys[near], 1, 0)))
+            d_for_keys[:, near] += dot(_turned_rows(only(mine, k[here])).T, moved, 1, 0)
     d_q[...] = q_sum[...].astype(dtype)
 
     @pl.when(tile == pl.num_programs(2) - 1)
@@ -303,12 +293,12 @@ def _softmax(shape: Shape, scores: Array, axis: int) -> Array:
 
 def _by_query(shape: Shape, rows: Array, a: int, keys: int, for_queries: Any) -> Array:
     """Queries from number a of the tile on with the vectors of their distances to all keys: [128 t]."""
-    return _moved(shape, _dot(rows, for_queries[_near_queries(shape, a, keys)], 1, 1))
+    return _moved(shape, dot(rows, for_queries[_near_queries(shape, a, keys)], 1, 1))
 
 
 def _by_key(shape: Shape, rows: Array, c: int, keys: int, for_keys: Any) -> Array:
     """Keys from number c on with the vectors of their distances to the queries of the tile: [128 s]."""
-    return _moved(shape, _dot(rows, for_keys[_near_keys(shape, c, keys)], 1, 1))
+    return _moved(shape, dot(rows, for_keys[_near_keys(shape, c, keys)], 1, 1))
 
 
 def _near_queries(shape: Shape, a: int, keys: int) -> Any:
@@ -350,7 +340,7 @@ def _rolled(shape: Shape, x: Array, first: int) -> Array:
 def _turned_rows(x: Array) -> Array:
     """Upside down: exact, since every sum has one number."""
     row, column = (lax.broadcasted_iota(jnp.int32, (LANES, LANES), axis) for axis in (0, 1))
-    return _dot((row + column == LANES - 1).astype(x.dtype), x, 1, 0).astype(x.dtype)
+    return dot((row + column == LANES - 1).astype(x.dtype), x, 1, 0).astype(x.dtype)
 
 
 def _turned(x: Array) -> Array:
@@ -358,18 +348,3 @@ def _turned(x: Array) -> Array:
     high = x.astype(jnp.bfloat16)
     low = (x - high.astype(jnp.float32)).astype(jnp.bfloat16)
     return _turned_rows(high).astype(jnp.float32) + _turned_rows(low).astype(jnp.float32)
-
-
-def _heads(shape: Shape) -> list[tuple[int, int]]:
-    """The columns of each head in a block."""
-    return [(start, start + shape.head) for start in range(0, LANES, shape.head)]
-
-
-def _only(mine: tuple[int, int], x: Array) -> Array:
-    """With zeros in the place of other heads."""
-    column = lax.broadcasted_iota(jnp.int32, x.shape, 1)
-    return jnp.where((column >= mine[0]) & (column < mine[1]), x, jnp.zeros_like(x))
-
-
-def _dot(a: Array, b: Array, of_a: int, of_b: int) -> Array:
-    return lax.dot_general(a, b, (((of_a,), (of_b,)), ((), ())), preferred_element_type=jnp.float32)

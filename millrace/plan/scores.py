@@ -5,6 +5,8 @@ from typing import Any
 import jax
 
 from millrace import build, sections
+from millrace.attention import band
+from millrace.kernels import band_mosaic
 from millrace.objective import file
 from millrace.plan import timing
 from millrace.plan.slices import Slice
@@ -31,7 +33,7 @@ def attention_seconds(cfg: sections.Run, where: Slice) -> float:
     """On a TPU kernel by kernel, each by its products or by its scores, whichever takes longer, as timing.py
     has it; on a GPU at its share of the peak."""
     chip, again = where.chip, int(cfg.memory.remat in ATTENDS_AGAIN)
-    scores = scores_of(cfg, where) * visited(cfg)
+    scores = scores_of(cfg, where) * visited(cfg, where)
     one = 2 * scores / (chip.flops / chip.devices)  # product of all scores, for each number of a head
     if not chip.is_tpu:
         return 2 * one * cfg.model.head_dim * (3 + again) / ATTENTION
@@ -42,11 +44,21 @@ def attention_seconds(cfg: sections.Run, where: Slice) -> float:
         length = cfg.data.sequence_length
         scores *= length / (length + min(length - 1, cfg.model.distances))
         return scores / timing.REGISTER * (bundles[0] * (1 + again) + bundles[1]) / clock
+    near = windows(cfg, where)
+    seconds = 0.0
+    if near is not None:
+        layers, keys = near
+        forward, backward = band_mosaic.bundles(chip.kinds[0])
+        tokens = cfg.batch.sequences * cfg.data.sequence_length / where.devices
+        narrow = tokens * cfg.model.heads * layers * keys
+        seconds = narrow / timing.REGISTER * (forward * (1 + again) + backward) / clock
+        matrix *= (share := 1 - narrow / scores)
+        scores *= share
     vector = scores * (timing.VECTOR / timing.REGISTER + timing.TILE / SIDE**2) / clock
-    fused = cfg.data.sequence_length <= FUSED and without_window(cfg) == cfg.model.layers
-    backward = [SPLASH["dkv"] + 1] if fused else [SPLASH["dq"], SPLASH["dkv"]]
-    kernels = [SPLASH["fwd"]] * (1 + again) + backward
-    return sum(max(count * matrix / timing.MATRIX, vector) for count in kernels)
+    fused = cfg.data.sequence_length <= FUSED and (near is not None or not with_window(cfg))
+    gradients = [SPLASH["dkv"] + 1] if fused else [SPLASH["dq"], SPLASH["dkv"]]
+    kernels = [SPLASH["fwd"]] * (1 + again) + gradients
+    return seconds + sum(max(count * matrix / timing.MATRIX, vector) for count in kernels)
 
 
 def scores_of(cfg: sections.Run, where: Slice) -> float:
@@ -56,22 +68,46 @@ def scores_of(cfg: sections.Run, where: Slice) -> float:
     return tokens * flops_of(cfg)[1] / 3 / (4 * cfg.model.head_dim)
 
 
-def visited(cfg: sections.Run) -> float:
+def visited(cfg: sections.Run, where: Slice) -> float:
     """Scores that tiles have for each one that is seen."""
     model, length = cfg.model, cfg.data.sequence_length
+    seen = flops_of(cfg)[1] / flops_of_a_key(model)
+    near = windows(cfg, where)
+    if near is not None:
+        layers, keys = near
+        each = (length + SIDE) / 2 if model.causal else length
+        return ((model.layers - layers) * each + layers * keys) / seen
     if model.causal:
         return 1 + SIDE / length
-    seen = flops_of(cfg)[1] / flops_of_a_key(model)
-    tiles = min(seen + SIDE * (model.layers - without_window(cfg)), model.layers * length)
+    tiles = min(seen + SIDE * with_window(cfg), model.layers * length)
     return max(1.0, tiles / seen) if seen else 1.0
 
 
-def without_window(cfg: sections.Run) -> float:
-    """How many layers, as the growth of FLOPs with the row tells: where it is longer than all windows, those
-    of layers that have one do not grow."""
+def windows(cfg: sections.Run, where: Slice) -> tuple[float, int] | None:
+    """How many layers have a window for which a TPU has kernels (attention/band.py), and how many keys a
+    query meets there."""
+    model, length, layers = cfg.model, cfg.data.sequence_length, with_window(cfg)
+    if not layers or not where.chip.is_tpu or cfg.attention.use != "auto":
+        return None
+    if build.mesh_sizes(cfg, where.devices, where.slices)["context"] > 1:
+        return None
+    seen = flops_of(cfg)[1] / flops_of_a_key(model) - (model.layers - layers) * length / (1 + model.causal)
+    reach = round(seen / layers) if model.causal else round(seen / layers / 2)
+    head = jax.ShapeDtypeStruct((1, length, model.heads, model.head_dim), cfg.memory.compute)
+    if (1 + (not model.causal)) * reach > band.WIDEST or getattr(model, "attention_cap", None) is not None:
+        return None
+    if band_mosaic.known_against(where.chip.kinds[0], head) is not None:
+        return None
+    return layers, band_mosaic.keys(length, reach, 0 if model.causal else reach)
+
+
+def with_window(cfg: sections.Run) -> float:
+    """How many layers have one, as the growth of FLOPs with the row tells: where it is longer than all of
+    them, those of such layers do not grow."""
     model, family, far = cfg.model, file("models", cfg.model), 2**24
     keys = far / 2 if model.causal else far
-    return (family.flops(model, 2 * far) - family.flops(model, far)) / (flops_of_a_key(model) * keys)
+    grown = (family.flops(model, 2 * far) - family.flops(model, far)) / (flops_of_a_key(model) * keys)
+    return round(model.layers - grown, 6)
 
 
 def flops_of_a_key(model: Any) -> float:
@@ -100,7 +136,7 @@ def bundles_of_distances(cfg: sections.Run, where: Slice) -> tuple[int, int] | N
     split = length // (2 * sizes["context"]) if sizes["context"] > 1 else length
     heads = model.heads // sizes["tensor"], model.head_dim
     q, k = (jax.ShapeDtypeStruct((1, n, *heads), cfg.memory.compute) for n in (split, length))
-    return None if kernels.unfit(kind, q, k) else kernels.bundles(kind)
+    return None if kernels.known_against(kind, q, k) else kernels.bundles(kind)
 
 
 def old(where: Slice) -> bool:
