@@ -78,6 +78,8 @@ def libtpu(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("TPU_LIBRARY_PATH", str(library))
     elif importlib.util.find_spec("libtpu") is None:
         pytest.skip("needs libtpu: make .venv/libtpu")
+    # It reads them when it is loaded, and ends the process at a flag that it does not know.
+    monkeypatch.delenv("XLA_FLAGS")
 
 
 @pytest.fixture(scope="session")
