@@ -145,6 +145,25 @@ def test_tiles_at_the_ends_of_what_is_seen_are_half_empty() -> None:
     assert 1 <= visited("modernbert-base", *short) < 1.5
 
 
+@pytest.mark.parametrize(
+    ("name", "layers"),
+    [
+        ("modernbert-base", 14),
+        ("gemma2-9b-32k", 21),
+        ("gemma3-1b", 22),
+        ("huginn-3.5b", 0),
+        ("deberta-v3-base", 0),
+    ],
+)
+def test_layers_with_a_window_are_told_by_how_flops_grow(name: str, layers: int) -> None:
+    """Rounds of recurrent depth, or a generator beside the model, are none, though FLOPs grow by them."""
+    cfg = recipe.load(f"recipes/{name}.yaml")
+    assert scores.with_window(cfg) == pytest.approx(layers, abs=1e-3)
+    where = slices.parse("v5e-8")
+    assert scores.visited(cfg, where) >= 1
+    assert (scores.windows(cfg, where) is not None) == (name == "modernbert-base")
+
+
 def test_what_activations_keep_is_in_the_bytes_of_a_plan() -> None:
     """DeBERTa's MLP, 64 rows of 512 a chip in 4 layers with 3,072 hidden units: of each 16 bits, with one
     bit more, or where w_down is frozen that bit alone."""

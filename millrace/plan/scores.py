@@ -103,11 +103,11 @@ def windows(cfg: sections.Run, where: Slice) -> tuple[float, int] | None:
 
 def with_window(cfg: sections.Run) -> float:
     """How many layers have one, as the growth of FLOPs with the row tells: where it is longer than all of
-    them, those of such layers do not grow."""
+    them, those of such layers do not grow. Loops and generators make it grow more than the layers would."""
     model, family, far = cfg.model, file("models", cfg.model), 2**24
     keys = far / 2 if model.causal else far
     grown = (family.flops(model, 2 * far) - family.flops(model, far)) / (flops_of_a_key(model) * keys)
-    return round(model.layers - grown, 6)
+    return max(0.0, round(model.layers - grown, 3))
 
 
 def flops_of_a_key(model: Any) -> float:
