@@ -181,7 +181,7 @@ with jax.set_mesh(mesh.make(dict(data=1, fsdp=1, tensor=1, context=1), [chip])):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chip", ["v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
+@pytest.mark.parametrize("chip", ["v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])
 def test_rows_up_to_the_longest_fit_the_chip(libtpu: None, chip: str) -> None:
     lengths = ["128", "512", "640", str(mosaic.LONGEST)]
     assert re.findall(r"fits (\d+)", run("-c", FITS, chip, *lengths)) == lengths

@@ -164,6 +164,24 @@ def test_layers_with_a_window_are_told_by_how_flops_grow(name: str, layers: int)
     assert (scores.windows(cfg, where) is not None) == (name == "modernbert-base")
 
 
+@pytest.mark.parametrize(
+    ("name", "window", "keys"),
+    [
+        ("modernbert-base", 128, 384),
+        ("modernbert-base", 260, 640),  # 130 to each side, in blocks of 128
+        ("modernbert-base", 600, None),  # more than attention/band.py takes
+        ("ettin-decoder-150m", 260, 384),
+        ("ettin-decoder-150m", 1100, None),
+    ],
+)
+def test_windows_meet_as_many_keys_in_a_plan_as_their_kernels_take(
+    name: str, window: int, keys: int | None
+) -> None:
+    cfg = recipe.load(f"recipes/{name}.yaml", [f"model.window={window}"])
+    found = scores.windows(cfg, slices.parse("v5e-8"))
+    assert found == (None if keys is None else (14, keys))
+
+
 def test_what_activations_keep_is_in_the_bytes_of_a_plan() -> None:
     """DeBERTa's MLP, 64 rows of 512 a chip in 4 layers with 3,072 hidden units: of each 16 bits, with one
     bit more, or where w_down is frozen that bit alone."""

@@ -1,5 +1,6 @@
 """Attention by arithmetic: how many scores there are, how long they take, and where they lie."""
 
+import math
 from typing import Any
 
 import jax
@@ -92,7 +93,9 @@ def windows(cfg: sections.Run, where: Slice) -> tuple[float, int] | None:
     if build.mesh_sizes(cfg, where.devices, where.slices)["context"] > 1:
         return None
     seen = flops_of(cfg)[1] / flops_of_a_key(model) - (model.layers - layers) * length / (1 + model.causal)
-    reach = round(seen / layers) if model.causal else round(seen / layers / 2)
+    side = seen / layers if model.causal else seen / layers / 2
+    # Queries at the end of a row see less: the mean is reach - reach^2 / 2 length (Mask.keys).
+    reach = round(length * (1 - math.sqrt(max(0.0, 1 - 2 * side / length))))
     head = jax.ShapeDtypeStruct((1, length, model.heads, model.head_dim), cfg.memory.compute)
     if (1 + (not model.causal)) * reach > band.WIDEST or getattr(model, "attention_cap", None) is not None:
         return None
