@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from millrace import cli, recipe, sections
+from millrace.attention import splash
 from millrace.errors import UserError
 from millrace.plan import advise, arithmetic, chips, compiler, memory, scores, search, slices
 
@@ -162,6 +163,18 @@ def test_layers_with_a_window_are_told_by_how_flops_grow(name: str, layers: int)
     where = slices.parse("v5e-8")
     assert scores.visited(cfg, where) >= 1
     assert (scores.windows(cfg, where) is not None) == (name == "modernbert-base")
+
+
+def test_one_kernel_makes_all_gradients_in_a_plan_where_splash_has_it_so() -> None:
+    """Four tiles of keys at most, whose sides divide the row and are shorter for wide heads."""
+    found = {
+        (length, head): splash.fuses(length, head) for length in (2048, 2176, 4096) for head in (64, 256)
+    }
+    assert [key for key, fuses in found.items() if fuses] == [(2048, 64), (2048, 256), (4096, 64)]
+    cfg = lambda length: recipe.load("recipes/eurobert-210m.yaml", [f"data.sequence_length={length}"])
+    where = slices.parse("v5e-8")
+    each = [scores.attention_seconds(cfg(n), where) / scores.scores_of(cfg(n), where) for n in (2048, 2176)]
+    assert each[1] / each[0] == pytest.approx((2 + 2 + 3 + 4) / (2 + 2 + 5), rel=0.01)
 
 
 @pytest.mark.parametrize(

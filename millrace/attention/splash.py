@@ -127,6 +127,15 @@ def _try(
     return complaint(platform, run, q, k, k, *ids, jax.ShapeDtypeStruct((), jnp.int32))
 
 
+def fuses(length: int, head_dim: int, block_kv: int = 0) -> bool:
+    """Whether one kernel makes all gradients of rows of so many keys, a multiple of 128."""
+    return length <= MOST_PARTS * _block(block_kv or _side(head_dim), length)
+
+
+def _side(head_dim: int) -> int:
+    return SIDE if head_dim <= WIDEST else SMALL_SIDE
+
+
 def _mask(mask: Mask, rows: int, columns: int) -> masks.Mask:
     """The mask of the whole sequence; where all see all, and a query's place does not matter, of `rows`."""
     before, after = (None if far is None or far >= columns - 1 else far for far in mask.reach)
@@ -140,11 +149,10 @@ def _mask(mask: Mask, rows: int, columns: int) -> masks.Mask:
 def _kernel(
     cfg: Any, whole: masks.Mask, shards: int, head_dim: int, *, soft_cap: float | None, interpret: bool
 ) -> kernels.SplashAttentionKernel:
-    side = SIDE if head_dim <= WIDEST else SMALL_SIDE
-    block_q = _block(cfg.block_q or side, whole.shape[0] // shards)
-    block_kv = _block(cfg.block_kv or side, whole.shape[1])
+    block_q = _block(cfg.block_q or _side(head_dim), whole.shape[0] // shards)
+    block_kv = _block(cfg.block_kv or _side(head_dim), whole.shape[1])
     # It visits all tiles, also those that a window hides.
-    fused = whole.shape[1] <= MOST_PARTS * block_kv and not isinstance(whole, masks.LocalMask)
+    fused = fuses(whole.shape[1], head_dim, cfg.block_kv) and not isinstance(whole, masks.LocalMask)
     made = _described(whole, shards, block_q, block_kv, _layout(head_dim), fused)
     how = made.kwargs | dict(
         attn_logits_soft_cap=soft_cap, residual_checkpoint_name=KERNEL, interpret=interpret

@@ -28,7 +28,7 @@ ROOM = 64 * 8192  # numbers of a head's row at most: it is on the chip, with its
 ROWS = 16  # of a register in 16 bits
 # Bundles of instructions that libtpu 0.0.51 schedules for each 1,024 scores, forward and backward, with 384
 # keys for 128 queries and heads of 64 (2026-11).
-SCHEDULED = {"TPU v4": (13, 22), "TPU v6 lite": (7, 13), "": (11, 19)}
+SCHEDULED = {"TPU v4": (13, 22), "TPU v6 lite": (7, 13), "TPU7x": (7, 13), "": (11, 19)}
 
 
 class Shape(NamedTuple):

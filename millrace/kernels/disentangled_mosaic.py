@@ -33,7 +33,7 @@ LONGEST = 1024  # row of keys
 STRIDELESS = "TPU v4"  # which moves all rows of a register alike
 # What libtpu 0.0.51 schedules for rows of 512 and heads of 64; for rows of 1,024 it is a tenth to a fifth
 # less (2026-11).
-SCHEDULED = {STRIDELESS: (50, 108), "TPU v6 lite": (15, 44), "": (19, 52)}
+SCHEDULED = {STRIDELESS: (50, 108), "TPU v6 lite": (15, 44), "TPU7x": (15, 40), "": (19, 52)}
 ONCE = pl.Buffered(1)  # what stays for all rows of the batch is not fetched ahead
 
 

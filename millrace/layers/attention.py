@@ -192,7 +192,8 @@ def _order(platform: str, length: int, mask: Mask, segments: bool) -> tuple[str,
         first = ("hopper",) * (segments or both_ways) + ("band",) * both_ways
         return tuple(dict.fromkeys((*first, *ORDER["gpu"])))
     plain = ORDER.get(platform, ("xla",) if length <= 1024 else ("blockwise",))
-    return ("band",) * (platform != "cpu" and windowed or _backend("band").saves(mask, length)) + plain
+    narrow = windowed if platform == "tpu" else _backend("band").saves(mask, length)
+    return ("band",) * narrow + plain
 
 
 def _local(one: Callable[..., Array], rows: Any) -> Callable[..., Array]:

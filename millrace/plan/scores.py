@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from millrace import build, sections
-from millrace.attention import band
+from millrace.attention import band, splash
 from millrace.kernels import band_mosaic
 from millrace.objective import file
 from millrace.plan import timing
@@ -22,7 +22,6 @@ ATTENTION = 0.4
 # on an H200 the difference between rows of 4,096 and of 131,072, above, is that of such tiles, and a window
 # of 128 both ways takes as long as 1,040 keys do (long-context.md).
 SIDE = 1024
-FUSED = 4 * SIDE  # rows of so many tiles have all gradients from one kernel (attention/splash.py)
 # Bytes through memory for each score, forward and backward, where no kernel makes them on the chip. What
 # DeBERTa takes longer on an H200 than its products and all else is 55 and 59 of them for each of its scores
 # at 512 and 1,024 tokens (docs/performance.md); the memory of 1B's step on v3-8 is 65 (libtpu 0.0.51).
@@ -56,7 +55,8 @@ def attention_seconds(cfg: sections.Run, where: Slice) -> float:
         matrix *= (share := 1 - narrow / scores)
         scores *= share
     vector = scores * (timing.VECTOR / timing.REGISTER + timing.TILE / SIDE**2) / clock
-    fused = cfg.data.sequence_length <= FUSED and (near is not None or not with_window(cfg))
+    padded = -(-cfg.data.sequence_length // splash.LANES) * splash.LANES
+    fused = splash.fuses(padded, cfg.model.head_dim) and (near is not None or not with_window(cfg))
     gradients = [SPLASH["dkv"] + 1] if fused else [SPLASH["dq"], SPLASH["dkv"]]
     kernels = [SPLASH["fwd"]] * (1 + again) + gradients
     return seconds + sum(max(count * matrix / timing.MATRIX, vector) for count in kernels)
