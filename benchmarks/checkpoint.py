@@ -15,9 +15,11 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from millrace import goodput, manifest, saved, spikes
-from millrace.checkpoint import Checkpoints
-from millrace.state import State
+from millrace.runtime import goodput
+from millrace.checkpoint import manifest, inventory as saved
+from millrace.training import loss_spikes as spikes
+from millrace.checkpoint.manager import Checkpoints
+from millrace.checkpoint.state import State
 
 
 def timed(call, *args, **kwargs):

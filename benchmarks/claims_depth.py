@@ -23,10 +23,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from millrace import build, depth, module, recipe, step
-from millrace.depth import Rounds
-from millrace.objective import Examples, Task, Vocabulary, file, make_task
-from millrace.project import project
+from millrace.training import setup as build, step
+from millrace.model_wrappers import recurrent_depth as depth
+from millrace.nn import module
+from millrace.config import recipe
+from millrace.model_wrappers.recurrent_depth import Rounds
+from millrace.objectives import Examples, Task, Vocabulary, file, make_task
+from millrace.nn.linear import project
 
 ROWS, TESTS = 64, 256
 LENGTH, TRAINED, PART = 40, 10, 4  # places of a row, those that are learnt, and those that are told together

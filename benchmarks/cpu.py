@@ -62,7 +62,7 @@ def parse() -> argparse.Namespace:
 
 
 def load(args: argparse.Namespace) -> Any:
-    from millrace import recipe
+    from millrace.config import recipe
 
     return recipe.load(args.recipe, args.set)
 
@@ -142,14 +142,14 @@ def rounds_of(args: argparse.Namespace) -> Callable[[dict[str, Any]], Round]:
 
 def millrace_step(cfg: Any, folder: Path) -> tuple[Step, float]:
     """The step by its number, once the first is taken, and that one's loss. Its weights and rows are kept."""
-    from millrace import allocator
+    from millrace.runtime import malloc as allocator
 
     allocator.one_arena()  # these two as `millrace train` does, the first before JAX starts a thread
     allocator.keep_freed(1 << 30)
     import jax
 
-    from millrace.data.stream import Dataset
-    from millrace.evaluate import place, vocabulary, with_vocabulary
+    from millrace.data.dataset import Dataset
+    from millrace.training.evaluate import place, vocabulary, with_vocabulary
 
     dataset = Dataset.open(cfg.data.path, sequence_length=cfg.data.sequence_length)
     cfg = with_vocabulary(cfg, dataset)
@@ -174,8 +174,8 @@ def torch_step(cfg: Any, folder: Path, *, compiled: bool) -> tuple[Step, float]:
     """The same of transformers, from the weights and rows that Millrace has kept: fused AdamW, clipping."""
     import torch
 
-    from millrace.data.stream import Dataset
-    from millrace.evaluate import with_vocabulary
+    from millrace.data.dataset import Dataset
+    from millrace.training.evaluate import with_vocabulary
 
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     model = steps.transformers_model(with_vocabulary(cfg, Dataset.open(cfg.data.path)))

@@ -28,8 +28,9 @@ from benchmarks.data_measure import (
     measured,
     wait_for_orphans,
 )
-from millrace.data import chat, encoders, tokenise, unsettled
-from millrace.data.learn import OURS
+from millrace.data.chat import encode as chat
+from millrace.data.tokenizer import encoders, tokenizer as tokenise, unicode_drift as unsettled
+from millrace.data.tokenizer.train import OURS
 from millrace.data.shards import Index
 
 ROOT = Path(__file__).parent.parent

@@ -171,8 +171,8 @@ def jax_rows(tokens: int, embed: int, vocab: int, unembed_dtype: str) -> list[Ro
     import jax
     import jax.numpy as jnp
 
-    from millrace.kernels.cut_cross_entropy import cut
-    from millrace.kernels.head import Stats
+    from millrace.kernels.linear_cross_entropy.dispatch import cut
+    from millrace.kernels.linear_cross_entropy.stats import Stats
 
     device = jax.devices()[0].device_kind
     print(f"{device}, jax {jax.__version__}: {tokens} tokens, {embed} wide, vocabulary {vocab}")

@@ -11,9 +11,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from millrace.plan import program, timing
-from millrace.plan.compiler import ENVIRONMENT
-from millrace.plan.slices import parse
+from millrace.plan import hlo as program, timing
+from millrace.plan.aot import ENVIRONMENT
+from millrace.hardware.slices import parse
 
 WAYS = ("tokens", "vocabulary", "kernel")
 Row = dict[str, Any]
@@ -66,9 +66,9 @@ def compile_one(options: argparse.Namespace) -> None:
     from jax.experimental import topologies
     from jax.sharding import SingleDeviceSharding
 
-    from millrace import mesh
-    from millrace.execution import compile_fast
-    from millrace.kernels.cut_cross_entropy import cut
+    from millrace.nn import sharding as mesh
+    from millrace.nn.stack import compile_fast
+    from millrace.kernels.linear_cross_entropy.dispatch import cut
 
     where = parse(options.slice)
     chip = topologies.get_topology_desc(where.topology, "tpu", **where.options).devices[0]

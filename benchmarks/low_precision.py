@@ -76,9 +76,11 @@ def parse() -> argparse.Namespace:
 def train(args: argparse.Namespace, format: str) -> Row:
     import jax
 
-    from millrace import build, metrics, module, programs, recipe, step
-    from millrace.mesh import row_sharding
-    from millrace.objective import Batch, Vocabulary, file, make_task
+    from millrace.training import setup as build, metrics, compiled_step as programs, step
+    from millrace.nn import module
+    from millrace.config import recipe
+    from millrace.nn.sharding import row_sharding
+    from millrace.objectives import Batch, Vocabulary, file, make_task
 
     name = "demo" if args.small else "llama3.2-1b"
     cfg = recipe.load(ROOT / f"recipes/{name}.yaml", settings(args, format))

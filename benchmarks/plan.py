@@ -25,9 +25,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.data_measure import measured
-from millrace.plan import program as instructions
-from millrace.plan import slices, timing
-from millrace.plan.compiler import ENVIRONMENT
+from millrace.plan import hlo as instructions
+from millrace.hardware import slices
+from millrace.plan import timing
+from millrace.plan.aot import ENVIRONMENT
 
 ROOT = Path(__file__).parent.parent
 GIB = 2**30

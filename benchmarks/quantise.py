@@ -66,8 +66,8 @@ def train(kind: str, small: bool) -> steps.Row:
 def rounded(method: str, small: bool) -> steps.Row:
     import jax
 
-    from millrace import recipe
-    from millrace.compress import command
+    from millrace.config import recipe
+    from millrace.quantize import run as command
 
     cfg = recipe.load_method(method, METHODS[method])
     told = {}

@@ -105,7 +105,7 @@ def measured(seconds: list[float], tokens: int, losses: list[float], **more: Any
 def load(recipe: str, settings: dict[str, Any], overrides: Sequence[str] = ()) -> Any:
     """A recipe as the benchmarks take it: one document a row, all rows at once, the whole rate of learning
     from the first step; the rest by `settings`, and by what the command line says."""
-    from millrace.recipe import load
+    from millrace.config.recipe import load
 
     common: dict[str, Any] = {"batch.accumulate": 1, "data.isolate": "false"}
     common |= {"batch.ramp": 0, "batch.ramp_from": 0}
@@ -116,7 +116,7 @@ def load(recipe: str, settings: dict[str, Any], overrides: Sequence[str] = ()) -
 
 def flops(cfg: Any) -> float:
     """Of a token, forward and backward, by shapes alone."""
-    from millrace import objective
+    from millrace import objectives as objective
 
     return objective.flops(cfg)
 
@@ -137,8 +137,9 @@ class Ready:
 def ready(cfg: Any, vocabulary: Any) -> Ready:
     import jax
 
-    from millrace import build, module, programs, step
-    from millrace.objective import file, make_task
+    from millrace.training import setup as build, compiled_step as programs, step
+    from millrace.nn import module
+    from millrace.objectives import file, make_task
 
     devices, task = build.make_mesh(cfg), make_task(cfg, vocabulary)
     with jax.set_mesh(devices):
@@ -159,8 +160,8 @@ def random_batches(made: Ready) -> list[Any]:
     """Rows of random tokens, the mask token not among them."""
     import jax
 
-    from millrace.mesh import row_sharding
-    from millrace.objective import Batch
+    from millrace.nn.sharding import row_sharding
+    from millrace.objectives import Batch
 
     shape = (made.cfg.batch.sequences, made.cfg.data.sequence_length)
     mask = made.task.vocabulary.mask
@@ -176,8 +177,8 @@ def millrace_steps(cfg: Any, steps: int, *, mask: int | None = None, folder: Pat
     these steps begin from."""
     import jax
 
-    from millrace import metrics
-    from millrace.objective import Vocabulary
+    from millrace.training import metrics
+    from millrace.objectives import Vocabulary
 
     made = ready(cfg, Vocabulary(cfg.model.vocab, None, None, None, mask))
     batches, state = random_batches(made), made.state
@@ -200,8 +201,8 @@ def keep(made: Ready, batch: Any, folder: Path) -> None:
     """Fresh weights, and what the first step makes of its batch: inputs, targets and which of them count."""
     import jax
 
-    from millrace.export.tensors import table_of, to_tensors
-    from millrace.objective import file
+    from millrace.model_formats.hf_tensors import table_of, to_tensors
+    from millrace.objectives import file
 
     state = made.state
     key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
@@ -223,7 +224,7 @@ def transformers_model(cfg: Any, attention: str = "sdpa", **more: Any) -> Any:
     import transformers
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    from millrace.objective import file
+    from millrace.objectives import file
 
     assert attention != UNMASKED or not cfg.data.isolate
     transformers.AttentionInterface.register(UNMASKED, sdpa_attention_forward)

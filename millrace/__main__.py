@@ -2,6 +2,6 @@
 
 import sys
 
-from millrace.cli import main
+from millrace.cli.main import main
 
 sys.exit(main())

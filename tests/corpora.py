@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from millrace.data import encoders, learn, tokenise
+from millrace.data.tokenizer import encoders, train as learn, tokenizer as tokenise
 from millrace.data.documents import Ragged
 
 WORDS = ["river", "mill", "wheel", "grain", "sluice", "größe", "naïve", "水車", "🌊", "if", "x", "==", "1:"]

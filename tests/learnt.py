@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from millrace import recipe, train
+from millrace.config import recipe
+from millrace.training import run as train
 
 
 def learnt(folder: Path, packed: str, weight_decay: float) -> Path:

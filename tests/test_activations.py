@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from millrace.layers import activations, mlp
-from millrace.layers.mlp import Activation, activate, gated, glu
+from millrace.nn import activations, mlp
+from millrace.nn.mlp import Activation, activate, gated, glu
 from millrace.models import deberta
-from millrace.module import Axes
+from millrace.nn.module import Axes
 from millrace.plan.activations import Layer
-from millrace.products.weight import round_weight
+from millrace.low_precision.weight import round_weight
 
 SPECIAL = [0.0, -0.0, 1e-3, -1e-3, 3.5, -3.5, np.inf, -np.inf, np.nan]
 PLAIN: dict[str, tuple[Callable[..., jax.Array], Callable[..., jax.Array]]] = {

@@ -10,17 +10,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from millrace import adapters, build, config, matrices, module, recipe, sections, step, train
-from millrace.compress import frozen, grid
-from millrace.data.stream import Dataset
-from millrace.draw import Sampling
+from millrace.model_wrappers import lora as adapters, split_weights as matrices
+from millrace.training import setup as build, step, run as train
+from millrace.config import reader as config, recipe, sections
+from millrace.nn import module
+from millrace.low_precision import nf4 as frozen, grid
+from millrace.data.dataset import Dataset
+from millrace.inference.sampling import Sampling
 from millrace.errors import UserError
-from millrace.evaluate import evaluate_run, place, vocabulary, with_vocabulary
-from millrace.execution import Execution
-from millrace.export import huggingface
-from millrace.folder import open_run
-from millrace.generate import generate
-from millrace.objective import file, flops, make_task
+from millrace.training.evaluate import evaluate_run, place, vocabulary, with_vocabulary
+from millrace.nn.stack import Execution
+from millrace.convert import to_huggingface as huggingface
+from millrace.checkpoint.open_run import open_run
+from millrace.inference.generate import generate
+from millrace.objectives import file, flops, make_task
 from tests.learnt import learnt
 
 KEY = jax.random.key(0)
@@ -200,7 +203,7 @@ def test_eight_devices_learn_what_one_does(plain, tmp_path, kind):
 
 def losses(cfg, devices):
     """Of some steps, and the weights after them."""
-    from millrace import start
+    from millrace.training import init_from as start
 
     task, update, dataset, cfg = stepped(cfg)
     axes = module.axes(file("models", task.model).Model, task.model)

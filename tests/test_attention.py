@@ -18,10 +18,10 @@ import pytest
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
-from millrace import mesh
+from millrace.nn import sharding as mesh
 from millrace.attention import band, xla
-from millrace.kernels import band_mosaic
-from millrace.layers.attention import Mask, attend, choose
+from millrace.kernels import band_tpu as band_mosaic
+from millrace.attention import Mask, attend, choose
 
 AUTO = SimpleNamespace(use="auto")
 XLA = SimpleNamespace(use="xla")

@@ -264,8 +264,9 @@ def test_ratios_of_steps_say_whether_they_are_what_is_wanted() -> None:
 
 
 def test_the_program_of_scanned_layers_has_one_size() -> None:
-    from millrace import build, module, step
-    from millrace.objective import Vocabulary, file, make_task
+    from millrace.training import setup as build, step
+    from millrace.nn import module
+    from millrace.objectives import Vocabulary, file, make_task
 
     def lines(settings: dict[str, Any]) -> int:
         cfg = steps.load(scaling.RECIPE, scaling.SMALL.settings | settings | {"batch.sequences": 8})

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from millrace.cli import main
-from millrace.tpu import place
+from millrace.cli.main import main
+from millrace.tpu import job_ledger as place
 from tests.test_launch import RECIPE, Story
 
 pytest.importorskip("google.cloud.tpu_v2", reason="needs google-cloud-tpu: pip install -e '.[cloud]'")
@@ -31,7 +31,8 @@ class Here(Story):
     """A story whose launcher is this process."""
 
     def quick(self, monkeypatch) -> None:
-        from millrace.tpu import command, ending, launch, look_command, rent, workers
+        from millrace.cli import tpu as command, tpu_status as look_command
+        from millrace.tpu import outcome as ending, launch, provision as rent, workers
 
         for module in (command, ending, launch, look_command, rent, workers):
             for name in TIMES.keys() & vars(module).keys():
@@ -97,7 +98,7 @@ def alive(pids: list[int]) -> list[bool]:
 def test_slices_that_are_lost_as_soon_as_they_are_there_are_counted_and_have_an_end(
     here, capsys, monkeypatch
 ):
-    monkeypatch.setattr("millrace.tpu.rent.LOSSES", 3)
+    monkeypatch.setattr("millrace.tpu.provision.LOSSES", 3)
     here.google.born = ["gone"]
     assert here.run() == 2
     said = capsys.readouterr()
@@ -296,7 +297,7 @@ def test_a_slice_that_is_deleted_between_two_lives_is_not_rented_again(
 
 def test_a_slice_that_is_taken_away_between_two_lives_is_taken_anew(here, monkeypatch):
     """Its node may be DELETING before its request is SUSPENDED."""
-    from millrace.tpu.rent import Renter
+    from millrace.tpu.provision import Renter
 
     look = Renter.look
 
@@ -372,7 +373,7 @@ def test_what_the_machines_may_not_do_is_told_while_somebody_is_there(here, caps
 
 
 def test_hours_are_not_forgotten_when_a_delete_failed(here, monkeypatch, capsys):
-    monkeypatch.setattr("millrace.tpu.ending.GIVE_UP", 0.5)
+    monkeypatch.setattr("millrace.tpu.outcome.GIVE_UP", 0.5)
     here.google.make_node(NODE, OURS)
     place.Ledger("project/job", "gs://b/run").seen("us-central2-b", 1000.0, 4600.0)
     here.google.fault("DELETE", "", 403, "not now", count=99)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from millrace.cli import main
-from millrace.tpu.voice import Voice
+from millrace.cli.main import main
+from millrace.tpu.console import Voice
 from tests.test_bill import FOREIGN, NODE, OURS, ZONE, Here, alive, meanwhile
 from tests.test_launch import end, hear
 
@@ -255,7 +255,7 @@ def test_hours_of_what_is_not_ours_count_from_when_we_began(here, capsys):
 
 
 def test_another_slice_of_that_name_is_not_taken_for_the_one_that_was_there(here, capsys):
-    from millrace.tpu import ending
+    from millrace.tpu import outcome as ending
     from millrace.tpu.gcp import Gcp
 
     here.trainer("wait")

@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from millrace.cli import main
-from millrace.tpu import cost, place
+from millrace.cli.main import main
+from millrace.tpu import cost, job_ledger as place
 from millrace.tpu.request import Request, sliced
 from tests.test_bill import NODE, OURS, SPOT, alive, here
 from tests.test_launch import Story, end, hear

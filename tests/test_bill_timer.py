@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from millrace.cli import main
-from millrace.tpu import alarm, timer
+from millrace.cli.main import main
+from millrace.tpu import timer_health as alarm, timer
 from tests.fake_google import Google
 from tests.test_bill import Here
 from tests.test_launch import ROOT, end
@@ -169,7 +169,7 @@ def test_a_slice_that_may_not_end_itself_is_told_when_it_is_made_and_asked_after
 
 
 def test_what_is_not_known_of_the_timer_is_a_warning_too(timed, capsys, monkeypatch):
-    monkeypatch.setattr("millrace.tpu.command.DENIED", 0.5)
+    monkeypatch.setattr("millrace.cli.tpu.DENIED", 0.5)
     timed.google.fault("POST", ":testIamPermissions", 403, "API has not been used", count=10**6)
     assert main([*CREATE, *timed.key]) == 0
     said = capsys.readouterr().out

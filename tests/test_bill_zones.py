@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from millrace.cli import main
-from millrace.tpu import disk, ending, gcp
+from millrace.cli.main import main
+from millrace.tpu import disk, outcome as ending, gcp
 from millrace.tpu.cloud import Silent
 from tests.test_bill import NODE, OURS, ZONE, here, meanwhile
 
@@ -22,7 +22,7 @@ __all__ = ["here"]
 def test_an_outage_of_another_zone_keeps_nobody_from_deleting_and_renting_again(
     here, capsys, monkeypatch, how
 ):
-    monkeypatch.setattr("millrace.tpu.google.PATIENCE", 0.3)
+    monkeypatch.setattr("millrace.tpu.google_auth.PATIENCE", 0.3)
     monkeypatch.setattr(gcp.Gcp.__init__, "__defaults__", ((), 0.1))
     here.trainer("wait 0")
 
@@ -48,7 +48,7 @@ def test_an_outage_of_another_zone_keeps_nobody_from_deleting_and_renting_again(
 
 
 def test_a_zone_that_never_answered_may_have_one(here, monkeypatch):
-    monkeypatch.setattr("millrace.tpu.ending.GIVE_UP", 3.0)
+    monkeypatch.setattr("millrace.tpu.outcome.GIVE_UP", 3.0)
     cloud = gcp.Gcp("project", ("us-central2-b", "us-east1-d"), patience=0.1)
     here.google.fault("GET", "us-east1-d", 503, "zone is down", count=10**5)
     with pytest.raises(Silent, match="zone is down"):
@@ -68,7 +68,7 @@ def test_a_zone_that_never_answered_may_have_one(here, monkeypatch):
 
 
 def test_a_list_that_lacks_a_zone_is_not_taken_for_the_whole(here, capsys, monkeypatch):
-    monkeypatch.setattr("millrace.tpu.ending.GIVE_UP", 0.5)
+    monkeypatch.setattr("millrace.tpu.outcome.GIVE_UP", 0.5)
     other = f"{ZONE.replace('us-central2-b', 'us-east1-d')}/nodes/other"
     here.google.make_node(NODE, OURS)
     here.google.make_node(other, OURS)

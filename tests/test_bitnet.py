@@ -16,19 +16,22 @@ import transformers
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
-from millrace import config, module, recipe
-from millrace.checkpoint import Checkpoints
+from millrace.config import reader as config, recipe
+from millrace.nn import module
+from millrace.checkpoint.manager import Checkpoints
 from millrace.errors import UserError
-from millrace.execution import Execution, cast
-from millrace.export import huggingface, ternary
-from millrace.folder import Opened, open_run
+from millrace.nn.stack import Execution, cast
+from millrace.convert import to_huggingface as huggingface
+from millrace.model_formats import hf_ternary as ternary
+from millrace.checkpoint.open_run import Opened, open_run
 from millrace.models import bitnet
-from millrace.module import Axes
-from millrace.objective import Vocabulary, make_task
-from millrace.plan import arithmetic, slices
-from millrace.products.dot import How
-from millrace.products.ternary import multiply, round_input, round_weight
-from millrace.project import project
+from millrace.nn.module import Axes
+from millrace.objectives import Vocabulary, make_task
+from millrace.plan import estimate as arithmetic
+from millrace.hardware import slices
+from millrace.low_precision.dot import How
+from millrace.low_precision.ternary import multiply, round_input, round_weight
+from millrace.nn.linear import project
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # torch of itself
 

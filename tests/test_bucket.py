@@ -22,11 +22,15 @@ from test_hosts import finish as hosts_finish
 from test_hosts import start as hosts_start
 from test_train import rows
 
-from millrace import cli, config, lock, manifest, mirror, recipe, saved, store, train
-from millrace.checkpoint import Checkpoints
+from millrace.cli import main as cli
+from millrace.config import reader as config, recipe
+from millrace.storage import lock, bucket_sync as mirror, files as store
+from millrace.checkpoint import manifest, inventory as saved
+from millrace.training import run as train
+from millrace.checkpoint.manager import Checkpoints
 from millrace.errors import Unreachable, UserError
-from millrace.evaluate import evaluate_run
-from millrace.folder import open_run
+from millrace.training.evaluate import evaluate_run
+from millrace.checkpoint.open_run import open_run
 from tests import soon
 
 EXPIRED = dict(status=401, said="Invalid Credentials")  # a token that ran out on its way

@@ -12,13 +12,16 @@ import transformers
 import yaml
 from safetensors.numpy import load_file
 
-from millrace import config, mesh, module, recipe, train
-from millrace.checkpoint import Checkpoints
-from millrace.compress import command, stored
+from millrace.config import reader as config, recipe
+from millrace.nn import sharding as mesh, module
+from millrace.training import run as train
+from millrace.checkpoint.manager import Checkpoints
+from millrace.quantize import run as command
+from millrace.model_formats import quantized_folder as stored
 from millrace.errors import UserError
-from millrace.export import huggingface
-from millrace.folder import open_run
-from millrace.objective import file
+from millrace.convert import to_huggingface as huggingface
+from millrace.checkpoint.open_run import open_run
+from millrace.objectives import file
 
 # Matrices of one size: what rounds them is compiled once.
 SMALL = ("model.vocab=300", "model.layers=1", "model.kv_heads=4", "model.mlp=32")

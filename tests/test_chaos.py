@@ -16,8 +16,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from millrace import hosts, recipe
-from millrace.checkpoint import Checkpoints
+from millrace.runtime import multihost as hosts
+from millrace.config import recipe
+from millrace.checkpoint.manager import Checkpoints
 from tests.faults import FAULTS
 from tests.test_hosts import finish as finish_all
 from tests.test_hosts import rows as losses

@@ -12,12 +12,12 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from millrace.data import shapes
-from millrace.data.chat import PLAIN, encode_chats, make_encoder, why_slow
+from millrace.data.chat import records as shapes
+from millrace.data.chat.encode import PLAIN, encode_chats, make_encoder, why_slow
 from millrace.data.documents import Problems
 from millrace.data.shards import Special
-from millrace.data.template import TODAY
-from millrace.data.tokenise import Tokenizer
+from millrace.data.chat.template import TODAY
+from millrace.data.tokenizer.tokenizer import Tokenizer
 from millrace.errors import UserError
 
 WORDS = [
@@ -543,7 +543,7 @@ def test_batches_of_conversations_are_encoded_like_single_ones(monkeypatch: pyte
     talks = conversations(60, seed=4)
     whole = encode(ours, talks)
     assert [encode(ours, [talk])[0] for talk in talks] == whole
-    monkeypatch.setattr("millrace.data.chat.BATCH", 500)
+    monkeypatch.setattr("millrace.data.chat.encode.BATCH", 500)
     assert encode(ours, talks) == whole
     assert encode(ours, []) == []
 

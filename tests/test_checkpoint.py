@@ -13,10 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from millrace import hosts, manifest, saved, sections, spikes, train
-from millrace.checkpoint import Checkpoints
+from millrace.runtime import multihost as hosts
+from millrace.checkpoint import manifest, inventory as saved
+from millrace.config import sections
+from millrace.training import loss_spikes as spikes, run as train
+from millrace.checkpoint.manager import Checkpoints
 from millrace.errors import UserError
-from millrace.state import State
+from millrace.checkpoint.state import State
 
 
 def state(number: int, width: int = 64) -> State:

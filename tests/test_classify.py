@@ -12,31 +12,23 @@ import torch
 import transformers
 from test_labelled import WORDS, lines, prepared
 
-from millrace import (
-    classifier,
-    config,
-    evaluate,
-    generate,
-    mesh,
-    module,
-    objective,
-    recipe,
-    sections,
-    start,
-    step,
-    train,
-)
-from millrace.compress import command
-from millrace.data import learn
-from millrace.draw import Sampling
+from millrace.model_wrappers import classification_head as classifier
+from millrace.config import reader as config, recipe, sections
+from millrace.training import evaluate, init_from as start, step, run as train
+from millrace.inference import generate
+from millrace.nn import sharding as mesh, module
+from millrace import objectives as objective
+from millrace.quantize import run as command
+from millrace.data.tokenizer import train as learn
+from millrace.inference.sampling import Sampling
 from millrace.errors import UserError
-from millrace.execution import Execution
-from millrace.export import gguf_file, huggingface
-from millrace.export.tensors import table_of, to_tensors
-from millrace.folder import Opened, open_run
-from millrace.objective import Batch, Task, Vocabulary
+from millrace.nn.stack import Execution
+from millrace.convert import gguf as gguf_file, to_huggingface as huggingface
+from millrace.model_formats.hf_tensors import table_of, to_tensors
+from millrace.checkpoint.open_run import Opened, open_run
+from millrace.objectives import Batch, Task, Vocabulary
 from millrace.objectives import classify
-from millrace.serve import api
+from millrace.inference.serve import http as api
 from tests import parity
 
 SIZES = dict(

@@ -13,8 +13,9 @@ import jsonschema
 import pytest
 import yaml
 
-from millrace import cli, config, recipe, schema, sections
-from millrace.cli import main
+from millrace.cli import main as cli
+from millrace.config import reader as config, recipe, json_schema as schema, sections
+from millrace.cli.main import main
 
 ROOT = Path(__file__).parent.parent
 WHOLE = [p for p in sorted((ROOT / "recipes").rglob("*.yaml")) if "use" not in yaml.safe_load(p.read_text())]

@@ -20,11 +20,22 @@ import jsonschema
 import pytest
 import yaml
 
-from millrace.cli import main
+from millrace.cli.main import main
 from millrace.errors import UserError
-from millrace.plan import slices
-from millrace.tpu import bundle, cost, disk, ending, install, job, place, region, timer, worker
-from millrace.tpu.exports import Exported
+from millrace.hardware import slices
+from millrace.tpu import (
+    bundle,
+    cost,
+    disk,
+    outcome as ending,
+    install,
+    job,
+    job_ledger as place,
+    region,
+    timer,
+    worker,
+)
+from millrace.tpu.schedulers import Exported
 from millrace.tpu.local import Local
 from millrace.tpu.request import Request, name_from, sliced
 from tests import fakegcs
@@ -123,7 +134,7 @@ def test_busy_servers_are_asked_again_for_disks_buckets_and_places(google):
 
 @pytest.mark.parametrize("act", ["run", "create"])
 def test_a_dry_run_on_this_machine_asks_nobody(tmp_path, monkeypatch, capsys, act):
-    monkeypatch.setattr("millrace.tpu.google.credentials", lambda url: pytest.fail("asked"))
+    monkeypatch.setattr("millrace.tpu.google_auth.credentials", lambda url: pytest.fail("asked"))
     for name in ("CLOUDSDK_CORE_PROJECT", "GOOGLE_CLOUD_PROJECT"):
         monkeypatch.delenv(name, raising=False)
     (tmp_path / "recipe.yaml").write_text(RECIPE.format(run="run"))
@@ -610,7 +621,7 @@ def exported(name: str = "2xv5e-256", **more) -> Exported:
 
 
 def written(to: str, run: Exported) -> str:
-    return importlib.import_module(f"millrace.tpu.exports.{to}").write(run)
+    return importlib.import_module(f"millrace.tpu.schedulers.{to}").write(run)
 
 
 def test_a_jobset_has_a_job_for_each_slice_that_kubernetes_accepts():

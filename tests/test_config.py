@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from millrace import config, lengths, recipe, sections
+from millrace.config import reader as config, run_length as lengths, recipe, sections
 from millrace.errors import UserError
 
 ROOT = Path(__file__).parent.parent

@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from millrace import config, module
-from millrace.execution import REMAT, Execution, own_products
-from millrace.export.tensors import table_of
-from millrace.objective import file
+from millrace.config import reader as config
+from millrace.nn import module
+from millrace.nn.stack import REMAT, Execution, own_products
+from millrace.model_formats.hf_tensors import table_of
+from millrace.objectives import file
 
 # Of layers that differ by turns, the third sees all of the text, and a fourth is left over.
 SIZES: dict[str, Any] = dict(

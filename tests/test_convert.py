@@ -9,7 +9,7 @@ import pytest
 import regex
 from corpora import WORDS, code, hostile, texts_of, trained
 
-from millrace.data import convert, encoders, tokenise
+from millrace.data.tokenizer import convert, encoders, tokenizer as tokenise
 from millrace.errors import UserError
 
 # As tiktoken has them; the regex library reads them as it does.

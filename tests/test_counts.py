@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from millrace import module, recipe, sections
-from millrace.objective import file
+from millrace.nn import module
+from millrace.config import recipe, sections
+from millrace.objectives import file
 
 ROOT = Path(__file__).parent.parent
 PUBLISHED = {

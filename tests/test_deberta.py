@@ -16,15 +16,19 @@ import transformers
 from hypothesis import strategies as st
 from transformers.activations import ACT2FN
 
-from millrace import config, mesh, module, recipe, sections, train
+from millrace.config import reader as config, recipe, sections
+from millrace.nn import sharding as mesh, module
+from millrace.training import run as train
 from millrace.errors import UserError
-from millrace.execution import Execution
-from millrace.export import huggingface, tensors
-from millrace.folder import open_run
-from millrace.layers import disentangled, mlp
-from millrace.layers.activations import PLAIN
+from millrace.nn.stack import Execution
+from millrace.convert import to_huggingface as huggingface
+from millrace.model_formats import hf_tensors as tensors
+from millrace.checkpoint.open_run import open_run
+from millrace.attention import _disentangled as disentangled
+from millrace.nn import mlp
+from millrace.nn.activations import PLAIN
 from millrace.models import deberta
-from millrace.objective import Batch, Task, Vocabulary
+from millrace.objectives import Batch, Task, Vocabulary
 from millrace.objectives import rtd
 from tests import parity
 from tests.test_step import Bench, assert_close, made, weights

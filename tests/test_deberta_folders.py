@@ -13,12 +13,16 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
-from millrace import config, mesh, module, objective, recipe, sections, start
-from millrace.checkpoint import Checkpoints
-from millrace.cli import main
+from millrace.config import reader as config, recipe, sections
+from millrace.nn import sharding as mesh, module
+from millrace import objectives as objective
+from millrace.training import init_from as start
+from millrace.checkpoint.manager import Checkpoints
+from millrace.cli.main import main
 from millrace.errors import UserError
-from millrace.export import huggingface, tensors
-from millrace.folder import open_run
+from millrace.convert import to_huggingface as huggingface
+from millrace.model_formats import hf_tensors as tensors
+from millrace.checkpoint.open_run import open_run
 from millrace.models import deberta
 
 SIZES: dict[str, Any] = dict(layers=2, embed=32, heads=4, mlp=48, buckets=8, reach=64, vocab=96)

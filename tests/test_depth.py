@@ -12,13 +12,16 @@ import pytest
 from test_contracts import LENGTH, SIZES
 from test_step import Bench, assert_close
 
-from millrace import config, depth, module, sections, train
-from millrace.cli import main
-from millrace.depth import Rounds
+from millrace.config import reader as config, sections
+from millrace.model_wrappers import recurrent_depth as depth
+from millrace.nn import module
+from millrace.training import run as train
+from millrace.cli.main import main
+from millrace.model_wrappers.recurrent_depth import Rounds
 from millrace.errors import UserError
-from millrace.execution import Execution, own_products
-from millrace.layers.norm import rms_norm
-from millrace.objective import file
+from millrace.nn.stack import Execution, own_products
+from millrace.nn.norm import rms_norm
+from millrace.objectives import file
 
 HOW = Execution(config.part_class("attention", "xla")(), "float32")
 FAMILIES = [

@@ -14,19 +14,22 @@ import pytest
 from test_corruption import LENGTH, MAY, TEXT, VOCABULARY, short, small_model, task, texts
 from test_step import ENCODER
 
-from millrace import diffuse, generate, mesh, recipe, train
-from millrace.cli import main
-from millrace.corruption import choosable, choose_number
-from millrace.data import learn
-from millrace.diffuse import Reveal, shares, turns
-from millrace.draw import Sampling
+from millrace.inference import diffusion as diffuse, generate
+from millrace.nn import sharding as mesh
+from millrace.config import recipe
+from millrace.training import run as train
+from millrace.cli.main import main
+from millrace.objectives._masking import choosable, choose_number
+from millrace.data.tokenizer import train as learn
+from millrace.inference.diffusion import Reveal, shares, turns
+from millrace.inference.sampling import Sampling
 from millrace.errors import UserError
-from millrace.folder import Opened, open_run
-from millrace.kernels.cut_cross_entropy import cut
+from millrace.checkpoint.open_run import Opened, open_run
+from millrace.kernels.linear_cross_entropy.dispatch import cut
 from millrace.models import eurobert
-from millrace.module import axes, module
-from millrace.objective import Task
-from millrace.step import eval_step, spread
+from millrace.nn.module import axes, module
+from millrace.objectives import Task
+from millrace.training.step import eval_step, spread
 
 GREEDY = Sampling(temperature=0)
 STEP = diffuse.step

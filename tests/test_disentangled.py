@@ -15,9 +15,10 @@ from jax.experimental import pallas as pl
 from test_deberta import plainly
 from test_mosaic import V4, V6E, run
 
-from millrace import config, mesh
-from millrace.kernels import disentangled_mosaic as mosaic
-from millrace.layers import disentangled
+from millrace.config import reader as config
+from millrace.nn import sharding as mesh
+from millrace.kernels import disentangled_tpu as mosaic
+from millrace.attention import _disentangled as disentangled
 
 AUTO = config.part_class("attention", "auto")()
 REACH = 100

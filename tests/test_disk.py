@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from millrace import recipe
+from millrace.config import recipe
 from millrace.data import shuffle
-from millrace.data.prepare import prepare
+from millrace.data.pipeline.prepare import prepare
 from millrace.data.verify import verify
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import yaml
 
-from millrace import cli, recipe
+from millrace.cli import main as cli
+from millrace.config import recipe
 from millrace.errors import UserError
 
 ROOT = Path(__file__).parent.parent

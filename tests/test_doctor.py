@@ -18,8 +18,11 @@ import fsspec
 import pytest
 from fakegcs import Store, running
 
-from millrace import cli, doctor, store
-from millrace.doctor import Line, devices, google, here
+from millrace.cli import main as cli
+from millrace.doctor import report as doctor
+from millrace.storage import files as store
+from millrace.doctor.report import Line
+from millrace.doctor import devices, gce as google, machine as here
 
 
 class Metadata(BaseHTTPRequestHandler):

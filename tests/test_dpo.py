@@ -10,12 +10,15 @@ import pytest
 import torch
 import transformers
 
-from millrace import build, matrices, mesh, module, recipe, step
+from millrace.training import setup as build, step
+from millrace.model_wrappers import split_weights as matrices
+from millrace.nn import sharding as mesh, module
+from millrace.config import recipe
 from millrace.errors import UserError
-from millrace.evaluate import Vocabulary
-from millrace.export.tensors import table_of, to_tensors
-from millrace.objective import Batch, file, make_task
-from millrace.reference import Referred
+from millrace.training.evaluate import Vocabulary
+from millrace.model_formats.hf_tensors import table_of, to_tensors
+from millrace.objectives import Batch, file, make_task
+from millrace.model_wrappers.frozen_reference import Referred
 
 LENGTH, VOCAB = 48, 64
 COPY, LORA = ("model.reference=true",), ("model.lora_rank=4", "model.lora_alpha=16")

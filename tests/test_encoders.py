@@ -8,7 +8,13 @@ import tokenizers
 from corpora import code, hostile, texts_of, trained
 from tokenizers import AddedToken, models, pre_tokenizers
 
-from millrace.data import convert, encoders, learn, tokenise, unsettled
+from millrace.data.tokenizer import (
+    convert,
+    encoders,
+    train as learn,
+    tokenizer as tokenise,
+    unicode_drift as unsettled,
+)
 
 
 @pytest.mark.parametrize("name", encoders.NAMES)

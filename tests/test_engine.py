@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace.data.engine import Engine
+from millrace.data.pipeline.pool import Engine
 from millrace.errors import UserError
 
 

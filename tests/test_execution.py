@@ -10,11 +10,13 @@ import jax.numpy as jnp
 import pytest
 from jax.extend.core import jaxprs_in_params
 
-from millrace import config, execution, mesh, module, sections, step
-from millrace.build import lowered, make_mesh, make_state, make_update
+from millrace.config import reader as config, sections
+from millrace.nn import stack as execution, sharding as mesh, module
+from millrace.training import step
+from millrace.training.setup import lowered, make_mesh, make_state, make_update
 from millrace.errors import UserError
-from millrace.execution import Execution
-from millrace.objective import Batch, Vocabulary, file, make_task
+from millrace.nn.stack import Execution
+from millrace.objectives import Batch, Vocabulary, file, make_task
 from millrace.plan import search
 
 SIZES = dict(layers=2, embed=32, heads=4, kv_heads=2, mlp=48, vocab=64)

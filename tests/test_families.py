@@ -14,10 +14,11 @@ import jax
 import numpy as np
 import pytest
 
-from millrace import config, recipe, sections, train
-from millrace.checkpoint import Checkpoints
-from millrace.data.prepare import prepare
-from millrace.folder import open_run
+from millrace.config import reader as config, recipe, sections
+from millrace.training import run as train
+from millrace.checkpoint.manager import Checkpoints
+from millrace.data.pipeline.prepare import prepare
+from millrace.checkpoint.open_run import open_run
 
 ROOT = Path(__file__).parent.parent
 TINY = sorted((ROOT / "recipes/tiny").glob("*.yaml"))

@@ -12,14 +12,16 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from millrace import config, module, recipe, sections, step
-from millrace.checkpoint import Checkpoints
-from millrace.execution import Execution
-from millrace.export import huggingface
-from millrace.folder import open_run
+from millrace.config import reader as config, recipe, sections
+from millrace.nn import module
+from millrace.training import step
+from millrace.checkpoint.manager import Checkpoints
+from millrace.nn.stack import Execution
+from millrace.convert import to_huggingface as huggingface
+from millrace.checkpoint.open_run import open_run
 from millrace.models import fanformer
-from millrace.objective import Batch, Task, Vocabulary, file
-from millrace.project import project
+from millrace.objectives import Batch, Task, Vocabulary, file
+from millrace.nn.linear import project
 
 
 def layer(x: Any, w: Any, b: Any, width: int) -> Any:

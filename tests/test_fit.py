@@ -6,11 +6,13 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from millrace import config, fit, mesh, metrics, train
-from millrace.cli import main
+from millrace.config import reader as config
+from millrace.training import memory_check as fit, metrics, run as train
+from millrace.nn import sharding as mesh
+from millrace.cli.main import main
 from millrace.errors import DoesNotFit
-from millrace.module import named
-from millrace.state import State
+from millrace.nn.module import named
+from millrace.checkpoint.state import State
 
 
 def exhaust(*_: object) -> int:

@@ -13,7 +13,7 @@ import pytest
 from millrace.attention import hopper
 from millrace.kernels import flash_hopper
 from millrace.kernels.flash_hopper import LOG2E, SIZES, TILE, Bounds, Shape
-from millrace.layers.attention import Mask, attend
+from millrace.attention import Mask, attend
 
 MASKS = [Mask(), Mask(causal=False), Mask(window=50), Mask(causal=False, window=70)]
 XLA = SimpleNamespace(use="xla")

@@ -17,15 +17,20 @@ import pytest
 import yaml
 from etils import epath
 
-from millrace import cli, config, goodput, manifest, module, recipe, saved, sections
-from millrace.data import show, tokenise
+from millrace.cli import main as cli
+from millrace.config import reader as config, recipe, sections
+from millrace.runtime import goodput
+from millrace.checkpoint import manifest, inventory as saved
+from millrace.nn import module
+from millrace.data import inspect as show
+from millrace.data.tokenizer import tokenizer as tokenise
 from millrace.data.documents import Problems
-from millrace.data.prepare import prepare
-from millrace.data.stream import Dataset
+from millrace.data.pipeline.prepare import prepare
+from millrace.data.dataset import Dataset
 from millrace.data.verify import verify
 from millrace.errors import UserError
-from millrace.export import huggingface
-from millrace.export.tensors import table_of, to_tensors
+from millrace.convert import to_huggingface as huggingface
+from millrace.model_formats.hf_tensors import table_of, to_tensors
 from tests import mutate
 from tests.test_contracts import SIZES
 from tests.test_sources import COMPRESS, ROWS, TEXTS, documents

@@ -8,9 +8,9 @@ import pytest
 import transformers
 from hypothesis import strategies as st
 
-from millrace import mesh, module
+from millrace.nn import sharding as mesh, module
 from millrace.errors import UserError
-from millrace.layers.attention import Mask
+from millrace.attention import Mask
 from millrace.models import gemma2, gemma3
 from tests import parity
 from tests.test_step import Bench

@@ -12,17 +12,19 @@ import pytest
 import torch
 import transformers
 
-from millrace import generate, mesh, module, recipe
-from millrace.cli import main
-from millrace.data import learn, tokenise
-from millrace.draw import Sampling, draw
+from millrace.inference import generate
+from millrace.nn import sharding as mesh, module
+from millrace.config import recipe
+from millrace.cli.main import main
+from millrace.data.tokenizer import train as learn, tokenizer as tokenise
+from millrace.inference.sampling import Sampling, draw
 from millrace.errors import UserError
-from millrace.execution import Execution
-from millrace.export import huggingface
-from millrace.folder import Opened, open_run
+from millrace.nn.stack import Execution
+from millrace.convert import to_huggingface as huggingface
+from millrace.checkpoint.open_run import Opened, open_run
 from millrace.models import llama
-from millrace.project import project
-from millrace.recipe import load_run
+from millrace.nn.linear import project
+from millrace.config.recipe import load_run
 
 # Compiling is most of the time of these tests, and most of that is making small programs fast.
 

@@ -19,18 +19,20 @@ import transformers
 import xllamacpp
 from safetensors.numpy import load_file
 
-from millrace import config, module
-from millrace.checkpoint import Checkpoints
-from millrace.cli import main
-from millrace.data import chat, learn, tokenise
-from millrace.data.template import remove_marks
+from millrace.config import reader as config
+from millrace.nn import module
+from millrace.checkpoint.manager import Checkpoints
+from millrace.cli.main import main
+from millrace.data.chat import encode as chat
+from millrace.data.tokenizer import train as learn, tokenizer as tokenise
+from millrace.data.chat.template import remove_marks
 from millrace.errors import UserError
-from millrace.execution import Execution
-from millrace.export import gguf_file, huggingface
-from millrace.folder import Opened, open_run
-from millrace.objective import file
-from millrace.project import project
-from millrace.recipe import load_run
+from millrace.nn.stack import Execution
+from millrace.convert import gguf as gguf_file, to_huggingface as huggingface
+from millrace.checkpoint.open_run import Opened, open_run
+from millrace.objectives import file
+from millrace.nn.linear import project
+from millrace.config.recipe import load_run
 
 SIZES: dict[str, Any] = dict(layers=2, embed=64, heads=4, kv_heads=2, mlp=96)
 LLAMA3 = dict(rope_scaling="llama3", rope_factor=4.0, rope_original=32, rope_theta=100.0)

@@ -6,13 +6,15 @@ import json
 import pytest
 import transformers
 
-from millrace import cli, recipe, train
+from millrace.cli import main as cli
+from millrace.config import recipe
+from millrace.training import run as train
 from millrace.errors import UserError
-from millrace.export import huggingface
-from millrace.folder import open_run
+from millrace.convert import to_huggingface as huggingface
+from millrace.checkpoint.open_run import open_run
 
 pytest.importorskip("lm_eval", reason="needs millrace[eval]: make test-all installs it")
-from millrace import harness
+from millrace.inference import lm_eval as harness
 
 CHOICE = """
 task: pick

@@ -12,10 +12,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from millrace.errors import UserError
-from millrace.kernels import cut_hopper, cut_tokens
-from millrace.kernels.cut_cross_entropy import bind, cut, heard
-from millrace.kernels.cut_hopper import TOKENS, VOCAB, Work
-from millrace.kernels.head import Head, Split
+from millrace.kernels.linear_cross_entropy import hopper as cut_hopper, by_tokens as cut_tokens
+from millrace.kernels.linear_cross_entropy.dispatch import bind, cut, heard
+from millrace.kernels.linear_cross_entropy.hopper import TOKENS, VOCAB, Work
+from millrace.kernels.linear_cross_entropy.stats import Head, Split
 from millrace.losses import cross_entropy
 
 PLAIN = bind(cross_entropy.per_token, SimpleNamespace(label_smoothing=0.0, z_loss=1e-3))

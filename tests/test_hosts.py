@@ -12,13 +12,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from millrace import config, hosts, recipe, sections, supervise
-from millrace.checkpoint import Checkpoints
+from millrace.config import reader as config, recipe, sections
+from millrace.runtime import multihost as hosts, supervisor as supervise
+from millrace.checkpoint.manager import Checkpoints
 from millrace.errors import UserError
-from millrace.folder import open_run
-from millrace.lock import lock
-from millrace.module import named
-from millrace.stragglers import Own, Pace
+from millrace.checkpoint.open_run import open_run
+from millrace.storage.lock import lock
+from millrace.nn.module import named
+from millrace.runtime.stragglers import Own, Pace
 from tests import soon
 
 # Trains, and writes down which rows of each batch this host has read.

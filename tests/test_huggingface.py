@@ -18,17 +18,18 @@ import torch
 import transformers
 from safetensors.numpy import load_file, save_file
 
-from millrace import config, mesh, module, recipe
-from millrace.checkpoint import Checkpoints
-from millrace.cli import main
-from millrace.data import learn, tokenise
+from millrace.config import reader as config, recipe
+from millrace.nn import sharding as mesh, module
+from millrace.checkpoint.manager import Checkpoints
+from millrace.cli.main import main
+from millrace.data.tokenizer import train as learn, tokenizer as tokenise
 from millrace.errors import UserError
-from millrace.execution import Execution
-from millrace.export import huggingface
-from millrace.folder import Opened, open_run
-from millrace.objective import file
-from millrace.project import project
-from millrace.recipe import load_run
+from millrace.nn.stack import Execution
+from millrace.convert import to_huggingface as huggingface
+from millrace.checkpoint.open_run import Opened, open_run
+from millrace.objectives import file
+from millrace.nn.linear import project
+from millrace.config.recipe import load_run
 
 # Compiling is most of the time of these tests, and most of that is making small programs fast.
 

@@ -13,14 +13,15 @@ import pytest
 import tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from millrace import recipe
-from millrace.data import labelled, learn, tokenise
+from millrace.config import recipe
+from millrace.data import labelled
+from millrace.data.tokenizer import train as learn, tokenizer as tokenise
 from millrace.data.annotations import Notes, ordered
 from millrace.data.pack import plan
-from millrace.data.prepare import prepare
+from millrace.data.pipeline.prepare import prepare
 from millrace.data.shards import Index, read_rows
-from millrace.data.show import inspect
-from millrace.data.stream import Dataset
+from millrace.data.inspect import inspect
+from millrace.data.dataset import Dataset
 from millrace.data.verify import verify
 from millrace.errors import UserError
 

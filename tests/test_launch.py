@@ -537,7 +537,7 @@ def losses(text: str) -> dict[int, float]:
 def test_the_whole_story_ends_with_the_losses_of_a_run_that_nobody_disturbed(story, tiny, packed, place):
     """Queue, training, a hard preemption, another slice, SIGTERM, and on to the end; beside it the same
     recipe on a pod of this machine."""
-    from millrace import config
+    from millrace.config import reader as config
 
     if place == "bucket":
         with fakegcs.running("bucket", location="US-CENTRAL2") as store:

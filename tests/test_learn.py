@@ -9,7 +9,7 @@ import tokenizers
 from corpora import SPECIAL, WORDS, code
 from tokenizers import models, pre_tokenizers, trainers
 
-from millrace.data import learn
+from millrace.data.tokenizer import train as learn
 from millrace.errors import UserError
 
 TIES = {

@@ -16,12 +16,12 @@ import pytest
 import torch
 
 import millrace.losses
-from millrace import mesh
-from millrace.kernels import cut_mosaic
-from millrace.kernels.cut_cross_entropy import bind
-from millrace.kernels.cut_cross_entropy import cut as cut_by
-from millrace.kernels.cut_mosaic import Blocks
-from millrace.kernels.head import NO_PEAK, PerToken, Stats, Totals
+from millrace.nn import sharding as mesh
+from millrace.kernels.linear_cross_entropy import tpu as cut_mosaic
+from millrace.kernels.linear_cross_entropy.dispatch import bind
+from millrace.kernels.linear_cross_entropy.dispatch import cut as cut_by
+from millrace.kernels.linear_cross_entropy.tpu import Blocks
+from millrace.kernels.linear_cross_entropy.stats import NO_PEAK, PerToken, Stats, Totals
 from millrace.losses import cross_entropy, focal
 
 LOSSES = [module.name for module in pkgutil.iter_modules(millrace.losses.__path__)]

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from millrace import mesh
+from millrace.nn import sharding as mesh
 from millrace.attention import blockwise, splash
-from millrace.layers.attention import Mask
+from millrace.attention import Mask
 
 SPLASH = SimpleNamespace(use="splash", block_q=128, block_kv=128)
 

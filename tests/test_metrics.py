@@ -16,11 +16,12 @@ import jax.numpy as jnp
 import pytest
 from rich.console import Console
 
-from millrace import metrics, writers
-from millrace.metrics import Late, Meter
-from millrace.writers import Writers, terminal
-from millrace.writers.jsonl import Jsonl
-from millrace.writers.tensorboard import TensorBoard
+from millrace.training import metrics
+from millrace import trackers as writers
+from millrace.training.metrics import Late, Meter
+from millrace.trackers import Writers, terminal
+from millrace.trackers.jsonl import Jsonl
+from millrace.trackers.tensorboard import TensorBoard
 
 ROW = {
     "step": 1200,

@@ -13,16 +13,20 @@ import pytest
 import torch
 import transformers
 
-from millrace import config, module, objective, sections, state, step
-from millrace.execution import REMAT, Execution
-from millrace.export import huggingface
-from millrace.export.tensors import table_of
-from millrace.layers.mlp import glu
-from millrace.layers.norm import rms_norm
-from millrace.objective import Batch, Task, Vocabulary
+from millrace.config import reader as config, sections
+from millrace.nn import module
+from millrace import objectives as objective
+from millrace.checkpoint import state
+from millrace.training import step
+from millrace.nn.stack import REMAT, Execution
+from millrace.convert import to_huggingface as huggingface
+from millrace.model_formats.hf_tensors import table_of
+from millrace.nn.mlp import glu
+from millrace.nn.norm import rms_norm
+from millrace.objectives import Batch, Task, Vocabulary
 from millrace.optim import adamw
-from millrace.project import project
-from millrace.schedule import Curves
+from millrace.nn.linear import project
+from millrace.config.durations import Curves
 
 VOCAB = 96
 SIZES = dict(

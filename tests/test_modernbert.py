@@ -11,13 +11,15 @@ import pytest
 import transformers
 from hypothesis import strategies as st
 
-from millrace import config, enlarge, mesh, module, recipe, start, train
+from millrace.config import reader as config, recipe
+from millrace.training import grow as enlarge, init_from as start, run as train
+from millrace.nn import sharding as mesh, module
 from millrace.errors import UserError
-from millrace.execution import Execution
-from millrace.folder import open_run
-from millrace.layers.bias import BIAS_COLUMNS
+from millrace.nn.stack import Execution
+from millrace.checkpoint.open_run import open_run
+from millrace.nn.bias import BIAS_COLUMNS
 from millrace.models import modernbert, modernbert_decoder
-from millrace.module import Axes
+from millrace.nn.module import Axes
 from tests import parity
 from tests.test_step import Bench
 

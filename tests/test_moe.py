@@ -14,12 +14,13 @@ import torch
 import transformers
 from hypothesis import strategies as st
 
-from millrace import config, mesh, recipe
+from millrace.config import reader as config, recipe
+from millrace.nn import sharding as mesh
 from millrace.errors import UserError
-from millrace.layers import experts
-from millrace.layers.mlp import activate
-from millrace.plan import arithmetic
-from millrace.plan.slices import parse
+from millrace.nn import experts
+from millrace.nn.mlp import activate
+from millrace.plan import estimate as arithmetic
+from millrace.hardware.slices import parse
 from tests import parity
 from tests.test_step import Bench, assert_close
 

@@ -17,10 +17,14 @@ import pytest
 from test_hopper import arrays as drawn
 
 from millrace.errors import UserError
-from millrace.kernels import cut_cross_entropy, cut_mosaic, cut_tokens
-from millrace.kernels.cut_cross_entropy import bind, cut
-from millrace.kernels.cut_mosaic import Blocks, blocks
-from millrace.kernels.head import Head, Split
+from millrace.kernels.linear_cross_entropy import (
+    dispatch as cut_cross_entropy,
+    tpu as cut_mosaic,
+    by_tokens as cut_tokens,
+)
+from millrace.kernels.linear_cross_entropy.dispatch import bind, cut
+from millrace.kernels.linear_cross_entropy.tpu import Blocks, blocks
+from millrace.kernels.linear_cross_entropy.stats import Head, Split
 from millrace.losses import cross_entropy
 
 SMOOTHED = bind(cross_entropy.per_token, SimpleNamespace(label_smoothing=0.1, z_loss=1e-3))

@@ -14,11 +14,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from millrace.data import duplicates, filters, fingerprints, normalise, words
+from millrace.data.clean import (
+    dedup as duplicates,
+    filters,
+    minhash as fingerprints,
+    normalize as normalise,
+    words,
+)
 from millrace.data.documents import SCHEMA, Part
 from millrace.data.shards import write_json
 from millrace.errors import UserError
-from millrace.sections import Normalize
+from millrace.config.sections import Normalize
 
 GOOD = {
     "English": (

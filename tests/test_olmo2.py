@@ -10,8 +10,9 @@ import pytest
 import transformers
 from hypothesis import strategies as st
 
-from millrace import config, mesh, module
-from millrace.execution import Execution
+from millrace.config import reader as config
+from millrace.nn import sharding as mesh, module
+from millrace.nn.stack import Execution
 from millrace.models import olmo2
 from tests import parity
 from tests.test_step import Bench

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 import millrace.optim
-from millrace import mesh, module
+from millrace.nn import sharding as mesh, module
 from millrace.kernels.newton_schulz import newton_schulz
-from millrace.module import Array, Axes, stack, weight
+from millrace.nn.module import Array, Axes, stack, weight
 from millrace.optim import adafactor, adamw, lion, muon, sgd, stable_adamw
 
 NAMES = sorted(p.stem for p in Path(millrace.optim.__path__[0]).glob("*.py") if p.stem != "__init__")

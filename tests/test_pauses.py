@@ -7,13 +7,13 @@ import jax
 import numpy as np
 import pytest
 
-from millrace import recipe
-from millrace.data import tokenise
+from millrace.config import recipe
+from millrace.data.tokenizer import tokenizer as tokenise
 from millrace.data.documents import Ragged
-from millrace.data.pauses import PAUSE, with_pauses
-from millrace.data.prepare import prepare
-from millrace.data.stream import Dataset
-from millrace.objective import Batch, Task, Vocabulary
+from millrace.data.pause_tokens import PAUSE, with_pauses
+from millrace.data.pipeline.prepare import prepare
+from millrace.data.dataset import Dataset
+from millrace.objectives import Batch, Task, Vocabulary
 from millrace.objectives import causal
 
 PAUSING = 99

@@ -6,10 +6,19 @@ from typing import Any
 
 import pytest
 
-from millrace import cli, recipe, sections
+from millrace.cli import main as cli
+from millrace.config import recipe, sections
 from millrace.attention import splash
 from millrace.errors import UserError
-from millrace.plan import advise, arithmetic, chips, compiler, memory, scores, search, slices
+from millrace.plan import (
+    recommend as advise,
+    estimate as arithmetic,
+    aot as compiler,
+    buffers as memory,
+    attention_cost as scores,
+    search,
+)
+from millrace.hardware import chips, slices
 
 ONE_A_CHIP = ["batch.sequences=16", "batch.accumulate=1"]
 REPORT = """Memory Space: default (color=0)

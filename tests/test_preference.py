@@ -16,15 +16,16 @@ import pytest
 from test_chat import GENERATION, TOOLS, pair, say
 from test_labelled import lines, prepared, silent
 
-from millrace import config, recipe
-from millrace.cli import main
-from millrace.compress import command
-from millrace.data import learn, shapes, tokenise
+from millrace.config import reader as config, recipe
+from millrace.cli.main import main
+from millrace.quantize import run as command
+from millrace.data.tokenizer import train as learn, tokenizer as tokenise
+from millrace.data.chat import records as shapes
 from millrace.data.annotations import Notes
 from millrace.data.documents import Problems
 from millrace.data.preference import encode_pairs
 from millrace.data.shards import Index
-from millrace.data.stream import Dataset
+from millrace.data.dataset import Dataset
 from millrace.data.verify import verify
 from millrace.errors import UserError
 

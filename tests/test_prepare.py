@@ -21,11 +21,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from millrace import recipe
-from millrace.data import tokenise
-from millrace.data.prepare import prepare
+from millrace.config import recipe
+from millrace.data.tokenizer import tokenizer as tokenise
+from millrace.data.pipeline.prepare import prepare
 from millrace.data.shards import Index, read_rows, unpack_bits
-from millrace.data.stream import Dataset
+from millrace.data.dataset import Dataset
 from millrace.data.verify import verify
 from millrace.errors import UserError
 

@@ -7,14 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from millrace import sections
+from millrace.config import sections
 from millrace.errors import UserError
-from millrace.execution import Execution, cast, layers
-from millrace.module import Axes
-from millrace.products import fp8, int8
-from millrace.products.support import emulated, multiplies
-from millrace.products.weight import Weight, round_weight
-from millrace.project import prepared, project
+from millrace.nn.stack import Execution, cast, layers
+from millrace.nn.module import Axes
+from millrace.low_precision import fp8, int8
+from millrace.low_precision.support import emulated, multiplies
+from millrace.low_precision.weight import Weight, round_weight
+from millrace.nn.linear import prepared, project
 from tests.test_step import Bench, weights
 
 FORMATS = ("fp8", "int8")

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from millrace.plan import timing
-from millrace.plan.program import Program, Scope, parse, read, replica_groups, shapes, trips
-from millrace.plan.slices import parse as named
+from millrace.plan.hlo import Program, Scope, parse, read, replica_groups, shapes, trips
+from millrace.hardware.slices import parse as named
 from millrace.plan.timing import Breakdown, Rates, rates, step
 
 PROGRAMS = Path(__file__).parent / "programs"

@@ -11,7 +11,8 @@ import jax
 import pytest
 from test_step import Bench
 
-from millrace import build, config, programs, step
+from millrace.training import setup as build, compiled_step as programs, step
+from millrace.config import reader as config
 from tests import soon
 
 

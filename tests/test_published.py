@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from millrace import lengths, recipe
-from millrace.objective import file
+from millrace.config import run_length as lengths, recipe
+from millrace.objectives import file
 
 ROOT = Path(__file__).parent.parent
 

@@ -12,14 +12,18 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from millrace import config, module, recipe, sections, train
-from millrace.compress import bits, command, grid, integers, kmeans, second_order, stored, vectors
+from millrace.config import reader as config, recipe, sections
+from millrace.nn import module
+from millrace.training import run as train
+from millrace.low_precision import bitpack as bits, grid
+from millrace.quantize import run as command, kmeans, hessian as second_order
+from millrace.model_formats import gptq as integers, quantized_folder as stored, vptq as vectors
 from millrace.errors import UserError
-from millrace.evaluate import evaluate_run
-from millrace.execution import Execution
-from millrace.folder import open_run
-from millrace.objective import file
-from millrace.quantize import gptq, rtn, vptq
+from millrace.training.evaluate import evaluate_run
+from millrace.nn.stack import Execution
+from millrace.checkpoint.open_run import open_run
+from millrace.objectives import file
+from millrace.quantize.methods import gptq, rtn, vptq
 from tests.learnt import learnt
 
 KEY = jax.random.key(0)
@@ -262,8 +266,8 @@ def test_a_quantised_folder_is_evaluated_and_is_as_large_as_the_formula_says(tra
 
 
 def test_a_quantised_model_is_continued_as_its_whole_matrices_would_be(trained, tmp_path):
-    from millrace.draw import Sampling
-    from millrace.generate import sample
+    from millrace.inference.sampling import Sampling
+    from millrace.inference.generate import sample
 
     run = quantized(trained, tmp_path / "out", "rtn", "bits=2", "group=32")
     whole = jax.tree.map(

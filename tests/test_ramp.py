@@ -12,13 +12,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace import lengths, mesh, recipe, train
-from millrace.checkpoint import Checkpoints
-from millrace.data.stream import Dataset
+from millrace.config import run_length as lengths, recipe
+from millrace.nn import sharding as mesh
+from millrace.training import run as train
+from millrace.checkpoint.manager import Checkpoints
+from millrace.data.dataset import Dataset
 from millrace.errors import UserError
-from millrace.evaluate import place
-from millrace.folder import open_run
-from millrace.schedule import Ramp, duration
+from millrace.training.evaluate import place
+from millrace.checkpoint.open_run import open_run
+from millrace.config.durations import Ramp, duration
 from tests.test_step import Bench, assert_close
 
 ROOT = Path(__file__).parent.parent

@@ -24,11 +24,11 @@ import fsspec
 import numpy as np
 import pytest
 
-from millrace import store
-from millrace.data import remote
-from millrace.data.remote import Remote
+from millrace.storage import files as store
+from millrace.data import remote_cache as remote
+from millrace.data.remote_cache import Remote
 from millrace.data.shards import Index, Rows, Special, Split, pack_bits, write_rows
-from millrace.data.stream import Dataset
+from millrace.data.dataset import Dataset
 
 SPECIAL = Special(bos=1, eos=2, pad=0, mask=3)
 BLOCK = 1 << 14

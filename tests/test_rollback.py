@@ -13,12 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace import recipe, rollback, sections, spikes, train
-from millrace.checkpoint import Checkpoints
+from millrace.config import recipe, sections
+from millrace.training import rollback, loss_spikes as spikes, run as train
+from millrace.checkpoint.manager import Checkpoints
 from millrace.data.shards import Index, checksum
-from millrace.data.stream import Dataset, around, united
-from millrace.folder import open_run
-from millrace.module import named
+from millrace.data.dataset import Dataset, around, united
+from millrace.checkpoint.open_run import open_run
+from millrace.nn.module import named
 
 ROWS = 8  # of a batch
 
@@ -94,7 +95,7 @@ def rewrite(folder: Path, change) -> None:
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory) -> Path:
     """Rows enough for 50 steps, of which a model soon knows most."""
-    from millrace.data.prepare import prepare
+    from millrace.data.pipeline.prepare import prepare
 
     root = tmp_path_factory.mktemp("sound")
     (root / "texts").mkdir()

@@ -8,16 +8,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from millrace import build, config, matrices, module, recipe, rounding, sections, step, train
-from millrace.compress import command, grid, stored
-from millrace.data.stream import Dataset
+from millrace.training import setup as build, step, run as train
+from millrace.config import reader as config, recipe, sections
+from millrace.model_wrappers import split_weights as matrices, qat as rounding
+from millrace.nn import module
+from millrace.quantize import run as command
+from millrace.low_precision import grid
+from millrace.model_formats import quantized_folder as stored
+from millrace.data.dataset import Dataset
 from millrace.errors import UserError
-from millrace.evaluate import evaluate_run, vocabulary, with_vocabulary
-from millrace.execution import Execution
-from millrace.export import huggingface
-from millrace.folder import open_run
-from millrace.objective import file, make_task
-from millrace.quantize import rtn
+from millrace.training.evaluate import evaluate_run, vocabulary, with_vocabulary
+from millrace.nn.stack import Execution
+from millrace.convert import to_huggingface as huggingface
+from millrace.checkpoint.open_run import open_run
+from millrace.objectives import file, make_task
+from millrace.quantize.methods import rtn
 from tests.learnt import learnt
 
 KEY = jax.random.key(0)

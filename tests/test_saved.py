@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 from etils import epath
 
-from millrace import cli, manifest, saved, store
-from millrace.checkpoint import Checkpoints
+from millrace.cli import main as cli
+from millrace.checkpoint import manifest, inventory as saved
+from millrace.storage import files as store
+from millrace.checkpoint.manager import Checkpoints
 from tests.test_checkpoint import about, damage, save, state
 
 

@@ -16,7 +16,7 @@ import pytest
 
 import millrace.schedules
 from millrace.errors import UserError
-from millrace.schedule import Curves, duration
+from millrace.config.durations import Curves, duration
 
 NAMES = sorted(p.stem for p in Path(millrace.schedules.__path__[0]).glob("*.py") if p.stem != "__init__")
 

@@ -13,12 +13,16 @@ import numpy as np
 import pytest
 from jinja2.exceptions import SecurityError
 
-from millrace import cli, lock, recipe, secret, store, train, writers
+from millrace.cli import main as cli
+from millrace.storage import lock, redact as secret, files as store
+from millrace.config import recipe
+from millrace.training import run as train
+from millrace import trackers as writers
 from millrace.data.shards import Index
-from millrace.data.stream import Dataset
-from millrace.data.template import make_environment
+from millrace.data.dataset import Dataset
+from millrace.data.chat.template import make_environment
 from millrace.errors import UserError
-from millrace.export import huggingface
+from millrace.convert import to_huggingface as huggingface
 
 PACKAGE = Path(secret.__file__).parent
 TOKEN = "hf_" + "aB3dE6gH9" * 4
@@ -176,7 +180,7 @@ def test_arrays_with_objects_in_them_are_not_unpickled(packed: str, tmp_path: Pa
         (data / name).write_bytes(pickle.dumps(Trap(tmp_path / "sprung")))
         with pytest.raises(UserError):
             Dataset.open(data)
-            from millrace.data import tokenise
+            from millrace.data.tokenizer import tokenizer as tokenise
 
             tokenise.load(data)
     assert not (tmp_path / "sprung").exists()

@@ -23,15 +23,18 @@ import openai
 import pytest
 import transformers
 
-from millrace import config, generate, mesh, module, recipe
-from millrace.checkpoint import Checkpoints
-from millrace.cli import main
-from millrace.data import chat, learn, tokenise
-from millrace.draw import Sampling
-from millrace.folder import Opened, open_run
-from millrace.objective import file
-from millrace.serve import api, ask
-from millrace.serve.engine import Engine, pieces_of
+from millrace.config import reader as config, recipe
+from millrace.inference import generate
+from millrace.nn import sharding as mesh, module
+from millrace.checkpoint.manager import Checkpoints
+from millrace.cli.main import main
+from millrace.data.chat import encode as chat
+from millrace.data.tokenizer import train as learn, tokenizer as tokenise
+from millrace.inference.sampling import Sampling
+from millrace.checkpoint.open_run import Opened, open_run
+from millrace.objectives import file
+from millrace.inference.serve import http as api, openai_request as ask
+from millrace.inference.serve.engine import Engine, pieces_of
 
 TEXT = "the mill turns, the water falls, the wheel, the stone"
 

@@ -17,10 +17,12 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from millrace.data import pack, report, tokenise
+from millrace.data import pack
+from millrace.data.pipeline import report
+from millrace.data.tokenizer import tokenizer as tokenise
 from millrace.data.documents import SCHEMA, Ragged
 from millrace.data.shards import Index, Rows, Special, Split, pack_bits, write_rows
-from millrace.data.show import inspect, pieces, stretches, visible
+from millrace.data.inspect import inspect, pieces, stretches, visible
 from millrace.data.verify import filler_begins, last_starts, verify
 from millrace.errors import UserError
 

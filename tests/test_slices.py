@@ -10,9 +10,9 @@ import pytest
 from jax.experimental.pallas import tpu as pallas
 
 from millrace.errors import UserError
-from millrace.plan import chips
-from millrace.plan.chips import CHIPS, GIB, GPUS, TPUS, Price, prices
-from millrace.plan.slices import parse, sizes
+from millrace.hardware import chips
+from millrace.hardware.chips import CHIPS, GIB, GPUS, TPUS, Price, prices
+from millrace.hardware.slices import parse, sizes
 
 # Where `make test-all` puts the compiler; on a TPU machine it is among the other packages.
 LIBTPU = Path(__file__).parent.parent / ".venv" / "libtpu"

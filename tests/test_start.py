@@ -13,16 +13,19 @@ import pytest
 import torch
 import transformers
 
-from millrace import build, config, enlarge, matrices, mesh, module, recipe, start
-from millrace.checkpoint import Checkpoints
-from millrace.compress import command
-from millrace.data import learn, tokenise
+from millrace.training import setup as build, grow as enlarge, init_from as start
+from millrace.config import reader as config, recipe
+from millrace.model_wrappers import split_weights as matrices
+from millrace.nn import sharding as mesh, module
+from millrace.checkpoint.manager import Checkpoints
+from millrace.quantize import run as command
+from millrace.data.tokenizer import train as learn, tokenizer as tokenise
 from millrace.errors import UserError
-from millrace.folder import open_run
+from millrace.checkpoint.open_run import open_run
 from millrace.models import llama
-from millrace.module import Axes
-from millrace.plan import arithmetic
-from millrace.plan.slices import parse
+from millrace.nn.module import Axes
+from millrace.plan import estimate as arithmetic
+from millrace.hardware.slices import parse
 from tests.test_step import Bench, weights
 
 SIZES: dict[str, Any] = dict(layers=2, embed=32, heads=4, kv_heads=2, mlp=48)

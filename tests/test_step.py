@@ -12,12 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from millrace import build, config, execution, mesh, module, programs, step
-from millrace.data.stream import Dataset
-from millrace.evaluate import place, vocabulary, with_vocabulary
-from millrace.execution import own_products
-from millrace.objective import Batch, Vocabulary, file, make_task
-from millrace.state import State
+from millrace.training import setup as build, compiled_step as programs, step
+from millrace.config import reader as config
+from millrace.nn import stack as execution, sharding as mesh, module
+from millrace.data.dataset import Dataset
+from millrace.training.evaluate import place, vocabulary, with_vocabulary
+from millrace.nn.stack import own_products
+from millrace.objectives import Batch, Vocabulary, file, make_task
+from millrace.checkpoint.state import State
 
 ENCODER = ("objective.use=masked", "model=null", "model.use=eurobert", "model.layers=2", "model.embed=32")
 ENCODER += ("model.heads=4", "model.kv_heads=2", "model.mlp=64")

@@ -11,8 +11,11 @@ from typing import Any
 import pytest
 from test_prepare import contents, corpus, documents, kill_and_restart, load, sentences, silent  # noqa: F401
 
-from millrace.data import groups, learn, normalise, tokenise, work
-from millrace.data.prepare import prepare
+from millrace.data import pack_job as groups
+from millrace.data.tokenizer import train as learn, tokenizer as tokenise
+from millrace.data.clean import normalize as normalise
+from millrace.data.pipeline import steps as work
+from millrace.data.pipeline.prepare import prepare
 from millrace.data.verify import verify
 from millrace.errors import UserError
 

@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from millrace import mesh
-from millrace.config import part_class
-from millrace.corruption import choosable
+from millrace.nn import sharding as mesh
+from millrace.config.reader import part_class
+from millrace.objectives._masking import choosable
 from millrace.data.shards import Index, Rows, Special, Split, pack_bits, write_rows
-from millrace.data.stream import Dataset, read_ahead
-from millrace.evaluate import place
-from millrace.objective import Batch, Task, Vocabulary
+from millrace.data.dataset import Dataset, read_ahead
+from millrace.training.evaluate import place
+from millrace.objectives import Batch, Task, Vocabulary
 from millrace.objectives import causal, masked
 
 PAD = Special(bos=1, eos=2, pad=0, mask=3)

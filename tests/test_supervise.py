@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from millrace import supervise
+from millrace.runtime import supervisor as supervise
 from tests.test_hosts import finish, rows, save_recipe, start, wait_for_step, weights
 
 # A supervisor whose worker does, in each life, what its next argument says; each makes a checkpoint if told.

@@ -6,7 +6,7 @@ import tokenizers
 from corpora import SPECIAL, code, hostile, texts_of, trained
 from tokenizers import models, pre_tokenizers
 
-from millrace.data import encoders, tokenise
+from millrace.data.tokenizer import encoders, tokenizer as tokenise
 from millrace.errors import UserError
 
 

@@ -16,17 +16,19 @@ import transformers
 from hypothesis import strategies as st
 from parity import ANEW
 
-from millrace import build, config, module, recipe, sections, step, train
-from millrace.checkpoint import Checkpoints
-from millrace.data.stream import Dataset
+from millrace.training import setup as build, step, run as train
+from millrace.config import reader as config, recipe, sections
+from millrace.nn import module
+from millrace.checkpoint.manager import Checkpoints
+from millrace.data.dataset import Dataset
 from millrace.errors import UserError
-from millrace.evaluate import place, vocabulary, with_vocabulary
-from millrace.execution import Execution
-from millrace.export import huggingface
-from millrace.folder import open_run
-from millrace.objective import file, make_task
-from millrace.plan import command
-from millrace.project import project
+from millrace.training.evaluate import place, vocabulary, with_vocabulary
+from millrace.nn.stack import Execution
+from millrace.convert import to_huggingface as huggingface
+from millrace.checkpoint.open_run import open_run
+from millrace.objectives import file, make_task
+from millrace.cli import plan as command
+from millrace.nn.linear import project
 
 pytest.importorskip("torchax", reason="needs torchax: pip install 'millrace[torch]'")
 
@@ -103,7 +105,7 @@ def logits_of(cfg: Any, params: Any, tokens: np.ndarray, **seen: Any) -> np.ndar
 
 def theirs(cfg: Any, params: Any) -> Any:
     """The torch module with our weights, and attention of its own."""
-    from millrace import torch_module
+    from millrace.models import _torchax as torch_module
 
     made: Any = torch_module.filled(cfg, params.weights)
     if hasattr(made, "set_attn_implementation"):
@@ -281,7 +283,7 @@ def test_a_run_goes_on_bit_for_bit_and_goes_back_into_torch(tmp_path, packed, pl
     settings = json.loads((tmp_path / "out/config.json").read_text())
     from safetensors.torch import load_file
 
-    from millrace.torch_module import find_class
+    from millrace.models._torchax import find_class
 
     made = find_class(settings["module"])(**settings["config"], vocab_size=settings["vocab_size"])
     made.load_state_dict(load_file(tmp_path / "out/model.safetensors"))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace import config, recipe
+from millrace.config import reader as config, recipe
 
 TINY = sorted((Path(__file__).parent.parent / "recipes/tiny").glob("*.yaml"))
 

@@ -16,14 +16,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from millrace import config, mesh, recipe, rollback, sections, tracing, train
-from millrace.checkpoint import Checkpoints
-from millrace.data.stream import Dataset
+from millrace.config import reader as config, recipe, sections
+from millrace.nn import sharding as mesh
+from millrace.training import rollback, profiler as tracing, run as train
+from millrace.checkpoint.manager import Checkpoints
+from millrace.data.dataset import Dataset
 from millrace.errors import UserError
-from millrace.evaluate import evaluate_run
-from millrace.execution import Execution
-from millrace.folder import open_run
-from millrace.module import named
+from millrace.training.evaluate import evaluate_run
+from millrace.nn.stack import Execution
+from millrace.checkpoint.open_run import open_run
+from millrace.nn.module import named
 from tests import soon
 
 
@@ -347,7 +349,7 @@ def test_masked_evaluation_is_the_same_for_any_batch_size_and_device_count(tiny)
 
 def test_training_goes_on_from_imported_weights(tiny, tmp_path):
     """Export, import into a new folder, a step at a learning rate of 0: the weights are what they were."""
-    from millrace.export import huggingface
+    from millrace.convert import to_huggingface as huggingface
 
     first = tiny("schedule.steps=2", "schedule.warmup=0")
     assert train.run(first) == 0

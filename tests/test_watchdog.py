@@ -5,8 +5,8 @@ import sys
 import time
 from pathlib import Path
 
-from millrace import supervise
-from millrace.watchdog import LONG, TIMES, Watchdog
+from millrace.runtime import supervisor as supervise
+from millrace.runtime.watchdog import LONG, TIMES, Watchdog
 
 LOOP = """
 import sys, time

@@ -7,7 +7,7 @@ from serve import read_texts, serve
 
 
 def get_ready() -> Any:
-    from millrace.data import learn, tokenise
+    from millrace.data.tokenizer import train as learn, tokenizer as tokenise
 
     texts: list[str] = []
 

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from millrace.attention.xla import HIDDEN
-from millrace.kernels import band_mosaic
-from millrace.layers.attention import KERNEL, Mask
-from millrace.probe import device
+from millrace.kernels import band_tpu as band_mosaic
+from millrace.attention import KERNEL, Mask
+from millrace.nn.compile_target import device
 
 Array = jax.Array
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from millrace.attention.xla import HIDDEN
-from millrace.layers.attention import KERNEL, Mask, ends, meetings
+from millrace.attention import KERNEL, Mask, ends, meetings
 
 Array = jax.Array
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from millrace.layers.attention import Mask, complaint
+from millrace.attention import Mask, complaint
 
 Array = jax.Array
 

@@ -19,7 +19,7 @@ from millrace.kernels.flash_hopper import (
     gradient_of_keys,
     gradient_of_queries,
 )
-from millrace.layers.attention import KERNEL, Mask, complaint
+from millrace.attention import KERNEL, Mask, complaint
 
 Array = jax.Array
 

@@ -18,8 +18,8 @@ import numpy as np
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
-from millrace.layers.attention import KERNEL, Mask, complaint, ends, meetings
-from millrace.probe import OLD_TPUS, device
+from millrace.attention import KERNEL, Mask, complaint, ends, meetings
+from millrace.nn.compile_target import OLD_TPUS, device
 
 Array = jax.Array
 

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from millrace.layers.attention import Mask
-from millrace.probe import threads
+from millrace.attention import Mask
+from millrace.nn.compile_target import threads
 
 Array = jax.Array
 

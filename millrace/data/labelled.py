@@ -11,7 +11,7 @@ import orjson
 
 from millrace.data.annotations import LABEL, TAGS, Notes
 from millrace.data.documents import Ragged, offsets_of
-from millrace.data.tokenise import Tokenizer
+from millrace.data.tokenizer.tokenizer import Tokenizer
 
 TEXTS = ("text", "sentence", "content")
 TWO_TEXTS = (

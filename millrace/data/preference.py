@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import orjson
 
-from millrace.data import chat
+from millrace.data.chat import encode as chat
 from millrace.data.annotations import Notes
 from millrace.data.documents import Problems, Ragged, offsets_of
-from millrace.data.tokenise import Tokenizer
+from millrace.data.tokenizer.tokenizer import Tokenizer
 
 
 def encode_pairs(

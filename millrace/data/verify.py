@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from millrace.data import tokenise
-from millrace.data.formats import storage
-from millrace.data.progress import Bar
+from millrace.data.tokenizer import tokenizer as tokenise
+from millrace.data.formats import open as storage
+from millrace.data.pipeline.progress import Bar
 from millrace.data.shards import Index, Rows, Shard, Split, checksum, filler_begins, last_starts, unpack_bits
 from millrace.errors import UserError
 

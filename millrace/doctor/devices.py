@@ -10,10 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from millrace import recipe, sections, store
-from millrace.doctor import Line, here
-from millrace.doctor.google import Instance
-from millrace.writers.terminal import size
+from millrace.config import recipe, sections
+from millrace.storage import files as store
+from millrace.doctor.report import Line
+from millrace.doctor import machine as here
+from millrace.doctor.gce import Instance
+from millrace.trackers.terminal import size
 
 WAIT = 120.0  # seconds: large slices take one of them
 
@@ -106,9 +108,9 @@ def main() -> None:
 
 def checkpoint_bytes(cfg: sections.Run) -> int | None:
     """None where the model's size is not known yet: no vocabulary, or a module of torch."""
-    from millrace import mesh
-    from millrace.data.mapped import open_folder, read_index
-    from millrace.plan import arithmetic
+    from millrace.nn import sharding as mesh
+    from millrace.data.memory_map import open_folder, read_index
+    from millrace.plan import estimate as arithmetic
 
     try:
         if not cfg.model.vocab:

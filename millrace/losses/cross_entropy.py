@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from millrace.kernels.head import Stats
+from millrace.kernels.linear_cross_entropy.stats import Stats
 
 
 @dataclass(frozen=True)

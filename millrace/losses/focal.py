@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from millrace.kernels.head import Stats
+from millrace.kernels.linear_cross_entropy.stats import Stats
 
 
 @dataclass(frozen=True)

@@ -5,14 +5,14 @@ rounded to 8 bits before each of them; two more norms a layer, and ReLU squared 
 from dataclasses import dataclass, replace
 from typing import Any
 
-from millrace.execution import Execution, cast
-from millrace.export import config_json, ternary
-from millrace.layers.mlp import glu
-from millrace.layers.norm import rms_norm
-from millrace.mesh import constrain
+from millrace.nn.stack import Execution, cast
+from millrace.model_formats import hf_config as config_json, hf_ternary as ternary
+from millrace.nn.mlp import glu
+from millrace.nn.norm import rms_norm
+from millrace.nn.sharding import constrain
 from millrace.models import llama
-from millrace.module import Array, axes, count, module, normal, ones, residual_normal, stack, weight
-from millrace.project import prepared, project
+from millrace.nn.module import Array, axes, count, module, normal, ones, residual_normal, stack, weight
+from millrace.nn.linear import prepared, project
 
 
 @dataclass(frozen=True)

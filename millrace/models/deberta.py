@@ -9,19 +9,19 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from millrace.classifier import Head, Layout, dense
+from millrace.model_wrappers.classification_head import Head, Layout, dense
 from millrace.errors import UserError
-from millrace.execution import Execution, layers
-from millrace.export import config_json
-from millrace.kernels import disentangled_mosaic
-from millrace.layers.activations import PLAIN
-from millrace.layers.bias import biased, first_of_many
-from millrace.layers.disentangled import attend
-from millrace.layers.mlp import plain
-from millrace.layers.norm import layer_norm
-from millrace.mesh import constrain
-from millrace.module import Array, Axes, count, module, nested, normal, ones, stack, weight, zeros
-from millrace.project import lookup, prepared, project
+from millrace.nn.stack import Execution, layers
+from millrace.model_formats import hf_config as config_json
+from millrace.kernels import disentangled_tpu as disentangled_mosaic
+from millrace.nn.activations import PLAIN
+from millrace.nn.bias import biased, first_of_many
+from millrace.attention._disentangled import attend
+from millrace.nn.mlp import plain
+from millrace.nn.norm import layer_norm
+from millrace.nn.sharding import constrain
+from millrace.nn.module import Array, Axes, count, module, nested, normal, ones, stack, weight, zeros
+from millrace.nn.linear import lookup, prepared, project
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ modelling (arXiv 2503.05500)."""
 from dataclasses import dataclass
 from typing import Any
 
-from millrace.classifier import Head, Layout, dense
-from millrace.export import config_json
+from millrace.model_wrappers.classification_head import Head, Layout, dense
+from millrace.model_formats import hf_config as config_json
 from millrace.models import llama
 
 Model = llama.Model

@@ -9,12 +9,12 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from millrace.export import config_json
-from millrace.layers.norm import rms_norm
-from millrace.layers.rope import rotate
+from millrace.model_formats import hf_config as config_json
+from millrace.nn.norm import rms_norm
+from millrace.nn.rope import rotate
 from millrace.models import llama
-from millrace.module import Array, Axes, count, module, ones, stack, weight, zeros
-from millrace.project import prepared, project
+from millrace.nn.module import Array, Axes, count, module, ones, stack, weight, zeros
+from millrace.nn.linear import prepared, project
 
 
 @dataclass(frozen=True)

@@ -10,20 +10,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from millrace import classifier
+from millrace.model_wrappers import classification_head as classifier
 from millrace.errors import UserError
-from millrace.execution import Execution, cached_layers, layers_in_turn
-from millrace.export import config_json
-from millrace.export.architecture import Architecture
-from millrace.layers.attention import Mask, attend
-from millrace.layers.kinds import Kind, keys_seen
-from millrace.layers.mlp import gated
-from millrace.layers.norm import rms_norm_around_one as norm
-from millrace.layers.rope import Rope, rotate
-from millrace.mesh import constrain
+from millrace.nn.stack import Execution, cached_layers, layers_in_turn
+from millrace.model_formats import hf_config as config_json
+from millrace.model_formats.gguf_architecture import Architecture
+from millrace.attention import Mask, attend
+from millrace.nn.layer_kinds import Kind, keys_seen
+from millrace.nn.mlp import gated
+from millrace.nn.norm import rms_norm_around_one as norm
+from millrace.nn.rope import Rope, rotate
+from millrace.nn.sharding import constrain
 from millrace.models.llama import Cache
-from millrace.module import Array, count, module, stack, weight, zeros
-from millrace.project import lookup, prepared, project
+from millrace.nn.module import Array, count, module, stack, weight, zeros
+from millrace.nn.linear import lookup, prepared, project
 
 
 @dataclass(frozen=True)

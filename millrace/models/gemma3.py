@@ -4,9 +4,9 @@ a window to one that sees the whole text, and other positions for each (arXiv 25
 from dataclasses import dataclass
 from typing import Any
 
-from millrace import classifier
-from millrace.export import config_json
-from millrace.export.architecture import Architecture
+from millrace.model_wrappers import classification_head as classifier
+from millrace.model_formats import hf_config as config_json
+from millrace.model_formats.gguf_architecture import Architecture
 from millrace.models import gemma2
 
 Model = gemma2.Model

@@ -8,20 +8,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from millrace.classifier import Head, Layout, dense
+from millrace.model_wrappers.classification_head import Head, Layout, dense
 from millrace.errors import UserError
-from millrace.execution import Execution, cached_layers, layers_in_turn
-from millrace.export import config_json
-from millrace.layers.attention import Mask, attend
-from millrace.layers.bias import first_of_many
-from millrace.layers.kinds import Kind, keys_seen
-from millrace.layers.mlp import gated
-from millrace.layers.norm import layer_norm
-from millrace.layers.rope import Rope, rotate
-from millrace.mesh import constrain
+from millrace.nn.stack import Execution, cached_layers, layers_in_turn
+from millrace.model_formats import hf_config as config_json
+from millrace.attention import Mask, attend
+from millrace.nn.bias import first_of_many
+from millrace.nn.layer_kinds import Kind, keys_seen
+from millrace.nn.mlp import gated
+from millrace.nn.norm import layer_norm
+from millrace.nn.rope import Rope, rotate
+from millrace.nn.sharding import constrain
 from millrace.models.llama import Cache
-from millrace.module import Array, count, module, ones, residual_truncated, stack, truncated, weight, zeros
-from millrace.project import lookup, prepared, project
+from millrace.nn.module import Array, count, module, ones, residual_truncated, stack, truncated, weight, zeros
+from millrace.nn.linear import lookup, prepared, project
 
 
 @dataclass(frozen=True)

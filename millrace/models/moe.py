@@ -10,16 +10,16 @@ import jax
 import jax.numpy as jnp
 
 from millrace.errors import UserError
-from millrace.execution import Execution, cached_layers, layers
-from millrace.export import config_json
-from millrace.layers.attention import Mask, attend
-from millrace.layers.experts import Matrices, busiest, even_out, mix, route
-from millrace.layers.mlp import gated
-from millrace.layers.norm import rms_norm
-from millrace.mesh import constrain
+from millrace.nn.stack import Execution, cached_layers, layers
+from millrace.model_formats import hf_config as config_json
+from millrace.attention import Mask, attend
+from millrace.nn.experts import Matrices, busiest, even_out, mix, route
+from millrace.nn.mlp import gated
+from millrace.nn.norm import rms_norm
+from millrace.nn.sharding import constrain
 from millrace.models import llama
-from millrace.module import Array, Rule, count, module, normal, ones, residual_normal, stack, weight, zeros
-from millrace.project import lookup, prepared, project
+from millrace.nn.module import Array, Rule, count, module, normal, ones, residual_normal, stack, weight, zeros
+from millrace.nn.linear import lookup, prepared, project
 
 
 @dataclass(frozen=True)

@@ -4,17 +4,17 @@ of all keys (arXiv 2501.00656)."""
 from dataclasses import dataclass
 from typing import Any
 
-from millrace import classifier
-from millrace.execution import Execution
-from millrace.export import config_json
-from millrace.export.architecture import Architecture, refuse
-from millrace.layers.mlp import gated
-from millrace.layers.norm import rms_norm
-from millrace.layers.rope import rotate
-from millrace.mesh import constrain
+from millrace.model_wrappers import classification_head as classifier
+from millrace.nn.stack import Execution
+from millrace.model_formats import hf_config as config_json
+from millrace.model_formats.gguf_architecture import Architecture, refuse
+from millrace.nn.mlp import gated
+from millrace.nn.norm import rms_norm
+from millrace.nn.rope import rotate
+from millrace.nn.sharding import constrain
 from millrace.models import llama
-from millrace.module import Array, count, module, normal, ones, stack, weight
-from millrace.project import prepared, project
+from millrace.nn.module import Array, count, module, normal, ones, stack, weight
+from millrace.nn.linear import prepared, project
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 
 from millrace.errors import UserError
-from millrace.execution import Execution
-from millrace.export.tensors import Table
-from millrace.layers.bias import first_of_many
-from millrace.module import Array, Axes, module
+from millrace.nn.stack import Execution
+from millrace.model_formats.hf_tensors import Table
+from millrace.nn.bias import first_of_many
+from millrace.nn.module import Array, Axes, module
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def torch_module() -> Any:
         raise UserError(
             f"model.use: torch needs {' and '.join(missing)}, not installed; pip install 'millrace[torch]'"
         )
-    from millrace import torch_module
+    from millrace.models import _torchax as torch_module
 
     return torch_module
 

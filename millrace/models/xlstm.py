@@ -9,15 +9,15 @@ import jax
 import jax.numpy as jnp
 
 from millrace.errors import UserError
-from millrace.execution import Execution, layers
-from millrace.export import config_json
-from millrace.layers import recurrence
-from millrace.layers.mlp import gated
-from millrace.layers.norm import rms_norm
-from millrace.layers.recurrence import Matrix, Scalar, convolve, mlstm, slstm
-from millrace.mesh import balance, constrain, restore
-from millrace.module import Array, Axes, count, module, ones, stack, weight, zeros
-from millrace.project import lookup, prepared, project
+from millrace.nn.stack import Execution, layers
+from millrace.model_formats import hf_config as config_json
+from millrace.nn import mlstm as recurrence
+from millrace.nn.mlp import gated
+from millrace.nn.norm import rms_norm
+from millrace.nn.mlstm import Matrix, Scalar, convolve, mlstm, slstm
+from millrace.nn.sharding import balance, constrain, restore
+from millrace.nn.module import Array, Axes, count, module, ones, stack, weight, zeros
+from millrace.nn.linear import lookup, prepared, project
 
 
 @dataclass(frozen=True)

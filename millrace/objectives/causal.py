@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from millrace.module import Array
-from millrace.objective import Batch, Examples, Task, seen, token_loss
+from millrace.nn.module import Array
+from millrace.objectives import Batch, Examples, Task, seen, token_loss
 
 loss = token_loss
 GIVEN = ("bos",)  # what begins a document has nothing before it to be told from

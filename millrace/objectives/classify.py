@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from millrace.kernels.head import Stats
-from millrace.module import Array
-from millrace.objective import Batch, Examples, Task, Told, Turn, file, seen
+from millrace.kernels.linear_cross_entropy.stats import Stats
+from millrace.nn.module import Array
+from millrace.objectives import Batch, Examples, Task, Told, Turn, file, seen
 
 READS = "labels"
 

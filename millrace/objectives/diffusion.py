@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from millrace.corruption import choosable, choose_number, diffuse
+from millrace.objectives._masking import choosable, choose_number, diffuse
 from millrace.errors import UserError
-from millrace.kernels.head import Totals
-from millrace.module import Array
-from millrace.objective import Batch, Examples, Task, seen, token_loss
+from millrace.kernels.linear_cross_entropy.stats import Totals
+from millrace.nn.module import Array
+from millrace.objectives import Batch, Examples, Task, seen, token_loss
 
 LOSS = "likelihood bound"  # what evaluation calls it
 GIVEN = ("bos", "eos")

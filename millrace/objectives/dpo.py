@@ -10,10 +10,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from millrace import mesh, reference
-from millrace.kernels.cut_cross_entropy import cut, each, likelihood
-from millrace.module import Array
-from millrace.objective import Examples, Task, Told, Turn
+from millrace.nn import sharding as mesh
+from millrace.model_wrappers import frozen_reference as reference
+from millrace.kernels.linear_cross_entropy.dispatch import cut, each, likelihood
+from millrace.nn.module import Array
+from millrace.objectives import Examples, Task, Told, Turn
 from millrace.objectives import causal
 
 prepare = causal.prepare

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from millrace.corruption import choosable, choose, choose_spans, most_chosen, replace
+from millrace.objectives._masking import choosable, choose, choose_spans, most_chosen, replace
 from millrace.errors import UserError
-from millrace.module import Array
-from millrace.objective import Batch, Examples, Task, seen, token_loss
+from millrace.nn.module import Array
+from millrace.objectives import Batch, Examples, Task, seen, token_loss
 
 loss = token_loss
 

@@ -12,12 +12,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from millrace import mesh
-from millrace.corruption import choosable, choose, most_chosen
+from millrace.nn import sharding as mesh
+from millrace.objectives._masking import choosable, choose, most_chosen
 from millrace.errors import UserError
-from millrace.layers.pick import put_back
-from millrace.module import Array, module
-from millrace.objective import Batch, Examples, Task, Told, Turn, file, head_loss, seen, that_count
+from millrace.objectives._select_weighted import put_back
+from millrace.nn.module import Array, module
+from millrace.objectives import Batch, Examples, Task, Told, Turn, file, head_loss, seen, that_count
 
 LOGITS = 2**27  # at a time on one device, when tokens are drawn
 

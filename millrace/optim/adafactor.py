@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from millrace.module import Axes
+from millrace.nn.module import Axes
 from millrace.optim.stable_adamw import layer_rms
 
 

@@ -10,7 +10,7 @@ import jax
 import optax
 
 from millrace.kernels.newton_schulz import newton_schulz
-from millrace.module import Axes
+from millrace.nn.module import Axes
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from millrace.module import Axes
+from millrace.nn.module import Axes
 
 
 @dataclass(frozen=True)

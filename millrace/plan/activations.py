@@ -4,9 +4,11 @@ counted one by one. What JAX keeps is told by `jax.vjp`, against which tests hol
 from dataclasses import astuple, dataclass
 from typing import Any
 
-from millrace import build, module, sections
-from millrace.execution import products_of
-from millrace.objective import file
+from millrace.training import setup as build
+from millrace.nn import module
+from millrace.config import sections
+from millrace.nn.stack import products_of
+from millrace.objectives import file
 
 # Bits that an activation's derivative is kept in, where it is one of them (layers/activations.py).
 BITS = {"gelu_bits": 2, "silu_bits": 2, "relu_bits": 1}

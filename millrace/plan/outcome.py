@@ -3,10 +3,10 @@
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from millrace import lengths, sections
-from millrace.plan.chips import PRICES_DATE, Price, Range
-from millrace.plan.memory import Buffer
-from millrace.plan.slices import Slice
+from millrace.config import run_length as lengths, sections
+from millrace.hardware.chips import PRICES_DATE, Price, Range
+from millrace.plan.buffers import Buffer
+from millrace.hardware.slices import Slice
 
 DAY = 24 * 3600.0
 

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal
 
-from millrace import config, sections
+from millrace.config import reader as config, sections
 from millrace.errors import UserError
-from millrace.plan import arithmetic
-from millrace.plan.slices import Slice
+from millrace.plan import estimate as arithmetic
+from millrace.hardware.slices import Slice
 
 ASKED = 3  # candidates that the compiler is asked about
 ROOM = 1.15  # times the memory that a candidate may take by arithmetic, which is not exact

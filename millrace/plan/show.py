@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 from rich.console import Console
 
-from millrace import sections
-from millrace.plan import advise, arithmetic, search
+from millrace.config import sections
+from millrace.plan import recommend as advise, estimate as arithmetic, search
 from millrace.plan import outcome as outcomes
-from millrace.plan.chips import PRICES_DATE, TPUS, Chip, Range
+from millrace.hardware.chips import PRICES_DATE, TPUS, Chip, Range
 from millrace.plan.outcome import Outcome, tokens_of
-from millrace.plan.slices import Slice
+from millrace.hardware.slices import Slice
 
 GIB = 2**30
 SHOWN = 12  # offers

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from millrace.layers.experts import FURTHER
-from millrace.plan.chips import Chip
-from millrace.plan.program import Computation, Instruction, Program, Scope, called, inside, trips
-from millrace.plan.slices import Slice
-from millrace.plan.work import COLLECTIVES, HBM, Work, work_of
+from millrace.nn.experts import FURTHER
+from millrace.hardware.chips import Chip
+from millrace.plan.hlo import Computation, Instruction, Program, Scope, called, inside, trips
+from millrace.hardware.slices import Slice
+from millrace.plan.instruction_cost import COLLECTIVES, HBM, Work, work_of
 
 # Of the matrix units' peak. libtpu's cycles for single bf16 products of 8,192 and 16,384 rows are 1.02 to
 # 1.64 times FLOPs / peak at widths of 4,096 and 8,192 (times four), with v5p, v5e and v6e taken together 1.12

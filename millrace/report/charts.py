@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from millrace.page import count, escape
+from millrace.html_page import count, escape
 
 POINTS = 400  # of a curve: more are put together, by their mean, lowest and highest
 SIDE = 1000  # of a drawing, in its own units

@@ -10,11 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from millrace import goodput, lengths, recipe, saved, sections, store
+from millrace.runtime import goodput
+from millrace.config import run_length as lengths, recipe, sections
+from millrace.checkpoint import inventory as saved
+from millrace.storage import files as store
 from millrace.errors import UserError
-from millrace.goodput import Account
-from millrace.plan import chips
-from millrace.writers.terminal import duration
+from millrace.runtime.goodput import Account
+from millrace.hardware import chips
+from millrace.trackers.terminal import duration
 
 SILENT = 300.0  # seconds without a sign of life after which a run is taken to hang, or to be gone
 Row = dict[str, Any]

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 
-from millrace.schedule import Curve, Curves
+from millrace.config.durations import Curve, Curves
 
 
 @dataclass(frozen=True)

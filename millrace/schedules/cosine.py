@@ -5,7 +5,7 @@ from typing import Any
 
 import optax
 
-from millrace.schedule import Curves
+from millrace.config.durations import Curves
 from millrace.schedules.constant import after_warmup, unchanged
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 
-from millrace.schedule import Curves
+from millrace.config.durations import Curves
 from millrace.schedules.constant import after_warmup, unchanged
 
 

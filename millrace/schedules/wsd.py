@@ -10,7 +10,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from millrace.errors import UserError
-from millrace.schedule import Curve, Curves
+from millrace.config.durations import Curve, Curves
 from millrace.schedules.constant import after_warmup, unchanged
 
 

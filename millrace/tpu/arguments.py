@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from millrace.errors import UserError
-from millrace.tpu import cost, google, place, workers
+from millrace.tpu import cost, google_auth as google, job_ledger as place, workers
 from millrace.tpu.cloud import Cloud, Rented, State
 from millrace.tpu.gcp import Gcp
 from millrace.tpu.local import Local

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import millrace
-from millrace import secret
+from millrace.storage import redact as secret
 from millrace.errors import UserError
 from millrace.tpu.workers import Workers
 

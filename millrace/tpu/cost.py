@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from millrace.errors import UserError
-from millrace.plan import chips
+from millrace.hardware import chips
 from millrace.tpu.request import Request
 
 HOURS = 24.0  # that a job may have, unless it is told

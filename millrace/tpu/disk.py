@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from millrace.errors import UserError
-from millrace.tpu import google
+from millrace.tpu import google_auth as google
 from millrace.tpu.cloud import LABEL, OWNER, Rented, other, user
 from millrace.tpu.gcp import Gcp, disk_source, same
 

@@ -4,7 +4,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from millrace.tpu import bundle, gcp, google, install
+from millrace.tpu import bundle, gcp, google_auth as google, install
 from millrace.tpu.request import Request
 
 Command = list[str]

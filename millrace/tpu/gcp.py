@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from millrace.errors import UserError
-from millrace.tpu import google
+from millrace.tpu import google_auth as google
 from millrace.tpu.cloud import IDLE, LABEL, OWNER, SECONDS, LoggedOut, Refused, Rented, Silent, State, user
 from millrace.tpu.request import Request
 

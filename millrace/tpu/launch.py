@@ -6,13 +6,13 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from millrace import supervise
+from millrace.runtime import supervisor as supervise
 from millrace.errors import UserError
-from millrace.tpu import alarm, bundle, install, job, place
+from millrace.tpu import timer_health as alarm, bundle, install, job, job_ledger as place
 from millrace.tpu.cloud import Rented, State, by_hand
-from millrace.tpu.ending import End, Outcome, verdict
-from millrace.tpu.rent import FAILURES, Renter, stopped
-from millrace.tpu.times import BROKEN, POLL, REACH, REST
+from millrace.tpu.outcome import End, Outcome, verdict
+from millrace.tpu.provision import FAILURES, Renter, stopped
+from millrace.tpu.timeouts import BROKEN, POLL, REACH, REST
 from millrace.tpu.workers import UNREACHABLE, Failed, Workers
 
 LIVED = 600.0  # seconds of training that end a row of failures; preemptions do not count as such

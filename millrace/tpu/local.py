@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from millrace.tpu import place, worker
+from millrace.tpu import job_ledger as place, worker
 from millrace.tpu.cloud import IDLE, LABEL, OWNER, SECONDS, Rented, State, user
 from millrace.tpu.request import Request
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from millrace.errors import UserError
-from millrace.tpu import google
+from millrace.tpu import google_auth as google
 
 # Regions of a continent, for buckets that are spread over one; and Google's ready-made pairs.
 CONTINENTS = {"us": ("us-",), "eu": ("europe-",), "asia": ("asia-",)}

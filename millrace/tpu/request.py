@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from millrace.errors import UserError
-from millrace.plan import slices
+from millrace.hardware import slices
 
 Terms = Literal["on-demand", "spot", "reserved"]
 

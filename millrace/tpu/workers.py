@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from millrace.errors import UserError
-from millrace.tpu.times import BROKEN, DENIED
+from millrace.tpu.timeouts import BROKEN, DENIED
 
 UNREACHABLE = 255  # ssh's own exit code
 CONNECT = 20  # seconds that ssh has for a connection

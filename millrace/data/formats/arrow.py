@@ -13,7 +13,7 @@ import pyarrow.ipc
 from millrace.data.documents import Part, Problems
 from millrace.data.formats import PART, Bad, divided
 from millrace.data.formats.columns import Places, Wanted, from_table, made_ids, plan, slices
-from millrace.data.formats.storage import is_url, open_random
+from millrace.data.formats.open import is_url, open_random
 
 SUFFIXES = (".arrow", ".feather")
 MAGIC = b"ARROW1"  # begins a file; a stream has none

@@ -15,7 +15,8 @@ import orjson
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from millrace.data import labelled, shapes
+from millrace.data import labelled
+from millrace.data.chat import records as shapes
 from millrace.data.documents import SCHEMA
 from millrace.data.formats import TABLE, Bad
 

@@ -15,7 +15,7 @@ import pyarrow.csv
 from millrace.data.documents import Part, Problems
 from millrace.data.formats import Bad
 from millrace.data.formats.columns import Places, Wanted, from_table, made_ids, plan, slices
-from millrace.data.formats.storage import Stream, suffix
+from millrace.data.formats.open import Stream, suffix
 
 SUFFIXES = (".csv", ".tsv")
 LONGEST = 32 << 20  # bytes of a row; Arrow holds a few times as much

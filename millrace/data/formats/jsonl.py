@@ -13,7 +13,7 @@ import pyarrow as pa
 from millrace.data.documents import Part, Problems
 from millrace.data.formats import PART, TABLE, Bad
 from millrace.data.formats.columns import Places, Wanted, from_records, made_ids
-from millrace.data.formats.storage import Stream, compression, has_ranges, is_url, suffix
+from millrace.data.formats.open import Stream, compression, has_ranges, is_url, suffix
 
 SUFFIXES = (".jsonl", ".ndjson", ".json")
 BLOCK = 1 << 20  # bytes parsed at a time: 261 MB/s, against 237 with 16 MB and 209 with 256 KB

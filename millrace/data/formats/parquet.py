@@ -10,7 +10,7 @@ import pyarrow.parquet
 from millrace.data.documents import Part, Problems
 from millrace.data.formats import PART, TABLE, Bad, divided
 from millrace.data.formats.columns import Places, Wanted, from_table, made_ids, plan
-from millrace.data.formats.storage import open_random
+from millrace.data.formats.open import open_random
 
 SUFFIXES = (".parquet",)
 MOST_ROWS = 1 << 16  # in a table, however short they are

@@ -7,7 +7,7 @@ import pyarrow as pa
 from millrace.data.documents import Part, Problems
 from millrace.data.formats import Bad
 from millrace.data.formats.columns import DOCUMENT, Wanted
-from millrace.data.formats.storage import Stream
+from millrace.data.formats.open import Stream
 
 SUFFIXES = (".txt", ".md", ".rst", ".py")
 LONGEST = 2 << 30  # bytes

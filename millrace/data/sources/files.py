@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow as pa
 
 from millrace.data.documents import Part, Problems
-from millrace.data.formats import PART, TABLE, arrow, delimited, jsonl, parquet, storage, text
+from millrace.data.formats import PART, TABLE, arrow, delimited, jsonl, parquet, open as storage, text
 from millrace.data.formats.columns import Wanted
 from millrace.errors import UserError
 
