@@ -17,8 +17,8 @@ help:
 	@echo "make bench-plan  plans for TPU slices by their compiler, MaxText's beside them, on any machine"
 
 .venv/core: pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit("Millrace needs Python 3.11 or newer; try make PYTHON=python3.11" if sys.version_info < (3, 11) else 0)'
-	@echo "installing Millrace into .venv"
+	@$(PYTHON) -c 'import sys; sys.exit("Headrace needs Python 3.11 or newer; try make PYTHON=python3.11" if sys.version_info < (3, 11) else 0)'
+	@echo "installing Headrace into .venv"
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@$(PIP) install --quiet --quiet --constraint constraints.txt --editable .
 	@touch $@
@@ -48,22 +48,22 @@ help:
 
 demo: .venv/core
 	@echo; echo "1. Text that is already here, tokenised and packed"
-	$(BIN)/millrace data prepare recipes/data/demo.yaml
+	$(BIN)/headrace data prepare recipes/data/demo.yaml
 	@echo; echo "2. A small Llama, trained"
-	$(BIN)/millrace train recipes/demo.yaml
+	$(BIN)/headrace train recipes/demo.yaml
 	@echo; echo "3. Its loss on text it has not seen, beside the entropy of single tokens"
-	$(BIN)/millrace eval runs/demo
+	$(BIN)/headrace eval runs/demo
 	@echo; echo "4. A sample"
-	$(BIN)/millrace generate runs/demo --prompt "def " --tokens 80
+	$(BIN)/headrace generate runs/demo --prompt "def " --tokens 80
 	@echo; echo "5. The model in Hugging Face format"
 	@rm -rf runs/demo/huggingface
-	$(BIN)/millrace export runs/demo runs/demo/huggingface
+	$(BIN)/headrace export runs/demo runs/demo/huggingface
 	@echo; echo "What to try next:"
 	@echo "  . $(BIN)/activate"
-	@echo "  millrace generate runs/demo --prompt \"import \" --temperature 0.5"
-	@echo "  millrace train recipes/demo.yaml schedule.steps=1000        # goes on from step 500"
-	@echo "  millrace train recipes/demo.yaml run=runs/muon optimizer.use=muon"
-	@echo "  millrace recipe list; millrace recipe show recipes/llama3.2-1b.yaml"
+	@echo "  headrace generate runs/demo --prompt \"import \" --temperature 0.5"
+	@echo "  headrace train recipes/demo.yaml schedule.steps=1000        # goes on from step 500"
+	@echo "  headrace train recipes/demo.yaml run=runs/muon optimizer.use=muon"
+	@echo "  headrace recipe list; headrace recipe show recipes/llama3.2-1b.yaml"
 	@echo "  less README.md docs/tour.md"
 
 lint: .venv/test

@@ -40,8 +40,8 @@ def rows() -> list[tuple[str, Body, bool, bool]]:
     import jax
     import jax.numpy as jnp
 
-    from millrace.nn import activations
-    from millrace.nn.mlp import gated, glu
+    from headrace.nn import activations
+    from headrace.nn.mlp import gated, glu
 
     def plain(activation: Body) -> Body:
         return lambda x, w, w_down: activation(x @ w) @ w_down

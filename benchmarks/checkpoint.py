@@ -15,11 +15,11 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from millrace.runtime import goodput
-from millrace.checkpoint import manifest, inventory as saved
-from millrace.training import loss_spikes as spikes
-from millrace.checkpoint.manager import Checkpoints
-from millrace.checkpoint.state import State
+from headrace.runtime import goodput
+from headrace.checkpoint import manifest, inventory as saved
+from headrace.training import loss_spikes as spikes
+from headrace.checkpoint.manager import Checkpoints
+from headrace.checkpoint.state import State
 
 
 def timed(call, *args, **kwargs):
@@ -59,12 +59,12 @@ EVERY, STEPS = 64, 256
 
 def train(folder: str) -> None:
     """The demo twice: undisturbed, and killed once it has a checkpoint."""
-    millrace = [sys.executable, "-m", "millrace"]
-    prepare = [*millrace, "data", "prepare", "recipes/data/demo.yaml", f"path={folder}/data"]
+    headrace = [sys.executable, "-m", "headrace"]
+    prepare = [*headrace, "data", "prepare", "recipes/data/demo.yaml", f"path={folder}/data"]
     subprocess.run(prepare, check=True, stdout=subprocess.DEVNULL)
     settings = [f"data.path={folder}/data", f"checkpoint.every={EVERY}", f"schedule.steps={STEPS}"]
     settings += ["eval.every=0", "log.every=1", "log.tensorboard=false"]
-    command = [*millrace, "train", "recipes/demo.yaml", *settings]
+    command = [*headrace, "train", "recipes/demo.yaml", *settings]
     subprocess.run([*command, f"run={folder}/whole"], check=True, stdout=subprocess.DEVNULL)
     spent = in_the_loop(Path(folder) / "whole")
     total = sum(spent.values())

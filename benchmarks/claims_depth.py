@@ -23,13 +23,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from millrace.training import setup as build, step
-from millrace.model_wrappers import recurrent_depth as depth
-from millrace.nn import module
-from millrace.config import recipe
-from millrace.model_wrappers.recurrent_depth import Rounds
-from millrace.objectives import Examples, Task, Vocabulary, file, make_task
-from millrace.nn.linear import project
+from headrace.training import setup as build, step
+from headrace.model_wrappers import recurrent_depth as depth
+from headrace.nn import module
+from headrace.config import recipe
+from headrace.model_wrappers.recurrent_depth import Rounds
+from headrace.objectives import Examples, Task, Vocabulary, file, make_task
+from headrace.nn.linear import project
 
 ROWS, TESTS = 64, 256
 LENGTH, TRAINED, PART = 40, 10, 4  # places of a row, those that are learnt, and those that are told together

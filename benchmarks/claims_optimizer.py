@@ -54,10 +54,10 @@ def trained(use: str, rate: float, number: int, data: str) -> Curve:
 
     import jax
 
-    from millrace.training import evaluate, step
-    from millrace.nn import module
-    from millrace.data.dataset import Dataset
-    from millrace.objectives import file
+    from headrace.training import evaluate, step
+    from headrace.nn import module
+    from headrace.data.dataset import Dataset
+    from headrace.objectives import file
 
     settings = {"optimizer.use": use, "optimizer.learning_rate": rate, "schedule.steps": number}
     settings |= {"schedule.warmup": number // 20, "batch.sequences": ROWS, "data.path": data}

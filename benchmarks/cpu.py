@@ -6,7 +6,7 @@ All in float32 with the same number of threads, the same packed rows and the sam
 whose losses must be equal. Each in a process of its own that waits while another has its turn. Rounds go
 around, and of each the best median counts, by the clock and by CPU time: other work on the machine takes time
 from whoever has the turn. Where there is much of it, take --threads 1: torch's threads wait for each other by
-going round, which counts as CPU time, and two threads on a busy machine flatter Millrace."""
+going round, which counts as CPU time, and two threads on a busy machine flatter Headrace."""
 
 import argparse
 import contextlib
@@ -41,7 +41,7 @@ def main() -> int:
         serve(lambda: rounds_of(args))
         return 0
     if not Path(load(args).data.path, "index.json").is_file():
-        subprocess.run([sys.executable, "-m", "millrace", "data", "prepare", args.data], check=True)
+        subprocess.run([sys.executable, "-m", "headrace", "data", "prepare", args.data], check=True)
     print(f"{len(cores)} threads, {args.rounds} rounds of {args.steps} steps, load {os.getloadavg()[0]:.1f}")
     return show(load(args), take_turns(args))
 
@@ -50,8 +50,8 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", choices=["millrace", *PEERS], help="be one of them, for the others' turns")
-    parser.add_argument("--folder", type=Path, help="where weights and rows go from Millrace to the others")
+    parser.add_argument("--only", choices=["headrace", *PEERS], help="be one of them, for the others' turns")
+    parser.add_argument("--folder", type=Path, help="where weights and rows go from Headrace to the others")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=20)
@@ -62,7 +62,7 @@ def parse() -> argparse.Namespace:
 
 
 def load(args: argparse.Namespace) -> Any:
-    from millrace.config import recipe
+    from headrace.config import recipe
 
     return recipe.load(args.recipe, args.set)
 
@@ -70,12 +70,12 @@ def load(args: argparse.Namespace) -> Any:
 def take_turns(args: argparse.Namespace) -> dict[str, list[Round]]:
     """The rounds of each. One that fails has no more turns, and what it says is told."""
     rounds: dict[str, list[Round]] = {}
-    with tempfile.TemporaryDirectory(prefix="millrace-bench-") as folder, contextlib.ExitStack() as stack:
+    with tempfile.TemporaryDirectory(prefix="headrace-bench-") as folder, contextlib.ExitStack() as stack:
         workers: dict[str, Peer] = {}
         for turn in range(args.rounds):
-            for name in ("millrace", *PEERS):
+            for name in ("headrace", *PEERS):
                 try:
-                    if turn == 0:  # Millrace first, since it leaves its weights for the others
+                    if turn == 0:  # Headrace first, since it leaves its weights for the others
                         workers[name] = stack.enter_context(worker(name, args, folder))
                     if name in workers:
                         rounds.setdefault(name, []).append(workers[name].ask(steps=args.steps)[0])
@@ -100,26 +100,26 @@ def show(cfg: Any, rounds: dict[str, list[Round]]) -> int:
         for name, found in rounds.items()
     }
     firsts = {name: found[0]["first_loss"] for name, found in rounds.items()}
-    ours = best.get("millrace")
+    ours = best.get("headrace")
     print(f"{'':14}{'tokens/s':>10}{'ms':>8}{'CPU ms':>8}{'first loss':>12}   ours / it, by CPU time")
     for name, its in best.items():
         ratios = f"{its['wall'] / ours['wall']:9.3f}{its['cpu'] / ours['cpu']:14.3f}" if ours else ""
         times = f"{tokens / its['wall']:10,.0f}{its['wall'] * 1e3:8.1f}{its['cpu'] * 1e3:8.1f}"
         print(f"{name:14}{times}{firsts[name]:12.6f}   {ratios}")
-    peers = [its for name, its in best.items() if name != "millrace"]
+    peers = [its for name, its in best.items() if name != "headrace"]
     if ours is None or not peers:
         return 1
     found = min(its["wall"] for its in peers) / ours["wall"]
     print(f"against the faster: {found:.3f} (wanted {GOAL:g}: {'met' if found >= GOAL else 'MISSED'})")
-    apart = max(abs(loss - firsts["millrace"]) for loss in firsts.values())
+    apart = max(abs(loss - firsts["headrace"]) for loss in firsts.values())
     print(f"first losses on the same weights {'agree' if apart < APART else 'DIFFER'}, {apart:.1e} apart")
     return int(apart >= APART or found < GOAL)
 
 
 def rounds_of(args: argparse.Namespace) -> Callable[[dict[str, Any]], Round]:
     """What a process does when it has its turn: some steps, their median by the clock, CPU time a step."""
-    if args.only == "millrace":
-        take, first = millrace_step(load(args), args.folder)
+    if args.only == "headrace":
+        take, first = headrace_step(load(args), args.folder)
     else:
         take, first = torch_step(load(args), args.folder, compiled=args.only == "torch.compile")
     for number in range(1, steps.WARM + 1):
@@ -140,16 +140,16 @@ def rounds_of(args: argparse.Namespace) -> Callable[[dict[str, Any]], Round]:
     return work
 
 
-def millrace_step(cfg: Any, folder: Path) -> tuple[Step, float]:
+def headrace_step(cfg: Any, folder: Path) -> tuple[Step, float]:
     """The step by its number, once the first is taken, and that one's loss. Its weights and rows are kept."""
-    from millrace.runtime import malloc as allocator
+    from headrace.runtime import malloc as allocator
 
-    allocator.one_arena()  # these two as `millrace train` does, the first before JAX starts a thread
+    allocator.one_arena()  # these two as `headrace train` does, the first before JAX starts a thread
     allocator.keep_freed(1 << 30)
     import jax
 
-    from millrace.data.dataset import Dataset
-    from millrace.training.evaluate import place, vocabulary, with_vocabulary
+    from headrace.data.dataset import Dataset
+    from headrace.training.evaluate import place, vocabulary, with_vocabulary
 
     dataset = Dataset.open(cfg.data.path, sequence_length=cfg.data.sequence_length)
     cfg = with_vocabulary(cfg, dataset)
@@ -171,11 +171,11 @@ def millrace_step(cfg: Any, folder: Path) -> tuple[Step, float]:
 
 
 def torch_step(cfg: Any, folder: Path, *, compiled: bool) -> tuple[Step, float]:
-    """The same of transformers, from the weights and rows that Millrace has kept: fused AdamW, clipping."""
+    """The same of transformers, from the weights and rows that Headrace has kept: fused AdamW, clipping."""
     import torch
 
-    from millrace.data.dataset import Dataset
-    from millrace.training.evaluate import with_vocabulary
+    from headrace.data.dataset import Dataset
+    from headrace.training.evaluate import with_vocabulary
 
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     model = steps.transformers_model(with_vocabulary(cfg, Dataset.open(cfg.data.path)))

@@ -32,7 +32,7 @@ def main() -> int:
     cores, load = len(os.sched_getaffinity(0)), os.getloadavg()[0]
     print(f"{cores} cores, Python {platform.python_version()}, {options.mb:g} MB of text, load {load:.1f}")
     lines: list[Line] = []
-    with tempfile.TemporaryDirectory(prefix="millrace-bench-", dir=options.folder) as folder:
+    with tempfile.TemporaryDirectory(prefix="headrace-bench-", dir=options.folder) as folder:
         for name, part in parts(Path(folder), options, peers, streaming).items():
             if options.only in (None, name):
                 found = part()

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks.data_measure import Line, Missing, Peer, Rate, compare, demand, measured
-from millrace.data import pack, shuffle
-from millrace.data.pipeline.pool import Engine
-from millrace.data.shards import Index, Rows, Shard, Special, Split, atomic, pack_bits, write_rows
-from millrace.data.dataset import Dataset, read_ahead
+from headrace.data import pack, shuffle
+from headrace.data.pipeline.pool import Engine
+from headrace.data.shards import Index, Rows, Shard, Special, Split, atomic, pack_bits, write_rows
+from headrace.data.dataset import Dataset, read_ahead
 
 LENGTH = 2048
 BATCH = 32

@@ -28,10 +28,10 @@ from benchmarks.data_measure import (
     measured,
     wait_for_orphans,
 )
-from millrace.data.chat import encode as chat
-from millrace.data.tokenizer import encoders, tokenizer as tokenise, unicode_drift as unsettled
-from millrace.data.tokenizer.train import OURS
-from millrace.data.shards import Index
+from headrace.data.chat import encode as chat
+from headrace.data.tokenizer import encoders, tokenizer as tokenise, unicode_drift as unsettled
+from headrace.data.tokenizer.train import OURS
+from headrace.data.shards import Index
 
 ROOT = Path(__file__).parent.parent
 VOCAB = 32768
@@ -245,7 +245,7 @@ def rivals(bench: Bench) -> list[tuple[str, float, str, dict[str, Any]]]:
 
 
 def prepare(bench: Bench, path: Path, source: Path, peak: list[Peak] | None = None) -> Cost:
-    """Runs `millrace data prepare` over JSON lines in a folder, with a tokenizer that is there."""
+    """Runs `headrace data prepare` over JSON lines in a folder, with a tokenizer that is there."""
     recipe = path.with_suffix(".yaml")
     recipe.write_text(
         f"path: {path}\nworkers: 2\nsources: {{real: {{path: {source}}}}}\n"
@@ -254,7 +254,7 @@ def prepare(bench: Bench, path: Path, source: Path, peak: list[Peak] | None = No
 
     def work() -> None:
         before = children()
-        command = [sys.executable, "-m", "millrace", "data", "prepare", str(recipe)]
+        command = [sys.executable, "-m", "headrace", "data", "prepare", str(recipe)]
         with (path.with_suffix(".log")).open("wb") as log:
             process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
             watch = Peak(process.pid)

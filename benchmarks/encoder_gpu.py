@@ -4,7 +4,7 @@ and of DeBERTa-V3-base, 512 and 1,024, against the same models of transformers +
     python -m benchmarks.encoder_gpu       one GPU, about 7 minutes; prints tokens/s of both and their ratio
 
 Both: float32 master weights, bf16 compute, AdamW, clipping by global norm, one document a row, and the same
-weights and masked tokens in the first step, whose losses must be equal. Millrace draws what it masks within
+weights and masked tokens in the first step, whose losses must be equal. Headrace draws what it masks within
 each step; torch gets its batch masked beforehand. Where all layers see the whole row its attention gets no
 mask, and is the faster of its fused ones; for windows both ways that transformers has are measured."""
 
@@ -39,7 +39,7 @@ def main() -> int:
     args = parse()
     if args.only:
         cfg = load(args, args.models[0], args.lengths[0])
-        steps.tell(functools.partial(millrace_steps if args.only == "millrace" else torch_steps, cfg, args))
+        steps.tell(functools.partial(headrace_steps if args.only == "headrace" else torch_steps, cfg, args))
         return 0
     lengths = {model: args.lengths or LENGTHS.get(model, [1024, 8192]) for model in args.models}
     return max(compare(args, model, length) for model in args.models for length in lengths[model])
@@ -49,7 +49,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", help="run one of them, in this process: millrace, or torch's attention")
+    parser.add_argument("--only", help="run one of them, in this process: headrace, or torch's attention")
     parser.add_argument("--models", choices=list(MODELS), nargs="+", default=list(MODELS))
     parser.add_argument("--lengths", type=int, nargs="+", help="1,024 and 8,192 for most")
     parser.add_argument("--tokens", type=int, default=32768, help="in a batch")
@@ -68,21 +68,21 @@ def load(args: argparse.Namespace, model: str, length: int) -> Any:
 
 
 def compare(args: argparse.Namespace, model: str, length: int) -> int:
-    """Prints all, Millrace first: it leaves its weights for the others. 1 if one failed, the goal is missed,
+    """Prints all, Headrace first: it leaves its weights for the others. 1 if one failed, the goal is missed,
     or the two do not compute the same."""
     cfg, rows = load(args, model, length), {}
     share = f"{cfg.objective.rate:.0%} are masked"
     print(f"{model}, {cfg.batch.sequences} rows of {length} tokens, of which {share}")
-    with tempfile.TemporaryDirectory(prefix="millrace-bench-") as folder:
-        for name in ("millrace", *MODELS[model]):
+    with tempfile.TemporaryDirectory(prefix="headrace-bench-") as folder:
+        for name in ("headrace", *MODELS[model]):
             same = ["--models", model, "--lengths", str(length), "--tokens", str(args.tokens)]
             same += ["--steps", str(args.steps), "--folder", folder, "--set", *args.set]
             rows[name] = steps.alone("encoder_gpu", "--only", name, *same)
-            who = "millrace" if name == "millrace" else "torch"
+            who = "headrace" if name == "headrace" else "torch"
             print("  " + steps.line(who, rows[name], steps.flops(cfg)), flush=True)
-    ours = rows.pop("millrace")
+    ours = rows.pop("headrace")
     theirs = max(rows.values(), key=lambda row: row.get("tokens_per_second", 0.0))
-    print(f"  millrace / transformers + torch.compile: {steps.spoken(ours, theirs, GOAL)}")
+    print(f"  headrace / transformers + torch.compile: {steps.spoken(ours, theirs, GOAL)}")
     found = steps.ratio(ours, theirs)
     if found is None:
         return 1
@@ -94,8 +94,8 @@ def compare(args: argparse.Namespace, model: str, length: int) -> int:
     return int(apart >= APART or found < GOAL)
 
 
-def millrace_steps(cfg: Any, args: argparse.Namespace) -> steps.Row:
-    return steps.millrace_steps(cfg, args.steps, mask=cfg.model.vocab - 1, folder=args.folder)
+def headrace_steps(cfg: Any, args: argparse.Namespace) -> steps.Row:
+    return steps.headrace_steps(cfg, args.steps, mask=cfg.model.vocab - 1, folder=args.folder)
 
 
 def torch_steps(cfg: Any, args: argparse.Namespace) -> steps.Row:
@@ -107,7 +107,7 @@ def torch_steps(cfg: Any, args: argparse.Namespace) -> steps.Row:
     if args.folder is not None and (args.folder / "examples.npz").is_file():
         steps.take_weights(model, args.folder)
         batch = steps.take_examples(args.folder)
-    else:  # alone, or Millrace has failed
+    else:  # alone, or Headrace has failed
         batch = masked(steps.random_tokens(cfg)[0]["input_ids"], cfg)
     return steps.torch_steps(model, [batch], args.steps) | {"attention": attention}
 

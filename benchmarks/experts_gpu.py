@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from millrace.nn import experts
+from headrace.nn import experts
 
 TOKENS, EMBED, MLP = 16_384, 2048, 1024
 WAYS: dict[str, dict[str, Any]] = {

@@ -20,11 +20,11 @@ def main() -> int:
     import jax.numpy as jnp
     import numpy as np
 
-    from millrace.config import reader as config, sections
-    from millrace.nn import module
-    from millrace import objectives as objective
-    from millrace.training import step
-    from millrace.nn.stack import Execution
+    from headrace.config import reader as config, sections
+    from headrace.nn import module
+    from headrace import objectives as objective
+    from headrace.training import step
+    from headrace.nn.stack import Execution
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("families", nargs="*", help="all, if none is named")

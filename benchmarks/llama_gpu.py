@@ -31,14 +31,14 @@ PARTS: dict[str, Part] = {
 PEERS = ("torch", "tuned")
 # Settings of our rows: logits in bf16, as transformers has them; the layers in fp8, and the head as well.
 FORMATS: dict[str, dict[str, str]] = {
-    "millrace": {},
+    "headrace": {},
     "bf16 logits": {"loss.split": "bf16"},
     "and Triton": {"loss.split": "bf16"},
     "fp8": {"memory.products": "fp8"},
     "fp8, head too": {"memory.products": "fp8", "loss.split": "fp8"},
 }
 ENVIRONMENT = {"and Triton": {"XLA_FLAGS": "--xla_gpu_enable_triton_gemm=true"}}
-BF16 = ("millrace", "bf16 logits", "and Triton")
+BF16 = ("headrace", "bf16 logits", "and Triton")
 
 
 def main() -> int:
@@ -72,21 +72,21 @@ def load(name: str, row: str, args: argparse.Namespace) -> Any:
 
 
 def compare(name: str, args: argparse.Namespace) -> int:
-    """Prints every row of a part, Millrace first: it leaves its weights for torch. 1 if one failed, a goal is
+    """Prints every row of a part, Headrace first: it leaves its weights for torch. 1 if one failed, a goal is
     missed, or they do not compute the same."""
-    cfg, rows = load(name, "millrace", args), {}
+    cfg, rows = load(name, "headrace", args), {}
     shape = f"{cfg.batch.sequences} rows of {cfg.data.sequence_length:,}"
     print(f"{shape}, {cfg.model.layers} layers, {cfg.model.embed} wide")
-    with tempfile.TemporaryDirectory(prefix="millrace-bench-") as folder:
+    with tempfile.TemporaryDirectory(prefix="headrace-bench-") as folder:
         for row in (*FORMATS, *PEERS):
             command = [name, "--only", row, "--steps", str(args.steps), "--folder", folder]
             command += ["--set", *args.set]
             rows[row] = steps.alone("llama_gpu", *command, environment=ENVIRONMENT.get(row))
             print("  " + steps.line(row, rows[row], steps.flops(cfg)), flush=True)
-    ours, torch = rows["millrace"], rows["torch"]
+    ours, torch = rows["headrace"], rows["torch"]
     for row in BF16:
         print(f"  {row} / transformers + torch.compile: {steps.spoken(rows[row], torch, GOAL)}")
-    print(f"  millrace / the same, tuned: {steps.spoken(ours, rows['tuned'])}")
+    print(f"  headrace / the same, tuned: {steps.spoken(ours, rows['tuned'])}")
     for narrow in ("fp8", "fp8, head too"):
         print(f"  {narrow} / bf16: {steps.spoken(rows[narrow], ours, GOAL_FP8)}")
     equal = at_equal_loss(rows)
@@ -114,7 +114,7 @@ def run(args: argparse.Namespace) -> steps.Row:
     cfg = load(args.parts[0], args.only, args)
     if args.only in FORMATS:
         folder = None if FORMATS[args.only] else args.folder  # the weights of all are those of the first
-        return steps.millrace_steps(cfg, args.steps, folder=folder)
+        return steps.headrace_steps(cfg, args.steps, folder=folder)
     tuned = args.only == "tuned"
     model = steps.transformers_model(cfg, steps.UNMASKED if tuned else "sdpa")
     attention = steps.fastest_attention(cfg) if tuned else "sdpa"

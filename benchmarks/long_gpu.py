@@ -30,7 +30,7 @@ ENVIRONMENT = {
 class Part:
     recipe: str
     settings: dict[str, Any]
-    remats: tuple[str, ...]  # of Millrace, each a row
+    remats: tuple[str, ...]  # of Headrace, each a row
     steps: int
     attention: str = steps.UNMASKED  # of torch
 
@@ -82,21 +82,21 @@ def load(name: str, remat: str, args: argparse.Namespace) -> Any:
 
 
 def compare(name: str, args: argparse.Namespace) -> int:
-    """Prints every row of a part; 1 if Millrace has none."""
+    """Prints every row of a part; 1 if Headrace has none."""
     part, cfg = PARTS[name], load(name, "full", args)
     model, length = cfg.model, cfg.data.sequence_length
     print(f"{length:,} tokens, {model.layers} layers, {model.embed} wide, vocabulary {model.vocab:,}")
     rows: dict[str, steps.Row] = {}
-    wanted = ["torch none", "torch full", *(f"millrace {remat}" for remat in part.remats)]
+    wanted = ["torch none", "torch full", *(f"headrace {remat}" for remat in part.remats)]
     for row in wanted:
         more = [] if args.steps is None else ["--steps", str(args.steps)]
         command = [name, "--only", row, *more, "--set", *args.set]
         rows[row] = steps.alone("long_gpu", *command, limit=args.limit, environment=ENVIRONMENT)
         print("  " + steps.line(row, rows[row], steps.flops(cfg)), flush=True)
-    peers, ours = ([row for row in wanted if row.startswith(who)] for who in ("torch", "millrace"))
-    alike = steps.spoken(rows["millrace full"], rows["torch full"])
+    peers, ours = ([row for row in wanted if row.startswith(who)] for who in ("torch", "headrace"))
+    alike = steps.spoken(rows["headrace full"], rows["torch full"])
     best = [max((rows[row] for row in names), key=speed) for names in (ours, peers)]
-    print(f"  millrace / torch: {alike} with full checkpointing, {steps.spoken(*best)} the best of each\n")
+    print(f"  headrace / torch: {alike} with full checkpointing, {steps.spoken(*best)} the best of each\n")
     return int(speed(best[0]) == 0)
 
 
@@ -108,8 +108,8 @@ def run(args: argparse.Namespace) -> steps.Row:
     who, remat = args.only.split()
     name = args.parts[0]
     cfg, count = load(name, remat, args), args.steps or PARTS[name].steps
-    if who == "millrace":
-        return steps.millrace_steps(cfg, count)
+    if who == "headrace":
+        return steps.headrace_steps(cfg, count)
     attention = PARTS[name].attention
     model = steps.transformers_model(cfg, attention)
     if attention == steps.UNMASKED:

@@ -8,7 +8,7 @@ repository's root:
 
 All have the same inputs in bf16, and are held against float32 logits of these, multiplied in full precision:
 each framework makes that truth for itself, some tokens at a time. What cannot be run, for want of memory, of
-the right chip or of a package, is told in its row. Apple's is no dependency of Millrace:
+the right chip or of a package, is told in its row. Apple's is no dependency of Headrace:
 
     pip install --no-deps "cut-cross-entropy @ git+https://github.com/apple/ml-cross-entropy.git"
 
@@ -171,8 +171,8 @@ def jax_rows(tokens: int, embed: int, vocab: int, unembed_dtype: str) -> list[Ro
     import jax
     import jax.numpy as jnp
 
-    from millrace.kernels.linear_cross_entropy.dispatch import cut
-    from millrace.kernels.linear_cross_entropy.stats import Stats
+    from headrace.kernels.linear_cross_entropy.dispatch import cut
+    from headrace.kernels.linear_cross_entropy.stats import Stats
 
     device = jax.devices()[0].device_kind
     print(f"{device}, jax {jax.__version__}: {tokens} tokens, {embed} wide, vocabulary {vocab}")

@@ -1,5 +1,5 @@
 """Planned time and extra memory of the head and its loss, forward and backward, on one TPU that is not there:
-by tokens, by the vocabulary in plain JAX and by its kernels, compiled by libtpu and timed as `millrace plan`
+by tokens, by the vocabulary in plain JAX and by its kernels, compiled by libtpu and timed as `headrace plan`
 times a step. The default shape is Gemma 2 2B's. From the repository's root: python -m benchmarks.loss_tpu"""
 
 import argparse
@@ -11,9 +11,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from millrace.plan import hlo as program, timing
-from millrace.plan.aot import ENVIRONMENT
-from millrace.hardware.slices import parse
+from headrace.plan import hlo as program, timing
+from headrace.plan.aot import ENVIRONMENT
+from headrace.hardware.slices import parse
 
 WAYS = ("tokens", "vocabulary", "kernel")
 Row = dict[str, Any]
@@ -66,9 +66,9 @@ def compile_one(options: argparse.Namespace) -> None:
     from jax.experimental import topologies
     from jax.sharding import SingleDeviceSharding
 
-    from millrace.nn import sharding as mesh
-    from millrace.nn.stack import compile_fast
-    from millrace.kernels.linear_cross_entropy.dispatch import cut
+    from headrace.nn import sharding as mesh
+    from headrace.nn.stack import compile_fast
+    from headrace.kernels.linear_cross_entropy.dispatch import cut
 
     where = parse(options.slice)
     chip = topologies.get_topology_desc(where.topology, "tpu", **where.options).devices[0]

@@ -76,11 +76,11 @@ def parse() -> argparse.Namespace:
 def train(args: argparse.Namespace, format: str) -> Row:
     import jax
 
-    from millrace.training import setup as build, metrics, compiled_step as programs, step
-    from millrace.nn import module
-    from millrace.config import recipe
-    from millrace.nn.sharding import row_sharding
-    from millrace.objectives import Batch, Vocabulary, file, make_task
+    from headrace.training import setup as build, metrics, compiled_step as programs, step
+    from headrace.nn import module
+    from headrace.config import recipe
+    from headrace.nn.sharding import row_sharding
+    from headrace.objectives import Batch, Vocabulary, file, make_task
 
     name = "demo" if args.small else "llama3.2-1b"
     cfg = recipe.load(ROOT / f"recipes/{name}.yaml", settings(args, format))
@@ -146,7 +146,7 @@ def settings(args: argparse.Namespace, format: str) -> list[str]:
 
 def text() -> np.ndarray:
     """Bytes, in an order that is the same for every format."""
-    folders = ("millrace", "tests", "docs", "benchmarks", "recipes")
+    folders = ("headrace", "tests", "docs", "benchmarks", "recipes")
     paths = [path for folder in folders for path in sorted((ROOT / folder).rglob("*"))]
     paths += sorted(Path(sysconfig.get_paths()["stdlib"]).glob("**/*.py"))
     found, size = [], 0

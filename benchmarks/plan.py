@@ -1,11 +1,11 @@
-"""What `millrace plan` says of slices that nobody has rented, each row by the real command in a process of
+"""What `headrace plan` says of slices that nobody has rented, each row by the real command in a process of
 its own: Llama 3 8B beside MaxText, MaxText's published times, the hardware table of Lunaris, the smallest
 slices for Gemma 2 9B at 32k, and 600B parameters. From the repository's root:
 
     python -m benchmarks.plan [--only NAME]
 
 It takes libtpu and no TPU. MaxText runs in an interpreter of its own, MAXTEXT_PYTHON, which `make bench-plan`
-sets up; since it brings an older libtpu, it is compiled by that and by the one of Millrace. GB are 1e9 bytes,
+sets up; since it brings an older libtpu, it is compiled by that and by the one of Headrace. GB are 1e9 bytes,
 GiB 2**30, of one chip; CPU seconds are of the command and all that it starts. Where the plan has doubts about
 its time, such as loops whose trips hang on those of another, it says "about"."""
 
@@ -25,14 +25,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.data_measure import measured
-from millrace.plan import hlo as instructions
-from millrace.hardware import slices
-from millrace.plan import timing
-from millrace.plan.aot import ENVIRONMENT
+from headrace.plan import hlo as instructions
+from headrace.hardware import slices
+from headrace.plan import timing
+from headrace.plan.aot import ENVIRONMENT
 
 ROOT = Path(__file__).parent.parent
 GIB = 2**30
-DOES_NOT_FIT = 3  # exit code of `millrace plan`
+DOES_NOT_FIT = 3  # exit code of `headrace plan`
 MAXTEXT = "MaxText 0.2.5"
 HEAD = """\
 | what | slice | settings | verdict | arguments GB | temps GB | HBM GiB | step s | MFU | CPU s | target |
@@ -223,15 +223,15 @@ def measure(name: str, rows: list[Any]) -> Iterator[Line]:
     for row in rows:
         yield extended(row) if name == "published" else plan(row)
         if name == "maxtext":
-            for compiler, library in (("its own libtpu", None), ("the libtpu of Millrace", libtpu())):
+            for compiler, library in (("its own libtpu", None), ("the libtpu of Headrace", libtpu())):
                 for tiling in ("", "num_vocab_tiling=8"):
                     yield maxtext(row.slice, compiler, library, tiling)
 
 
 def plan(row: Row) -> Line:
-    with tempfile.TemporaryDirectory(prefix="millrace-bench-") as folder:
+    with tempfile.TemporaryDirectory(prefix="headrace-bench-") as folder:
         out = Path(folder) / "plan.json"
-        command = [sys.executable, "-m", "millrace", "plan", f"recipes/{row.recipe}.yaml"]
+        command = [sys.executable, "-m", "headrace", "plan", f"recipes/{row.recipe}.yaml"]
         command += ["--slice", row.slice, "--json", str(out), *row.model.split(), *row.settings.split()]
         done, cost = measured(lambda: run(command, library=libtpu()))
         told = json.loads(out.read_text())[0] if out.exists() else None
@@ -292,7 +292,7 @@ def maxtext(where: str, compiler: str, library: str | None, tiling: str) -> Line
         return line(None, 0.0, note=f"not there: {python}; make .venv/maxtext/ready, or set MAXTEXT_PYTHON")
     command = [python, "-m", "maxtext.trainers.pre_train.train_compile", "model_name=llama3-8b"]
     command += [f"compile_topology={where}", "compile_topology_num_slices=1", *settings.split()]
-    with tempfile.TemporaryDirectory(prefix="millrace-bench-") as folder:
+    with tempfile.TemporaryDirectory(prefix="headrace-bench-") as folder:
         done, cost = measured(lambda: run(command, library=library, folder=folder, dump=f"{folder}/dump"))
         programs = sorted(Path(folder, "dump").glob("*jit_train_step*after_codegen.txt"))
         time = counted(programs[-1], where) if programs else None
@@ -335,7 +335,7 @@ def run(
 
 
 def libtpu() -> str | None:
-    """The compiler that Millrace's plans use: one that was named, the one of `make .venv/libtpu`, or the one
+    """The compiler that Headrace's plans use: one that was named, the one of `make .venv/libtpu`, or the one
     among the packages."""
     alone = ROOT / ".venv/libtpu/libtpu/libtpu.so"
     if named := os.environ.get("TPU_LIBRARY_PATH") or (alone.is_file() and str(alone)):

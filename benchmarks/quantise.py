@@ -60,14 +60,14 @@ def recipe(kind: str, small: bool) -> Any:
 
 
 def train(kind: str, small: bool) -> steps.Row:
-    return steps.millrace_steps(recipe(kind, small), 4 if small else 12)
+    return steps.headrace_steps(recipe(kind, small), 4 if small else 12)
 
 
 def rounded(method: str, small: bool) -> steps.Row:
     import jax
 
-    from millrace.config import recipe
-    from millrace.quantize import run as command
+    from headrace.config import recipe
+    from headrace.quantize import run as command
 
     cfg = recipe.load_method(method, METHODS[method])
     told = {}

@@ -108,7 +108,7 @@ def measured(shape: Shape, args: argparse.Namespace) -> Iterator[Point]:
         rows = {"batch.sequences": shape.tokens // length, "model.head_dim": 64}
         try:
             cfg = steps.load(RECIPE, rows | shape.settings | settings, args.set)
-            row = steps.millrace_steps(cfg, args.steps)
+            row = steps.headrace_steps(cfg, args.steps)
             del row["memory"]  # the most of all points so far, since one process measures them all
         except Exception as error:  # too long for the memory, say: the others are still of use
             row = {"failed": steps.reason(error)}

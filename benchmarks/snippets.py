@@ -9,7 +9,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
-from millrace.data.sources.python_library import files
+from headrace.data.sources.python_library import files
 
 PACKAGES = ("asyncio", "concurrent", "ctypes", "email", "importlib", "logging", "multiprocessing", "tkinter",
             "unittest", "xml")  # fmt: skip

@@ -1,4 +1,4 @@
-"""What the benchmarks of whole training steps share: Millrace's step by a recipe, torch's by the same recipe
+"""What the benchmarks of whole training steps share: Headrace's step by a recipe, torch's by the same recipe
 as a model of transformers, each in a process of its own, and how they are set side by side. No device is
 touched but by the process that runs steps, and torch is imported by none but its own."""
 
@@ -105,7 +105,7 @@ def measured(seconds: list[float], tokens: int, losses: list[float], **more: Any
 def load(recipe: str, settings: dict[str, Any], overrides: Sequence[str] = ()) -> Any:
     """A recipe as the benchmarks take it: one document a row, all rows at once, the whole rate of learning
     from the first step; the rest by `settings`, and by what the command line says."""
-    from millrace.config.recipe import load
+    from headrace.config.recipe import load
 
     common: dict[str, Any] = {"batch.accumulate": 1, "data.isolate": "false"}
     common |= {"batch.ramp": 0, "batch.ramp_from": 0}
@@ -116,7 +116,7 @@ def load(recipe: str, settings: dict[str, Any], overrides: Sequence[str] = ()) -
 
 def flops(cfg: Any) -> float:
     """Of a token, forward and backward, by shapes alone."""
-    from millrace import objectives as objective
+    from headrace import objectives as objective
 
     return objective.flops(cfg)
 
@@ -137,9 +137,9 @@ class Ready:
 def ready(cfg: Any, vocabulary: Any) -> Ready:
     import jax
 
-    from millrace.training import setup as build, compiled_step as programs, step
-    from millrace.nn import module
-    from millrace.objectives import file, make_task
+    from headrace.training import setup as build, compiled_step as programs, step
+    from headrace.nn import module
+    from headrace.objectives import file, make_task
 
     devices, task = build.make_mesh(cfg), make_task(cfg, vocabulary)
     with jax.set_mesh(devices):
@@ -160,8 +160,8 @@ def random_batches(made: Ready) -> list[Any]:
     """Rows of random tokens, the mask token not among them."""
     import jax
 
-    from millrace.nn.sharding import row_sharding
-    from millrace.objectives import Batch
+    from headrace.nn.sharding import row_sharding
+    from headrace.objectives import Batch
 
     shape = (made.cfg.batch.sequences, made.cfg.data.sequence_length)
     mask = made.task.vocabulary.mask
@@ -172,13 +172,13 @@ def random_batches(made: Ready) -> list[Any]:
     return [Batch(put(jax.random.randint(key, shape, 0, most)), ones, ones) for key in keys]
 
 
-def millrace_steps(cfg: Any, steps: int, *, mask: int | None = None, folder: Path | None = None) -> Row:
+def headrace_steps(cfg: Any, steps: int, *, mask: int | None = None, folder: Path | None = None) -> Row:
     """Some steps by a recipe, on random tokens. A folder is for a peer: it gets the weights and the examples
     these steps begin from."""
     import jax
 
-    from millrace.training import metrics
-    from millrace.objectives import Vocabulary
+    from headrace.training import metrics
+    from headrace.objectives import Vocabulary
 
     made = ready(cfg, Vocabulary(cfg.model.vocab, None, None, None, mask))
     batches, state = random_batches(made), made.state
@@ -201,8 +201,8 @@ def keep(made: Ready, batch: Any, folder: Path) -> None:
     """Fresh weights, and what the first step makes of its batch: inputs, targets and which of them count."""
     import jax
 
-    from millrace.model_formats.hf_tensors import table_of, to_tensors
-    from millrace.objectives import file
+    from headrace.model_formats.hf_tensors import table_of, to_tensors
+    from headrace.objectives import file
 
     state = made.state
     key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
@@ -224,7 +224,7 @@ def transformers_model(cfg: Any, attention: str = "sdpa", **more: Any) -> Any:
     import transformers
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    from millrace.objectives import file
+    from headrace.objectives import file
 
     assert attention != UNMASKED or not cfg.data.isolate
     transformers.AttentionInterface.register(UNMASKED, sdpa_attention_forward)
@@ -244,7 +244,7 @@ def transformers_model(cfg: Any, attention: str = "sdpa", **more: Any) -> Any:
 
 
 def take_weights(model: Any, folder: Path) -> None:
-    """Puts the weights that Millrace has kept into a model of transformers."""
+    """Puts the weights that Headrace has kept into a model of transformers."""
     import torch
 
     with np.load(folder / "weights.npz") as kept:
@@ -255,7 +255,7 @@ def take_weights(model: Any, folder: Path) -> None:
 
 
 def take_examples(folder: Path) -> dict[str, Any]:
-    """What a model of transformers is called with to answer what Millrace's first step asked."""
+    """What a model of transformers is called with to answer what Headrace's first step asked."""
     import torch
 
     kept = np.load(folder / "examples.npz")

@@ -2,7 +2,7 @@
 
     python -m benchmarks.xlstm_gpu         one GPU, about 7 minutes; prints tokens/s of both and their ratio
 
-Millrace in bf16, with the layers' products in fp8, and with the head's as well. Both: float32 master weights,
+Headrace in bf16, with the layers' products in fp8, and with the head's as well. Both: float32 master weights,
 bf16 compute, AdamW, clipping by global norm, random tokens, and the same weights and tokens in the first
 step, whose losses must be equal. transformers has mLSTM without kernels of its own, in chunks of 64
 positions, each with its own text in the program, and is measured with larger ones too."""
@@ -21,7 +21,7 @@ APART = 0.02  # nats that bf16 may put between the two first losses
 CHUNKS = (64, 256)  # of transformers' mLSTM
 # Settings of our rows.
 OURS: dict[str, dict[str, str]] = {
-    "millrace": {},
+    "headrace": {},
     "fp8": {"memory.products": "fp8"},
     "fp8, head too": {"memory.products": "fp8", "loss.split": "fp8"},
 }
@@ -30,7 +30,7 @@ OURS: dict[str, dict[str, str]] = {
 def main() -> int:
     args = parse()
     if args.only is not None:
-        steps.tell(functools.partial(millrace_steps if args.only in OURS else torch_steps, args))
+        steps.tell(functools.partial(headrace_steps if args.only in OURS else torch_steps, args))
         return 0
     return compare(args)
 
@@ -58,11 +58,11 @@ def load(args: argparse.Namespace) -> Any:
 
 
 def compare(args: argparse.Namespace) -> int:
-    """Prints all, Millrace first: it leaves its weights for the others. 1 if one failed, the goal is missed,
+    """Prints all, Headrace first: it leaves its weights for the others. 1 if one failed, the goal is missed,
     or the two do not compute the same."""
     cfg = load(args)
     print(f"{args.sequences} rows of {args.length:,}, {args.layers} layers, {cfg.model.embed} wide")
-    with tempfile.TemporaryDirectory(prefix="millrace-bench-") as folder:
+    with tempfile.TemporaryDirectory(prefix="headrace-bench-") as folder:
         same = ["--layers", str(args.layers), "--length", str(args.length), "--folder", folder]
         same += ["--sequences", str(args.sequences), "--steps", str(args.steps), "--set", *args.set]
         rows = {}
@@ -82,9 +82,9 @@ def compare(args: argparse.Namespace) -> int:
     return int(apart >= APART or max(ratio or 0 for ratio in found) < GOAL)
 
 
-def millrace_steps(args: argparse.Namespace) -> steps.Row:
+def headrace_steps(args: argparse.Namespace) -> steps.Row:
     folder = None if OURS[args.only] else args.folder  # the weights of all are those of the first
-    return steps.millrace_steps(load(args), args.steps, folder=folder)
+    return steps.headrace_steps(load(args), args.steps, folder=folder)
 
 
 def torch_steps(args: argparse.Namespace) -> steps.Row:

@@ -1,4 +1,4 @@
-"""Reads what whole.sh has exported by the libraries of others: they compute what Millrace does."""
+"""Reads what whole.sh has exported by the libraries of others: they compute what Headrace does."""
 
 import os
 import subprocess
@@ -22,10 +22,10 @@ def main(folder: Path) -> None:
     with torch.no_grad():
         said = model.generate(ids, max_new_tokens=TOKENS, do_sample=False)[0]
     theirs = tokenizer.decode(said, skip_special_tokens=True)
-    command = ["millrace", "generate", str(folder / "tuned"), "--prompt", PROMPT, "--tokens", str(TOKENS)]
+    command = ["headrace", "generate", str(folder / "tuned"), "--prompt", PROMPT, "--tokens", str(TOKENS)]
     done = subprocess.run([*command, "--temperature", "0"], stdout=subprocess.PIPE, text=True, check=True)
     assert done.stdout.rstrip("\n") == theirs.rstrip("\n"), (done.stdout, theirs)
-    print(f"transformers: goes on from {PROMPT!r} with the same {TOKENS} tokens as Millrace")
+    print(f"transformers: goes on from {PROMPT!r} with the same {TOKENS} tokens as Headrace")
 
     reader = gguf.GGUFReader(str(folder / "merged.gguf"))
     found = {tensor.name: tensor for tensor in reader.tensors}

@@ -11,40 +11,40 @@ export PATH="$PWD/.venv/bin:$PATH"
 say() { printf '\n== %s\n' "$1"; }
 
 say "Text to tokens"
-millrace data prepare recipes/data/demo.yaml path="$folder/data"
+headrace data prepare recipes/data/demo.yaml path="$folder/data"
 
 say "Pre-training"
-millrace train recipes/demo.yaml run="$folder/base" data.path="$folder/data" schedule.steps="$steps" schedule.warmup=10
+headrace train recipes/demo.yaml run="$folder/base" data.path="$folder/data" schedule.steps="$steps" schedule.warmup=10
 
 say "Instructions, in the tokens of that model"
 python -c 'import json
 for a in range(40):
     for b in range(40):
         print(json.dumps({"prompt": f"What is {a} plus {b}?", "completion": f"{a + b}."}))' >"$folder/instructions.jsonl"
-millrace data prepare recipes/data/instructions.yaml path="$folder/instructions" \
+headrace data prepare recipes/data/instructions.yaml path="$folder/instructions" \
     sources.instructions.path="$folder/instructions.jsonl" tokenizer.path="$folder/data"
 
 say "What the model makes of them before"
-millrace eval "$folder/base" data.path="$folder/instructions"
+headrace eval "$folder/base" data.path="$folder/instructions"
 
 say "Fine-tuning: adapters beside frozen weights"
-millrace train recipes/lora-demo.yaml run="$folder/tuned" start="$folder/base" data.path="$folder/instructions" \
+headrace train recipes/lora-demo.yaml run="$folder/tuned" start="$folder/base" data.path="$folder/instructions" \
     schedule.steps="$((steps / 5 + 10))" schedule.warmup=5
 
 say "And after"
-millrace eval "$folder/tuned"
+headrace eval "$folder/tuned"
 
 say "Quantising to 4 bits a weight"
 rm -rf "$folder"/four "$folder"/four.unfinished "$folder"/{base-hf,merged-hf,adapter,merged.gguf}
-millrace quantize "$folder/tuned" --method gptq --bits 4 --samples 32 --to "$folder/four" group=64
-millrace eval "$folder/four"
-millrace generate "$folder/four" --prompt "def " --tokens 20 --temperature 0
+headrace quantize "$folder/tuned" --method gptq --bits 4 --samples 32 --to "$folder/four" group=64
+headrace eval "$folder/four"
+headrace generate "$folder/four" --prompt "def " --tokens 20 --temperature 0
 
 say "Handing over: transformers, peft and llama.cpp"
-millrace export "$folder/base" "$folder/base-hf"
-millrace export "$folder/tuned" "$folder/merged-hf"
-millrace export "$folder/tuned" "$folder/adapter" --adapter
-millrace export "$folder/tuned" "$folder/merged.gguf"
+headrace export "$folder/base" "$folder/base-hf"
+headrace export "$folder/tuned" "$folder/merged-hf"
+headrace export "$folder/tuned" "$folder/adapter" --adapter
+headrace export "$folder/tuned" "$folder/merged.gguf"
 
 say "Reloading"
 python examples/reload.py "$folder"

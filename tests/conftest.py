@@ -85,8 +85,8 @@ def libtpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def packed(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A folder of packed data: a few hundred short texts, a vocabulary of 300, rows of 64 tokens."""
-    from millrace.config import recipe
-    from millrace.data.pipeline.prepare import prepare
+    from headrace.config import recipe
+    from headrace.data.pipeline.prepare import prepare
 
     root = tmp_path_factory.mktemp("packed")
     (root / "texts").mkdir()
@@ -107,9 +107,9 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> str:
 def library(tmp_path_factory: pytest.TempPathFactory):
     """Loads the recipe of a run that has learnt Python's library a little, with overrides: a model whose
     weights all count. For slow tests."""
-    from millrace.config import recipe
-    from millrace.training import run as train
-    from millrace.data.pipeline.prepare import prepare
+    from headrace.config import recipe
+    from headrace.training import run as train
+    from headrace.data.pipeline.prepare import prepare
 
     root = tmp_path_factory.mktemp("library")
     (root / "data.yaml").write_text(
@@ -137,7 +137,7 @@ log: {{every: 50, tensorboard: false}}
 @pytest.fixture
 def tiny(packed: str, tmp_path):
     """Loads a small training recipe for the packed data, with overrides."""
-    from millrace.config import recipe
+    from headrace.config import recipe
 
     text = f"""
 run: {tmp_path}/run

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from millrace.data.tokenizer import encoders, train as learn, tokenizer as tokenise
-from millrace.data.documents import Ragged
+from headrace.data.tokenizer import encoders, train as learn, tokenizer as tokenise
+from headrace.data.documents import Ragged
 
 WORDS = ["river", "mill", "wheel", "grain", "sluice", "größe", "naïve", "水車", "🌊", "if", "x", "==", "1:"]
 SPECIAL = list(learn.OURS.values())

@@ -76,10 +76,10 @@ class Google:
             "CLOUDSDK_API_ENDPOINT_OVERRIDES_COMPUTE": f"{self.url}/compute/v1/",
             "CLOUDSDK_CORE_PROJECT": "project",
             "STORAGE_EMULATOR_HOST": self.url,
-            "MILLRACE_SSH": str(self.root / "ssh"),
-            "MILLRACE_HOME": str(self.root / "launcher"),
-            "MILLRACE_POLL": "0.2",
-            "MILLRACE_PATIENCE": "20",
+            "HEADRACE_SSH": str(self.root / "ssh"),
+            "HEADRACE_HOME": str(self.root / "launcher"),
+            "HEADRACE_POLL": "0.2",
+            "HEADRACE_PATIENCE": "20",
         }
 
     def close(self) -> None:
@@ -122,7 +122,7 @@ class Google:
     def trainers(self) -> list[int]:
         """Process numbers of those that train now, by worker."""
         found = []
-        for file in sorted((self.root / "machines").glob("*/home/*/.millrace/jobs/*/pid")):
+        for file in sorted((self.root / "machines").glob("*/home/*/.headrace/jobs/*/pid")):
             if not (file.parent / "exit").exists() and not (file.parents[5] / "off").exists():
                 found.append(int(file.read_text()))
         return found
@@ -140,10 +140,10 @@ class Google:
             (home / ".local").mkdir(parents=True)
             (home / ".local" / "bin").symlink_to(self.root / "bin")
             env = [f"XLA_FLAGS={soon.flags(2)}"]
-            env += [f"GCE_METADATA_HOST={self.url[7:]}/vm/{name}", "MILLRACE_HEARTBEAT=10"]
+            env += [f"GCE_METADATA_HOST={self.url[7:]}/vm/{name}", "HEADRACE_HEARTBEAT=10"]
             if count > 1:
-                env += [f"MILLRACE_COORDINATOR=127.0.0.1:{port}", f"MILLRACE_PROCESSES={count}"]
-                env += [f"MILLRACE_PROCESS={number}"]
+                env += [f"HEADRACE_COORDINATOR=127.0.0.1:{port}", f"HEADRACE_PROCESSES={count}"]
+                env += [f"HEADRACE_PROCESS={number}"]
             (home.parents[1] / "env").write_text("\n".join(env) + "\n")
             ends.append({"ipAddress": f"10.0.0.{number}", "accessConfig": {"externalIp": address}})
         now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
@@ -174,12 +174,12 @@ class Google:
         script = place / "startup"
         script.write_text(self.nodes[name]["metadata"]["startup-script"])
         script.chmod(0o755)
-        more = {"GCE_METADATA_HOST": f"{self.url[7:]}/vm/{name}", "MILLRACE_TIMER_API": self.url}
-        more |= {"MILLRACE_TIMER_PLACE": str(place), "MILLRACE_TIMER_HOMES": str(place / "home")}
-        more |= {"MILLRACE_TIMER_ROOT": str(place / "root")}
-        more |= {"MILLRACE_TIMER_IAM": self.url, "MILLRACE_TIMER_UNITS": str(place / "systemd/units")}
+        more = {"GCE_METADATA_HOST": f"{self.url[7:]}/vm/{name}", "HEADRACE_TIMER_API": self.url}
+        more |= {"HEADRACE_TIMER_PLACE": str(place), "HEADRACE_TIMER_HOMES": str(place / "home")}
+        more |= {"HEADRACE_TIMER_ROOT": str(place / "root")}
+        more |= {"HEADRACE_TIMER_IAM": self.url, "HEADRACE_TIMER_UNITS": str(place / "systemd/units")}
         more |= {"PATH": f"{self.root}/machine:{os.environ['PATH']}"}
-        more |= {"MILLRACE_TIMER_PACE": "0.2", "MILLRACE_TIMER_OFF": f"touch {place}/switched-off"}
+        more |= {"HEADRACE_TIMER_PACE": "0.2", "HEADRACE_TIMER_OFF": f"touch {place}/switched-off"}
         subprocess.run([sys.executable, str(script)], env=os.environ | more | env, check=True)
 
     def switch_off(self, name: str) -> None:

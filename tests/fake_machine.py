@@ -32,9 +32,9 @@ for line in open(os.path.join(place, "env")):
     env[name] = value
 env["HOME"] = os.path.join(place, "home", "user")
 env["PATH"] = "{root}/machine:" + env["PATH"]
-env["MILLRACE_TIMER_PLACE"] = place
-env["MILLRACE_TIMER_HOMES"] = os.path.join(place, "home")
-for name in ("MILLRACE_HOME", "MILLRACE_POLL", "MILLRACE_PATIENCE"):
+env["HEADRACE_TIMER_PLACE"] = place
+env["HEADRACE_TIMER_HOMES"] = os.path.join(place, "home")
+for name in ("HEADRACE_HOME", "HEADRACE_POLL", "HEADRACE_PATIENCE"):
     env.pop(name, None)
 script = sys.argv[-1]
 if " follow " in script and there("drop"):  # the connection breaks after a few lines
@@ -68,8 +68,8 @@ MOUNTPOINT = "#!/bin/sh\nexit 1\n"
 # What stands for systemd: keeps the one unit alive that it is told of, as the unit wants it.
 SYSTEMCTL = """\
 #!/bin/bash
-unit="$MILLRACE_TIMER_UNITS/millrace-timer.service"
-[ "$*" = "restart millrace-timer" ] || exit 0
+unit="$HEADRACE_TIMER_UNITS/headrace-timer.service"
+[ "$*" = "restart headrace-timer" ] || exit 0
 grep -qx 'Restart=always' "$unit" || exit 1
 command=$(sed -n 's/^ExecStart=//p' "$unit")
 (while [ -e "$unit" ]; do $command; sleep 0.05; done) > /dev/null 2>&1 < /dev/null &
@@ -85,7 +85,7 @@ SCRIPTS = {
 
 def end_processes(place: Path) -> None:
     """All of a machine, which are told by a variable that they have from it, and its startup script."""
-    mark, script = f"MILLRACE_TIMER_PLACE={place}".encode(), f"{place}/startup".encode()
+    mark, script = f"HEADRACE_TIMER_PLACE={place}".encode(), f"{place}/startup".encode()
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             told = (process / "environ").read_bytes() + b"\0" + (process / "cmdline").read_bytes()

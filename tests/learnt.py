@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from millrace.config import recipe
-from millrace.training import run as train
+from headrace.config import recipe
+from headrace.training import run as train
 
 
 def learnt(folder: Path, packed: str, weight_decay: float) -> Path:

@@ -12,15 +12,15 @@ import numpy as np
 import torch
 import transformers
 
-from millrace.config import reader as config, sections
-from millrace.nn import module
-from millrace import objectives as objective
-from millrace.training import step
-from millrace.nn.stack import Execution
-from millrace.convert import to_huggingface as huggingface
-from millrace.model_formats.hf_tensors import table_of
-from millrace.objectives import Batch, Task, Vocabulary
-from millrace.nn.linear import project
+from headrace.config import reader as config, sections
+from headrace.nn import module
+from headrace import objectives as objective
+from headrace.training import step
+from headrace.nn.stack import Execution
+from headrace.convert import to_huggingface as huggingface
+from headrace.model_formats.hf_tensors import table_of
+from headrace.objectives import Batch, Task, Vocabulary
+from headrace.nn.linear import project
 
 # New configurations with every run, few of them, since each is compiled; a failing one is printed as it is.
 # The first of them is not new, but the simplest there is.

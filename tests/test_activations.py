@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from millrace.nn import activations, mlp
-from millrace.nn.mlp import Activation, activate, gated, glu
-from millrace.models import deberta
-from millrace.nn.module import Axes
-from millrace.plan.activations import Layer
-from millrace.low_precision.weight import round_weight
+from headrace.nn import activations, mlp
+from headrace.nn.mlp import Activation, activate, gated, glu
+from headrace.models import deberta
+from headrace.nn.module import Axes
+from headrace.plan.activations import Layer
+from headrace.low_precision.weight import round_weight
 
 SPECIAL = [0.0, -0.0, 1e-3, -1e-3, 3.5, -3.5, np.inf, -np.inf, np.nan]
 PLAIN: dict[str, tuple[Callable[..., jax.Array], Callable[..., jax.Array]]] = {

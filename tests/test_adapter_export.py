@@ -12,15 +12,15 @@ import pytest
 import torch
 import transformers
 
-from millrace.model_wrappers import lora as adapters, split_weights as matrices
-from millrace.config import reader as config, recipe, sections
-from millrace.nn import module
-from millrace.errors import UserError
-from millrace.nn.stack import Execution, cast
-from millrace.convert import peft as adapter, to_huggingface as huggingface
-from millrace.checkpoint.open_run import Opened
-from millrace.nn.sharding import make
-from millrace.objectives import file
+from headrace.model_wrappers import lora as adapters, split_weights as matrices
+from headrace.config import reader as config, recipe, sections
+from headrace.nn import module
+from headrace.errors import UserError
+from headrace.nn.stack import Execution, cast
+from headrace.convert import peft as adapter, to_huggingface as huggingface
+from headrace.checkpoint.open_run import Opened
+from headrace.nn.sharding import make
+from headrace.objectives import file
 
 SIZES = dict(layers=2, embed=32, heads=4, kv_heads=4, mlp=64, vocab=64, window=8, global_every=2)
 

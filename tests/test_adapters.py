@@ -10,20 +10,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from millrace.model_wrappers import lora as adapters, split_weights as matrices
-from millrace.training import setup as build, step, run as train
-from millrace.config import reader as config, recipe, sections
-from millrace.nn import module
-from millrace.low_precision import nf4 as frozen, grid
-from millrace.data.dataset import Dataset
-from millrace.inference.sampling import Sampling
-from millrace.errors import UserError
-from millrace.training.evaluate import evaluate_run, place, vocabulary, with_vocabulary
-from millrace.nn.stack import Execution
-from millrace.convert import to_huggingface as huggingface
-from millrace.checkpoint.open_run import open_run
-from millrace.inference.generate import generate
-from millrace.objectives import file, flops, make_task
+from headrace.model_wrappers import lora as adapters, split_weights as matrices
+from headrace.training import setup as build, step, run as train
+from headrace.config import reader as config, recipe, sections
+from headrace.nn import module
+from headrace.low_precision import nf4 as frozen, grid
+from headrace.data.dataset import Dataset
+from headrace.inference.sampling import Sampling
+from headrace.errors import UserError
+from headrace.training.evaluate import evaluate_run, place, vocabulary, with_vocabulary
+from headrace.nn.stack import Execution
+from headrace.convert import to_huggingface as huggingface
+from headrace.checkpoint.open_run import open_run
+from headrace.inference.generate import generate
+from headrace.objectives import file, flops, make_task
 from tests.learnt import learnt
 
 KEY = jax.random.key(0)
@@ -203,7 +203,7 @@ def test_eight_devices_learn_what_one_does(plain, tmp_path, kind):
 
 def losses(cfg, devices):
     """Of some steps, and the weights after them."""
-    from millrace.training import init_from as start
+    from headrace.training import init_from as start
 
     task, update, dataset, cfg = stepped(cfg)
     axes = module.axes(file("models", task.model).Model, task.model)

@@ -9,7 +9,7 @@ import pytest
 FAULTS = """
 import resource, sys, threading
 import numpy as np
-from millrace import allocator
+from headrace import allocator
 
 if sys.argv[1] == "kept":
     allocator.one_arena()
@@ -40,7 +40,7 @@ def test_freed_memory_of_a_thread_stays_for_the_next_block() -> None:
 
 SOON = """
 import sys
-from millrace import allocator, cli
+from headrace import allocator, cli
 
 allocator.one_arena = lambda: sys.exit("late" if "jax" in sys.modules else "in time")
 cli.main(["train", sys.argv[1], "--once"])

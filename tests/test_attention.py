@@ -18,10 +18,10 @@ import pytest
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
-from millrace.nn import sharding as mesh
-from millrace.attention import band, xla
-from millrace.kernels import band_tpu as band_mosaic
-from millrace.attention import Mask, attend, choose
+from headrace.nn import sharding as mesh
+from headrace.attention import band, xla
+from headrace.kernels import band_tpu as band_mosaic
+from headrace.attention import Mask, attend, choose
 
 AUTO = SimpleNamespace(use="auto")
 XLA = SimpleNamespace(use="xla")

@@ -24,10 +24,10 @@ from test_sources import (
     texts,
 )
 
-from millrace.data.documents import Part, Problems
-from millrace.data.formats import delimited, jsonl, text
-from millrace.data.formats.columns import Wanted
-from millrace.errors import UserError
+from headrace.data.documents import Part, Problems
+from headrace.data.formats import delimited, jsonl, text
+from headrace.data.formats.columns import Wanted
+from headrace.errors import UserError
 
 
 def skipped(path: Path, **keys: str) -> tuple[list[str], dict[str, int], list[str]]:

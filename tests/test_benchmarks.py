@@ -1,5 +1,5 @@
 """The benchmarks run: the data pipeline's parts that need no peers, on little data; and those of whole steps
-set the same work before torch and Millrace, at small sizes."""
+set the same work before torch and Headrace, at small sizes."""
 
 import argparse
 import subprocess
@@ -97,7 +97,7 @@ def test_cpu_time_of_ended_and_running_processes_is_counted() -> None:
 def test_the_peers_first_masked_step_has_the_loss_of_ours(tmp_path: Path, name: str, attention: str) -> None:
     small = [*SMALL[1:3], *SMALL[4:], "model.layers=2"] if name == "modernbert-base" else SMALL
     cfg = steps.load(f"recipes/{name}.yaml", {"objective.masked": 1.0, "objective.random": 0.0}, small)
-    ours = steps.millrace_steps(cfg, 2, mask=299, folder=tmp_path)
+    ours = steps.headrace_steps(cfg, 2, mask=299, folder=tmp_path)
     model = steps.transformers_model(cfg, attention)
     steps.take_weights(model, tmp_path)
     examples = steps.take_examples(tmp_path)
@@ -115,9 +115,9 @@ def test_the_peers_first_causal_step_has_the_loss_of_ours(monkeypatch, tmp_path:
 
     monkeypatch.setattr(torch, "compile", lambda function: function)
     both = dict(parts=["1b"], steps=2, folder=tmp_path, set=[*SMALL, "model.head_dim=8"])
-    rows = {row: llama_gpu.run(argparse.Namespace(**both, only=row)) for row in ("millrace", "fp8", peer)}
-    assert rows[peer]["first_loss"] == pytest.approx(rows["millrace"]["first_loss"], abs=1e-5)
-    assert 0 < abs(rows["fp8"]["first_loss"] - rows["millrace"]["first_loss"]) < llama_gpu.APART
+    rows = {row: llama_gpu.run(argparse.Namespace(**both, only=row)) for row in ("headrace", "fp8", peer)}
+    assert rows[peer]["first_loss"] == pytest.approx(rows["headrace"]["first_loss"], abs=1e-5)
+    assert 0 < abs(rows["fp8"]["first_loss"] - rows["headrace"]["first_loss"]) < llama_gpu.APART
     assert rows[peer]["loss"] != rows[peer]["first_loss"]
 
 
@@ -147,7 +147,7 @@ def test_the_peer_masks_by_itself_where_ours_failed() -> None:
 @pytest.mark.parametrize("isolate", ["true", "false"])
 def test_the_peers_first_step_on_packed_rows_has_the_loss_of_ours(isolate, tiny, tmp_path: Path) -> None:
     cfg = tiny(f"data.isolate={isolate}", "model.rope_theta=500.0")
-    take, ours = cpu.millrace_step(cfg, tmp_path)
+    take, ours = cpu.headrace_step(cfg, tmp_path)
     peer, theirs = cpu.torch_step(cfg, tmp_path, compiled=False)
     assert theirs == pytest.approx(ours, abs=1e-5)
     assert (take(1), peer(1)) != (ours, theirs)
@@ -264,9 +264,9 @@ def test_ratios_of_steps_say_whether_they_are_what_is_wanted() -> None:
 
 
 def test_the_program_of_scanned_layers_has_one_size() -> None:
-    from millrace.training import setup as build, step
-    from millrace.nn import module
-    from millrace.objectives import Vocabulary, file, make_task
+    from headrace.training import setup as build, step
+    from headrace.nn import module
+    from headrace.objectives import Vocabulary, file, make_task
 
     def lines(settings: dict[str, Any]) -> int:
         cfg = steps.load(scaling.RECIPE, scaling.SMALL.settings | settings | {"batch.sequences": 8})
@@ -291,7 +291,7 @@ def test_a_sweep_goes_on_after_a_shape_that_fails(monkeypatch) -> None:
             raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory")
         return ROW | {"tracing": 1.0, "compiling": 2.0, "making_cpu": 3.0, "program_lines": 4}
 
-    monkeypatch.setattr(steps, "millrace_steps", fail)
+    monkeypatch.setattr(steps, "headrace_steps", fail)
     monkeypatch.setattr(sys, "argv", ["scaling", "--small"])
     points = list(scaling.measured(scaling.SMALL, scaling.parse()))
     assert len(points) == 2 * 5 + 5 + 5

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from millrace.cli.main import main
-from millrace.tpu import job_ledger as place
+from headrace.cli.main import main
+from headrace.tpu import job_ledger as place
 from tests.test_launch import RECIPE, Story
 
 pytest.importorskip("google.cloud.tpu_v2", reason="needs google-cloud-tpu: pip install -e '.[cloud]'")
@@ -23,7 +23,7 @@ ZONE = "projects/project/locations/us-central2-b"
 NODE = f"{ZONE}/nodes/job"
 SPOT = {"acceleratorType": "v4-16", "metadata": {}, "schedulingConfig": {"spot": True}}
 FOREIGN = SPOT | {"labels": {}}
-OURS = SPOT | {"labels": {"millrace": "yes"}}
+OURS = SPOT | {"labels": {"headrace": "yes"}}
 TIMES = {"POLL": 0.1, "REACH": 5.0, "DENIED": 2.0, "REST": 1.5, "GIVE_UP": 20.0, "PATIENCE": 1.0}
 
 
@@ -31,8 +31,8 @@ class Here(Story):
     """A story whose launcher is this process."""
 
     def quick(self, monkeypatch) -> None:
-        from millrace.cli import tpu as command, tpu_status as look_command
-        from millrace.tpu import outcome as ending, launch, provision as rent, workers
+        from headrace.cli import tpu as command, tpu_status as look_command
+        from headrace.tpu import outcome as ending, launch, provision as rent, workers
 
         for module in (command, ending, launch, look_command, rent, workers):
             for name in TIMES.keys() & vars(module).keys():
@@ -98,7 +98,7 @@ def alive(pids: list[int]) -> list[bool]:
 def test_slices_that_are_lost_as_soon_as_they_are_there_are_counted_and_have_an_end(
     here, capsys, monkeypatch
 ):
-    monkeypatch.setattr("millrace.tpu.provision.LOSSES", 3)
+    monkeypatch.setattr("headrace.tpu.provision.LOSSES", 3)
     here.google.born = ["gone"]
     assert here.run() == 2
     said = capsys.readouterr()
@@ -169,7 +169,7 @@ def test_a_foreign_slice_that_is_lost_or_waits_is_not_deleted(here, capsys):
     here.google.make_node(NODE, FOREIGN)
     here.google.nodes[NODE]["state"] = "PREEMPTED"
     assert here.run("--keep") == 2
-    assert "found it PREEMPTED in us-central2-b, and Millrace did not make it" in capsys.readouterr().err
+    assert "found it PREEMPTED in us-central2-b, and Headrace did not make it" in capsys.readouterr().err
     assert NODE in here.google.nodes
     here.google.nodes[NODE]["state"] = "CREATING"
     argv = ["tpu", "create", "--slice", "v4-16", "--name", "job", "--spot", "--zone", "us-central2-b"]
@@ -193,8 +193,8 @@ def test_one_who_is_refused_has_changed_nothing_of_the_job_that_is_there(here, c
 @pytest.mark.fault(30)
 def test_a_worker_that_ends_well_does_not_leave_the_others_running_for_ever(here, capsys):
     half = f'count="{here.root}/count"; echo >> "$count"; [ "$(wc -l < "$count")" -gt 2 ] && exit 0; '
-    half += "[ $MILLRACE_PROCESS = 0 ] && exit 0; exec sleep 1000"
-    here.google.python(f'case "$*" in *"-m millrace train"*) {half};; *) exec "{sys.executable}" "$@";; esac')
+    half += "[ $HEADRACE_PROCESS = 0 ] && exit 0; exec sleep 1000"
+    here.google.python(f'case "$*" in *"-m headrace train"*) {half};; *) exec "{sys.executable}" "$@";; esac')
     assert here.run() == 0 and here.nothing_left()
     assert "the trainer ended and can go on (w1: 137)" in capsys.readouterr().out
 
@@ -218,8 +218,8 @@ def test_a_trainer_that_ends_with_the_code_of_a_broken_connection_has_ended(here
 
 
 def test_half_of_slices_that_are_joined_is_not_ready(here):
-    from millrace.tpu.cloud import State
-    from millrace.tpu.gcp import Gcp
+    from headrace.tpu.cloud import State
+    from headrace.tpu.gcp import Gcp
 
     argv = ["tpu", "create", "--slice", "2xv4-16", "--name", "job", "--zone", "us-central2-b"]
     assert main([*argv, *here.key]) == 0
@@ -247,7 +247,7 @@ def test_a_slice_that_somebody_deletes_is_not_rented_again(here, capsys):
 
     def delete() -> None:
         here.until(here.training)
-        code, said = here.call("delete", "job", *here.key, MILLRACE_HOME=str(here.root / "elsewhere"))
+        code, said = here.call("delete", "job", *here.key, HEADRACE_HOME=str(here.root / "elsewhere"))
         assert code == 0, said
 
     with meanwhile(delete):
@@ -258,7 +258,7 @@ def test_a_slice_that_somebody_deletes_is_not_rented_again(here, capsys):
 
 def after_the_first_life(monkeypatch, act) -> None:
     """Does that when a life has ended and nobody looks."""
-    from millrace.tpu.launch import Launcher
+    from headrace.tpu.launch import Launcher
 
     ended = Launcher.ended
 
@@ -297,7 +297,7 @@ def test_a_slice_that_is_deleted_between_two_lives_is_not_rented_again(
 
 def test_a_slice_that_is_taken_away_between_two_lives_is_taken_anew(here, monkeypatch):
     """Its node may be DELETING before its request is SUSPENDED."""
-    from millrace.tpu.provision import Renter
+    from headrace.tpu.provision import Renter
 
     look = Renter.look
 
@@ -334,12 +334,12 @@ def test_a_request_that_somebody_deletes_is_not_made_again(here, capsys):
 
 
 def test_a_slice_that_is_kept_loses_the_timer_that_waits_for_the_end_of_its_job(here):
-    told = OURS | {"labels": {"millrace": "yes", "millrace-seconds": "86400", "millrace-idle": "1800"}}
-    told["metadata"] = {"millrace-idle": "1800"}
+    told = OURS | {"labels": {"headrace": "yes", "headrace-seconds": "86400", "headrace-idle": "1800"}}
+    told["metadata"] = {"headrace-idle": "1800"}
     here.google.make_node(NODE, told)
     assert here.run("--keep") == 0
     node = here.google.nodes[NODE]
-    assert node["metadata"]["millrace-idle"] == node["labels"]["millrace-idle"] == "0"
+    assert node["metadata"]["headrace-idle"] == node["labels"]["headrace-idle"] == "0"
 
 
 def test_logs_end_with_the_slice_and_tell_a_broken_line_from_no_job(here, capsys):
@@ -362,7 +362,7 @@ def test_what_the_machines_may_not_do_is_told_while_somebody_is_there(here, caps
     if not known:  # the API that tells is off
         here.google.fault("POST", ":testIamPermissions", 403, "has not been used", count=10**6)
     file = "may-delete" if known else "alive"
-    (here.root / "install").write_text(f'until [ -e "$MILLRACE_TIMER_PLACE/{file}" ]; do sleep 0.05; done\n')
+    (here.root / "install").write_text(f'until [ -e "$HEADRACE_TIMER_PLACE/{file}" ]; do sleep 0.05; done\n')
     assert here.run() == 0
     words = (
         "the account of the machines may not delete TPUs: give it the role" if known else "it is not known"
@@ -373,7 +373,7 @@ def test_what_the_machines_may_not_do_is_told_while_somebody_is_there(here, caps
 
 
 def test_hours_are_not_forgotten_when_a_delete_failed(here, monkeypatch, capsys):
-    monkeypatch.setattr("millrace.tpu.outcome.GIVE_UP", 0.5)
+    monkeypatch.setattr("headrace.tpu.outcome.GIVE_UP", 0.5)
     here.google.make_node(NODE, OURS)
     place.Ledger("project/job", "gs://b/run").seen("us-central2-b", 1000.0, 4600.0)
     here.google.fault("DELETE", "", 403, "not now", count=99)
@@ -384,7 +384,7 @@ def test_hours_are_not_forgotten_when_a_delete_failed(here, monkeypatch, capsys)
 
 
 def test_who_only_looks_does_not_refuse_a_run(tmp_path, monkeypatch):
-    monkeypatch.setenv("MILLRACE_HOME", str(tmp_path))
+    monkeypatch.setenv("HEADRACE_HOME", str(tmp_path))
     assert not place.watched("never") and not list(tmp_path.iterdir())
     with place.watching("job"):
         assert place.watched("job")

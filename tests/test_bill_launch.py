@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from millrace.cli.main import main
-from millrace.tpu.console import Voice
+from headrace.cli.main import main
+from headrace.tpu.console import Voice
 from tests.test_bill import FOREIGN, NODE, OURS, ZONE, Here, alive, meanwhile
 from tests.test_launch import end, hear
 
@@ -43,7 +43,7 @@ def interrupt(times: int = 1) -> None:
 def test_no_number_of_interruptions_ends_a_training_that_cannot_be_asked(here, capsys, monkeypatch):
     pids = here.trains_alone()
     here.google.block()
-    monkeypatch.setattr("millrace.tpu.launch.REACH", 60.0)
+    monkeypatch.setattr("headrace.tpu.launch.REACH", 60.0)
     asked, begun = here.questions(), []
 
     def hurry() -> None:
@@ -60,17 +60,17 @@ def test_no_number_of_interruptions_ends_a_training_that_cannot_be_asked(here, c
 
 
 def test_without_a_program_for_ssh_nothing_is_rented(here, capsys, monkeypatch):
-    monkeypatch.setenv("MILLRACE_SSH", "no-such-ssh -v")
+    monkeypatch.setenv("HEADRACE_SSH", "no-such-ssh -v")
     assert here.run() == 2 and not here.created()
     assert "ssh: found no program no-such-ssh here" in capsys.readouterr().err
-    monkeypatch.setenv("MILLRACE_SSH", "ssh 'x")
+    monkeypatch.setenv("HEADRACE_SSH", "ssh 'x")
     assert here.run() == 2 and not here.created()
-    assert "MILLRACE_SSH: found ssh 'x, expected a command" in capsys.readouterr().err
+    assert "HEADRACE_SSH: found ssh 'x, expected a command" in capsys.readouterr().err
 
 
 def test_a_program_for_ssh_that_goes_away_leaves_no_slice(here, capsys, monkeypatch):
-    monkeypatch.setattr("millrace.tpu.workers.check_ssh", lambda: None)
-    monkeypatch.setenv("MILLRACE_SSH", "no-such-ssh")
+    monkeypatch.setattr("headrace.tpu.workers.check_ssh", lambda: None)
+    monkeypatch.setenv("HEADRACE_SSH", "no-such-ssh")
     assert here.run() == 1 and here.created() and here.nothing_left()
     assert "No such file or directory: no-such-ssh" in capsys.readouterr().out
 
@@ -79,7 +79,7 @@ def test_a_program_for_ssh_that_goes_away_leaves_no_slice(here, capsys, monkeypa
 def test_whatever_goes_wrong_at_the_end_a_slice_of_ours_is_deleted_and_one_that_was_found_is_told(
     here, capsys, monkeypatch, found
 ):
-    from millrace.tpu import job
+    from headrace.tpu import job
 
     pids = here.trains_alone() if found else []
 
@@ -98,7 +98,7 @@ def test_whatever_goes_wrong_at_the_end_a_slice_of_ours_is_deleted_and_one_that_
 
 
 def test_a_slice_of_another_user_is_refused_and_one_with_a_training_in_any_case(here, capsys):
-    labels = OURS["labels"] | {"millrace-owner": "somebody", "millrace-seconds": "86400"}
+    labels = OURS["labels"] | {"headrace-owner": "somebody", "headrace-seconds": "86400"}
     here.google.make_node(NODE, OURS | {"labels": labels})
     before = json.dumps(here.google.nodes[NODE])
     assert here.run() == 2 and here.run("--keep") == 2
@@ -107,7 +107,7 @@ def test_a_slice_of_another_user_is_refused_and_one_with_a_training_in_any_case(
         said.count("found a slice of that name in us-central2-b that somebody made; give another --name") == 2
     )
     # Two cannot train there, though the folders of the other one may not be read by us.
-    recipe = here.root / "machines/127.0.1.2/home/somebody/.millrace/jobs/job/recipe.yaml"
+    recipe = here.root / "machines/127.0.1.2/home/somebody/.headrace/jobs/job/recipe.yaml"
     with subprocess.Popen(["bash", "-c", "sleep 60; :", "train", str(recipe)]) as trainer:
         try:
             assert here.run("--adopt") == 2
@@ -122,7 +122,7 @@ def test_a_slice_of_another_user_is_refused_and_one_with_a_training_in_any_case(
 def ask_for(here: Here, **labels: str) -> None:
     """A request that stands in the queue."""
     here.google.stockout = {"us-central2-b"}
-    node = OURS | {"labels": OURS["labels"] | {f"millrace-{name}": value for name, value in labels.items()}}
+    node = OURS | {"labels": OURS["labels"] | {f"headrace-{name}": value for name, value in labels.items()}}
     body = {"tpu": {"nodeSpec": [{"parent": ZONE, "nodeId": "job", "node": node}]}, "spot": {}}
     here.google.answer("POST", f"/v2/{ZONE}/queuedResources", {"queuedResourceId": "job"}, body)
 
@@ -175,7 +175,7 @@ def test_a_terminal_that_is_closed_leaves_the_training_alone(here):
 
 
 def test_what_is_kept_is_told_with_its_price(here, capsys):
-    costs = "job is kept and costs $7.36 an hour until `millrace tpu delete job --project project "
+    costs = "job is kept and costs $7.36 an hour until `headrace tpu delete job --project project "
     costs += "--zone us-central2-b`"
     here.trainer("0 2")
     assert here.run("--keep") == 0 and costs in capsys.readouterr().out
@@ -220,7 +220,7 @@ def test_a_slice_that_is_being_repaired_is_waited_for_and_not_deleted(here, caps
         assert here.run(*zones) == 75
     assert name in here.google.nodes and not here.created()
     assert (
-        f"job is kept and costs $7.36 an hour until `millrace tpu delete job --project project --zone {zone}`"
+        f"job is kept and costs $7.36 an hour until `headrace tpu delete job --project project --zone {zone}`"
         in (capsys.readouterr().out)
     )
 
@@ -255,8 +255,8 @@ def test_hours_of_what_is_not_ours_count_from_when_we_began(here, capsys):
 
 
 def test_another_slice_of_that_name_is_not_taken_for_the_one_that_was_there(here, capsys):
-    from millrace.tpu import outcome as ending
-    from millrace.tpu.gcp import Gcp
+    from headrace.tpu import outcome as ending
+    from headrace.tpu.gcp import Gcp
 
     here.trainer("wait")
     here.google.make_node(NODE, OURS)
@@ -282,7 +282,7 @@ def test_another_slice_of_that_name_is_not_taken_for_the_one_that_was_there(here
 def test_a_connection_that_stays_broken_is_told_and_made_to_where_the_machine_is_now(
     here, capsys, monkeypatch
 ):
-    monkeypatch.setattr("millrace.tpu.launch.BROKEN", 0.5)
+    monkeypatch.setattr("headrace.tpu.launch.BROKEN", 0.5)
     here.trainer("wait")
     here.google.make_node(NODE, OURS)
     machine = here.root / "machines" / "first"
@@ -318,25 +318,25 @@ def test_a_connection_that_stays_broken_is_told_and_made_to_where_the_machine_is
 
 
 def test_who_comes_back_shortly_before_the_timer_ends_an_idle_slice_has_its_time_anew(here):
-    from millrace.tpu import timer
+    from headrace.tpu import timer
 
     here.trainer("2 2")
     here.google.make_node(NODE, OURS)
     here.run("--keep")
     long = time.time() - 3000
-    for job in here.root.glob("machines/*/home/user/.millrace/jobs/job"):
+    for job in here.root.glob("machines/*/home/user/.headrace/jobs/job"):
         os.utime(job / "exit", (long, long))
         assert timer.ended(job) < time.time() - 2000
     (here.root / "install").write_text("exit 1\n")
-    for env in here.root.glob("machines/*/home/user/.millrace/envs/*/ready"):
+    for env in here.root.glob("machines/*/home/user/.headrace/envs/*/ready"):
         env.unlink()
     assert here.run("--keep") == 1  # it was installing
-    for job in here.root.glob("machines/*/home/user/.millrace/jobs/job"):
+    for job in here.root.glob("machines/*/home/user/.headrace/jobs/job"):
         assert timer.ended(job) > time.time() - 60
 
 
 def test_workers_that_let_us_in_and_never_answer_do_not_keep_a_slice(here, capsys, monkeypatch):
-    monkeypatch.setattr("millrace.tpu.job.ANSWER", 1.0)
+    monkeypatch.setattr("headrace.tpu.job.ANSWER", 1.0)
     here.trainer("wait")
     begun = []
 
@@ -390,13 +390,13 @@ def test_a_terminal_that_is_closed_while_it_saves_leaves_no_slice(here):
 def break_install(here: Here, script: str = "exit 1") -> None:
     """What is installed does for a trainer that runs, and nothing can be installed any more."""
     (here.root / "install").write_text(f"{script}\n")
-    for env in here.root.glob("machines/*/home/user/.millrace/envs/*/ready"):
+    for env in here.root.glob("machines/*/home/user/.headrace/envs/*/ready"):
         env.unlink()
 
 
 def logs(here: Here) -> list[str]:
     """Of the workers, in their order."""
-    found = sorted(here.root.glob("machines/*/home/user/.millrace/jobs/job/log"))
+    found = sorted(here.root.glob("machines/*/home/user/.headrace/jobs/job/log"))
     return [log.read_text() for log in found]
 
 
@@ -406,11 +406,11 @@ def test_who_adopts_a_training_changes_nothing_under_it(here):
     break_install(here)
     (here.root / "machine/sudo").write_text("#!/bin/sh\nexit 32\n")
     here.google.disks["more"] = {"name": "more", "zone": "zones/us-central2-b"}
-    envs = [os.readlink(link) for link in here.root.glob("machines/*/home/user/.millrace/env")]
+    envs = [os.readlink(link) for link in here.root.glob("machines/*/home/user/.headrace/env")]
     second = here.launch("--disk", "more")
     hear(second, "found it training on 2 workers")
     assert here.google.trainers() == pids and alive(pids) == [True, True]
-    assert envs == [os.readlink(link) for link in here.root.glob("machines/*/home/user/.millrace/env")]
+    assert envs == [os.readlink(link) for link in here.root.glob("machines/*/home/user/.headrace/env")]
     second.send_signal(signal.SIGINT)
     code, said = end(second)
     assert code == 75 and [text.endswith("saved\n") for text in logs(here)] == [True, True], said
@@ -433,7 +433,7 @@ def test_a_slice_that_was_found_and_cannot_be_set_up_is_left_alone(here, capsys)
     assert "setting up failed while installing" in said and "given up, since it said the same before" in said
     assert (
         "left alone, and costs money until" in said
-        and "millrace tpu delete job --project project --zone us-central2-b" in said
+        and "headrace tpu delete job --project project --zone us-central2-b" in said
     )
     assert alive([pid]) == [True] and len(here.google.queued) == 1
 
@@ -498,7 +498,7 @@ def test_who_cannot_follow_a_trainer_does_not_tell_its_end(here, capsys):
 
     def cut() -> None:
         here.until(lambda: here.training() and len(processes("follow\0job\0", f"{here.root}/machines")) == 2)
-        for link in here.root.glob("machines/*/home/user/.millrace/tree"):
+        for link in here.root.glob("machines/*/home/user/.headrace/tree"):
             link.unlink()
             link.symlink_to("/nowhere")
         for pid in processes("follow\0job\0", f"{here.root}/machines"):
@@ -552,4 +552,4 @@ def test_hours_that_are_over_do_not_end_a_slice_that_is_kept(here, capsys):
     assert said.count("job: found it 2") == said.count("--max-hours or --max-cost (1 h) would delete it") == 3
     assert before == json.dumps(here.google.nodes[NODE])
     assert here.run("--keep", "--max-hours", "3") == 0  # and these are its timer's from now on
-    assert here.google.nodes[NODE]["labels"]["millrace-seconds"] == "10800"
+    assert here.google.nodes[NODE]["labels"]["headrace-seconds"] == "10800"

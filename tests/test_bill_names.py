@@ -9,16 +9,16 @@ import time
 
 import pytest
 
-from millrace.cli.main import main
-from millrace.tpu import cost, job_ledger as place
-from millrace.tpu.request import Request, sliced
+from headrace.cli.main import main
+from headrace.tpu import cost, job_ledger as place
+from headrace.tpu.request import Request, sliced
 from tests.test_bill import NODE, OURS, SPOT, alive, here
 from tests.test_launch import Story, end, hear
 
 pytest.importorskip("google.cloud.tpu_v2", reason="needs google-cloud-tpu: pip install -e '.[cloud]'")
 
 __all__ = ["here"]
-THEIRS = SPOT | {"labels": {"millrace": "yes", "millrace-owner": "somebody-else"}}
+THEIRS = SPOT | {"labels": {"headrace": "yes", "headrace-owner": "somebody-else"}}
 
 
 def deletes(story: Story) -> list[str]:
@@ -26,7 +26,7 @@ def deletes(story: Story) -> list[str]:
 
 
 def old(story: Story, hours: float, **labels: str) -> None:
-    told = SPOT | {"labels": {"millrace": "yes", "millrace-seconds": "3600"} | labels}
+    told = SPOT | {"labels": {"headrace": "yes", "headrace-seconds": "3600"} | labels}
     story.google.make_node(NODE, told)
     then = time.gmtime(time.time() - hours * 3600)
     story.google.nodes[NODE]["createTime"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", then)
@@ -40,9 +40,9 @@ def test_a_slice_that_should_be_gone_is_told_and_is_an_orphan_whoever_watches_it
     with place.watching("project/job"):
         assert main(["tpu", "ls", "--orphans", *here.key]) == 1
         said = capsys.readouterr().out
-    assert "job should have deleted itself, and costs" in said and "millrace tpu delete job" in said
+    assert "job should have deleted itself, and costs" in said and "headrace tpu delete job" in said
     del here.google.nodes[NODE]
-    old(here, 59, **{"millrace-owner": "somebody-else"})
+    old(here, 59, **{"headrace-owner": "somebody-else"})
     assert main(["tpu", "ls", "--orphans", *here.key]) == 1
     assert "should have deleted itself, and costs: somebody-else made it" in capsys.readouterr().out
     del here.google.nodes[NODE]
@@ -67,17 +67,17 @@ def test_who_asks_every_night_for_others_is_told_of_what_they_rent(here, capsys,
     assert main(["tpu", "ls", "--orphans", "--everybody", *here.key]) == 1
     said = capsys.readouterr().out
     assert "somebody-else made job, and nobody here watches it" in said and "left out" not in said
-    assert "  millrace tpu delete job --force\n" in said
-    monkeypatch.setenv("MILLRACE_OWNER", "Somebody.Else")
+    assert "  headrace tpu delete job --force\n" in said
+    monkeypatch.setenv("HEADRACE_OWNER", "Somebody.Else")
     assert main(["tpu", "ls", "--orphans", *here.key]) == 1
-    assert "nobody here watches job: `millrace tpu run` adopts it" in capsys.readouterr().out
+    assert "nobody here watches job: `headrace tpu run` adopts it" in capsys.readouterr().out
     assert main(["tpu", "delete", "job", *here.key]) == 0 and here.nothing_left()
 
 
 def test_disks_have_an_owner_and_are_in_use_by_machines_of_any_kind(here, capsys, monkeypatch):
     zone = ["--zone", "us-central2-b"]
     assert main(["tpu", "disk", "create", "texts", "--size", "9", *zone]) == 0
-    monkeypatch.setenv("MILLRACE_OWNER", "nightly")
+    monkeypatch.setenv("HEADRACE_OWNER", "nightly")
     capsys.readouterr()
     assert main(["tpu", "ls", "--orphans"]) == 0
     assert (
@@ -88,7 +88,7 @@ def test_disks_have_an_owner_and_are_in_use_by_machines_of_any_kind(here, capsys
     assert main(["tpu", "ls", "--orphans", "--everybody", "--project", "project"]) == 0
     said = capsys.readouterr().out
     assert "no slice has the disk texts (9 GB in us-central2-b), which costs: " in said
-    assert "  millrace tpu disk delete texts --project project --zone us-central2-b --force\n" in said
+    assert "  headrace tpu disk delete texts --project project --zone us-central2-b --force\n" in said
     here.google.disks["texts"]["users"] = ["projects/project/zones/us-central2-b/instances/vm"]
     assert main(["tpu", "ls", "--orphans", "--everybody"]) == 0 and not capsys.readouterr().out
     assert main(["tpu", "disk", "delete", "texts", "--force", *zone]) == 0 and not here.google.disks
@@ -137,7 +137,7 @@ def test_a_command_on_a_worker_ends_with_ctrl_c(here):
 
 def test_a_training_that_is_followed_elsewhere_saves_before_it_is_deleted(here, capsys, monkeypatch):
     pids = here.trains_alone()
-    monkeypatch.setenv("MILLRACE_HOME", str(here.root / "another-machine"))
+    monkeypatch.setenv("HEADRACE_HOME", str(here.root / "another-machine"))
     assert main(["tpu", "ls", "--orphans", *here.key]) == 0
     said = capsys.readouterr().out
     assert "job trains; if no other machine of yours watches it" in said and "tpu delete" not in said
@@ -150,14 +150,14 @@ def test_a_training_that_is_followed_elsewhere_saves_before_it_is_deleted(here, 
         file.unlink()
     assert main(["tpu", "delete", "job", *here.key]) == 0
     assert "job: lets the trainer save\ndeletes job\n" in capsys.readouterr().out and here.nothing_left()
-    logs = [file.read_text() for file in here.root.glob("machines/*/home/user/.millrace/jobs/job/log")]
+    logs = [file.read_text() for file in here.root.glob("machines/*/home/user/.headrace/jobs/job/log")]
     assert len(logs) == 2 and all(log.endswith("saved\n") for log in logs)
 
 
 def test_a_training_of_another_home_is_seen_though_the_slice_has_no_owner(here, capsys):
     here.google.make_node(NODE, OURS)
     (machine,) = [place for place in here.root.glob("machines/*") if place.name.endswith(".1")]
-    recipe = machine / "home/other/.millrace/jobs/theirs/recipe.yaml"
+    recipe = machine / "home/other/.headrace/jobs/theirs/recipe.yaml"
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", str(recipe)]) as process:
         assert main(["tpu", "delete", "job", *here.key]) == 2
         said = capsys.readouterr().err
@@ -203,7 +203,7 @@ def test_a_slice_that_is_made_has_its_own_hours(here, capsys):
     ledger.seen("us-central2-b", now - 30 * 3600, now - 27 * 3600, 3 * 3600)  # yesterday
     assert main([*argv, "--max-hours", "4"]) == 0
     (node,) = here.google.nodes.values()
-    assert abs(int(node["metadata"]["millrace-seconds"]) - 4 * 3600) < 60
+    assert abs(int(node["metadata"]["headrace-seconds"]) - 4 * 3600) < 60
     created = place.Ledger("project/mine").lives[-1]["created"]
     assert main([*argv, "--max-hours", "4"]) == 0  # it is there: its hours go on
     assert [life["created"] for life in place.Ledger("project/mine").lives] == [created]
@@ -211,7 +211,7 @@ def test_a_slice_that_is_made_has_its_own_hours(here, capsys):
 
 @pytest.mark.parametrize("act", ["ls", "create", "attach", "detach", "delete"])
 def test_disks_are_of_google_alone(here, capsys, act):
-    here.google.disks["x"] = {"name": "x", "labels": {"millrace": "yes"}}
+    here.google.disks["x"] = {"name": "x", "labels": {"headrace": "yes"}}
     more = {"ls": [], "create": ["x", "--size", "1"], "delete": ["x"]}
     argv = more.get(act, ["x", "--to" if act == "attach" else "--from", "job"])
     assert main(["tpu", "disk", act, *argv, "--zone", "us-central2-b", "--platform", "local"]) == 2

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from millrace.cli.main import main
-from millrace.tpu import timer_health as alarm, timer
+from headrace.cli.main import main
+from headrace.tpu import timer_health as alarm, timer
 from tests.fake_google import Google
 from tests.test_bill import Here
 from tests.test_launch import ROOT, end
@@ -25,8 +25,8 @@ CREATE = ["tpu", "create", "--slice", "v4-8", "--name", "mine", "--zone", "us-ce
 @pytest.fixture
 def google(tmp_path):
     found = Google(tmp_path / "google")
-    metadata = {"startup-script": (ROOT / "millrace/tpu/timer.py").read_text(), "millrace-seconds": "0"}
-    metadata["millrace-resource"] = RESOURCE
+    metadata = {"startup-script": (ROOT / "headrace/tpu/timer.py").read_text(), "headrace-seconds": "0"}
+    metadata["headrace-resource"] = RESOURCE
     found.make_node(NODE, {"acceleratorType": "v4-8", "metadata": metadata})
     found.make_queued(RESOURCE, NODE)
     yield found
@@ -84,7 +84,7 @@ def test_a_full_disk_does_not_keep_a_slice_alive(google, broken):
         (place / "born").mkdir()
         (place / "timer.log").mkdir()
     google.start_timer(
-        NODE, "127.0.1.1", MILLRACE_TIMER_PLACE="/proc/no" if broken == "no place" else str(place)
+        NODE, "127.0.1.1", HEADRACE_TIMER_PLACE="/proc/no" if broken == "no place" else str(place)
     )
     until(lambda: deleted(google))
 
@@ -109,7 +109,7 @@ def test_what_goes_wrong_with_one_look_does_not_end_the_looking(monkeypatch, cap
 
 def test_a_timer_that_is_killed_is_started_again_by_systemd_and_counts_on(google):
     (machine(google) / "systemd/units").mkdir(parents=True)
-    google.nodes[NODE]["metadata"]["millrace-seconds"] = "86400"
+    google.nodes[NODE]["metadata"]["headrace-seconds"] = "86400"
     google.start_timer(NODE, "127.0.1.1")
     alive = machine(google) / "alive"
     for _ in range(2):
@@ -124,14 +124,14 @@ def test_a_timer_that_is_killed_is_started_again_by_systemd_and_counts_on(google
 
 
 def test_systemd_takes_the_unit(tmp_path):
-    file = tmp_path / "millrace-timer.service"
-    file.write_text(timer.UNIT.format(python="/usr/bin/python3", script="/run/systemd/millrace-timer.py"))
+    file = tmp_path / "headrace-timer.service"
+    file.write_text(timer.UNIT.format(python="/usr/bin/python3", script="/run/systemd/headrace-timer.py"))
     try:
         ask = ["systemd-analyze", "verify", "--man=no", str(file)]
         done = subprocess.run(ask, capture_output=True, text=True)
     except FileNotFoundError:
         pytest.skip("needs systemd-analyze")
-    ours = [line for line in done.stderr.splitlines() if "millrace-timer" in line and "python3" not in line]
+    ours = [line for line in done.stderr.splitlines() if "headrace-timer" in line and "python3" not in line]
     assert not ours, done.stderr
     for line in ("Restart=always", "StartLimitIntervalSec=0", "OOMScoreAdjust=-1000"):
         assert line in timer.UNIT.splitlines()
@@ -148,7 +148,7 @@ def test_a_job_in_the_home_of_root_is_a_job(tmp_path, monkeypatch):
     assert (timer.HOMES, timer.ROOT) == ("/home", "/root")
     monkeypatch.setattr(timer, "HOMES", str(tmp_path / "home"))
     monkeypatch.setattr(timer, "ROOT", str(tmp_path / "root"))
-    (tmp_path / "root/.millrace/jobs/job").mkdir(parents=True)
+    (tmp_path / "root/.headrace/jobs/job").mkdir(parents=True)
     assert not timer.forgotten(time.time() - 3700, 1800)
 
 
@@ -169,7 +169,7 @@ def test_a_slice_that_may_not_end_itself_is_told_when_it_is_made_and_asked_after
 
 
 def test_what_is_not_known_of_the_timer_is_a_warning_too(timed, capsys, monkeypatch):
-    monkeypatch.setattr("millrace.cli.tpu.DENIED", 0.5)
+    monkeypatch.setattr("headrace.cli.tpu.DENIED", 0.5)
     timed.google.fault("POST", ":testIamPermissions", 403, "API has not been used", count=10**6)
     assert main([*CREATE, *timed.key]) == 0
     said = capsys.readouterr().out
@@ -181,13 +181,13 @@ def test_what_is_not_known_of_the_timer_is_a_warning_too(timed, capsys, monkeypa
 
 def test_who_ends_the_asking_after_the_timer_knows_what_stays(timed):
     timed.google.fault("POST", ":testIamPermissions", 403, "API has not been used", count=10**6)
-    process = timed.start(*CREATE[1:], *timed.key, MILLRACE_PATIENCE="300")
+    process = timed.start(*CREATE[1:], *timed.key, HEADRACE_PATIENCE="300")
     log = timed.root / "ssh.log"
     timed.until(lambda: log.exists() and log.read_text().count("may-delete") > 2)
     process.send_signal(signal.SIGINT)
     code, said = end(process)
     assert code == 130 and "mine is ready in us-central2-b" in said and timed.google.nodes
-    assert "  millrace tpu delete mine --zone us-central2-b\n" in said
+    assert "  headrace tpu delete mine --zone us-central2-b\n" in said
 
 
 def test_a_timer_is_taken_for_alive_by_what_it_wrote_last():

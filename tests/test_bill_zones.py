@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from millrace.cli.main import main
-from millrace.tpu import disk, outcome as ending, gcp
-from millrace.tpu.cloud import Silent
+from headrace.cli.main import main
+from headrace.tpu import disk, outcome as ending, gcp
+from headrace.tpu.cloud import Silent
 from tests.test_bill import NODE, OURS, ZONE, here, meanwhile
 
 pytest.importorskip("google.cloud.tpu_v2", reason="needs google-cloud-tpu: pip install -e '.[cloud]'")
@@ -22,7 +22,7 @@ __all__ = ["here"]
 def test_an_outage_of_another_zone_keeps_nobody_from_deleting_and_renting_again(
     here, capsys, monkeypatch, how
 ):
-    monkeypatch.setattr("millrace.tpu.google_auth.PATIENCE", 0.3)
+    monkeypatch.setattr("headrace.tpu.google_auth.PATIENCE", 0.3)
     monkeypatch.setattr(gcp.Gcp.__init__, "__defaults__", ((), 0.1))
     here.trainer("wait 0")
 
@@ -48,7 +48,7 @@ def test_an_outage_of_another_zone_keeps_nobody_from_deleting_and_renting_again(
 
 
 def test_a_zone_that_never_answered_may_have_one(here, monkeypatch):
-    monkeypatch.setattr("millrace.tpu.outcome.GIVE_UP", 3.0)
+    monkeypatch.setattr("headrace.tpu.outcome.GIVE_UP", 3.0)
     cloud = gcp.Gcp("project", ("us-central2-b", "us-east1-d"), patience=0.1)
     here.google.fault("GET", "us-east1-d", 503, "zone is down", count=10**5)
     with pytest.raises(Silent, match="zone is down"):
@@ -68,7 +68,7 @@ def test_a_zone_that_never_answered_may_have_one(here, monkeypatch):
 
 
 def test_a_list_that_lacks_a_zone_is_not_taken_for_the_whole(here, capsys, monkeypatch):
-    monkeypatch.setattr("millrace.tpu.outcome.GIVE_UP", 0.5)
+    monkeypatch.setattr("headrace.tpu.outcome.GIVE_UP", 0.5)
     other = f"{ZONE.replace('us-central2-b', 'us-east1-d')}/nodes/other"
     here.google.make_node(NODE, OURS)
     here.google.make_node(other, OURS)
@@ -105,10 +105,10 @@ def test_disks_of_all_pages_are_listed(here, capsys, monkeypatch, where):
 
 
 def test_a_change_of_the_timer_that_was_only_accepted_is_told(here, capsys):
-    told = OURS | {"labels": {"millrace": "yes", "millrace-seconds": "864000", "millrace-idle": "0"}}
-    told["metadata"] = {"millrace-idle": "0", "millrace-seconds": "864000"}
+    told = OURS | {"labels": {"headrace": "yes", "headrace-seconds": "864000", "headrace-idle": "0"}}
+    told["metadata"] = {"headrace-idle": "0", "headrace-seconds": "864000"}
     here.google.make_node(NODE, told)
     here.google.unchanged = 1
     assert here.run("--max-hours", "1", "--keep") == 0
     assert "the timer of job stays as it is: " in capsys.readouterr().out
-    assert here.google.nodes[NODE]["metadata"]["millrace-seconds"] == "864000"
+    assert here.google.nodes[NODE]["metadata"]["headrace-seconds"] == "864000"

@@ -16,22 +16,22 @@ import transformers
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
-from millrace.config import reader as config, recipe
-from millrace.nn import module
-from millrace.checkpoint.manager import Checkpoints
-from millrace.errors import UserError
-from millrace.nn.stack import Execution, cast
-from millrace.convert import to_huggingface as huggingface
-from millrace.model_formats import hf_ternary as ternary
-from millrace.checkpoint.open_run import Opened, open_run
-from millrace.models import bitnet
-from millrace.nn.module import Axes
-from millrace.objectives import Vocabulary, make_task
-from millrace.plan import estimate as arithmetic
-from millrace.hardware import slices
-from millrace.low_precision.dot import How
-from millrace.low_precision.ternary import multiply, round_input, round_weight
-from millrace.nn.linear import project
+from headrace.config import reader as config, recipe
+from headrace.nn import module
+from headrace.checkpoint.manager import Checkpoints
+from headrace.errors import UserError
+from headrace.nn.stack import Execution, cast
+from headrace.convert import to_huggingface as huggingface
+from headrace.model_formats import hf_ternary as ternary
+from headrace.checkpoint.open_run import Opened, open_run
+from headrace.models import bitnet
+from headrace.nn.module import Axes
+from headrace.objectives import Vocabulary, make_task
+from headrace.plan import estimate as arithmetic
+from headrace.hardware import slices
+from headrace.low_precision.dot import How
+from headrace.low_precision.ternary import multiply, round_input, round_weight
+from headrace.nn.linear import project
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # torch of itself
 

@@ -22,15 +22,15 @@ from test_hosts import finish as hosts_finish
 from test_hosts import start as hosts_start
 from test_train import rows
 
-from millrace.cli import main as cli
-from millrace.config import reader as config, recipe
-from millrace.storage import lock, bucket_sync as mirror, files as store
-from millrace.checkpoint import manifest, inventory as saved
-from millrace.training import run as train
-from millrace.checkpoint.manager import Checkpoints
-from millrace.errors import Unreachable, UserError
-from millrace.training.evaluate import evaluate_run
-from millrace.checkpoint.open_run import open_run
+from headrace.cli import main as cli
+from headrace.config import reader as config, recipe
+from headrace.storage import lock, bucket_sync as mirror, files as store
+from headrace.checkpoint import manifest, inventory as saved
+from headrace.training import run as train
+from headrace.checkpoint.manager import Checkpoints
+from headrace.errors import Unreachable, UserError
+from headrace.training.evaluate import evaluate_run
+from headrace.checkpoint.open_run import open_run
 from tests import soon
 
 EXPIRED = dict(status=401, said="Invalid Credentials")  # a token that ran out on its way
@@ -54,7 +54,7 @@ def bucket(server: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
     server.requests.clear()
     server.buckets["bucket"].clear()
     server.clock = 0.0
-    monkeypatch.setenv("MILLRACE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(store, "FIRST_WAIT", 0.01)
     store.prepare_gcsfs()
     monkeypatch.setattr("gcsfs.retry.asyncio", SimpleNamespace(sleep=_no_wait))
@@ -370,7 +370,7 @@ def test_an_owner_of_this_machine_that_is_dead_is_followed_at_once(bucket: Store
 def test_an_owner_that_lost_the_lock_ends_and_leaves_it_to_the_other(bucket: Store) -> None:
     """As one does that was stopped for minutes while another took over."""
     program = (
-        "import time\nfrom millrace import lock\nlock.BEAT = 0.2\n"
+        "import time\nfrom headrace import lock\nlock.BEAT = 0.2\n"
         f"with lock.lock({RUN!r}):\n    print('held', flush=True)\n    time.sleep(60)\n"
     )
     process = subprocess.Popen(
@@ -486,7 +486,7 @@ def test_a_bucket_that_is_not_there_or_not_for_us_is_told_in_a_line(
     started = time.perf_counter()
     assert cli.main(argv) == 2
     said = capsys.readouterr().err.strip().splitlines()[-1]
-    assert said.startswith("millrace: ") and re.search(says, said)
+    assert said.startswith("headrace: ") and re.search(says, said)
     assert time.perf_counter() - started < 4
 
 
@@ -498,7 +498,7 @@ def test_a_save_that_a_bucket_refuses_is_told_in_a_line_and_the_next_is_tried(
     cfg = tiny("run=gs://bucket/run", f"data.path={upload(bucket, packed, 'data')}", "checkpoint.every=4")
     (tmp_path / "recipe.yaml").write_text(config.to_yaml(cfg))
     fault = bucket.fail("checkpoints/4/params/ocdbt.process_0/d/", **EXPIRED)
-    command = [sys.executable, "-m", "millrace", "train", str(tmp_path / "recipe.yaml")]
+    command = [sys.executable, "-m", "headrace", "train", str(tmp_path / "recipe.yaml")]
     env = os.environ | {"XLA_FLAGS": soon.flags(1)}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
     said = done.stdout + done.stderr
@@ -521,7 +521,7 @@ def test_a_process_killed_in_a_busy_bucket_goes_on_to_the_same_weights(
 
     def start(name: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            [sys.executable, "-m", "millrace", "train", str(tmp_path / f"{name}.yaml")],
+            [sys.executable, "-m", "headrace", "train", str(tmp_path / f"{name}.yaml")],
             env=os.environ | {"XLA_FLAGS": soon.flags(1)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -595,12 +595,12 @@ def test_data_and_runs_on_a_disk_that_cannot_be_written_are_of_use(tiny, tmp_pat
     assert train.run(tiny(f"run={disk}/run", f"data.path={disk}/data", "schedule.steps=2")) == 0
     cfg = tiny(f"data.path={disk}/data", f"start={disk}/run", "schedule.steps=2")
     (tmp_path / "own.yaml").write_text(config.to_yaml(cfg))
-    millrace = [sys.executable, "-m", "millrace"]
+    headrace = [sys.executable, "-m", "headrace"]
     done = read_only(
         disk,
-        [*millrace, "train", str(tmp_path / "own.yaml"), "--once"],
-        [*millrace, "eval", f"{disk}/run"],
-        [*millrace, "checkpoint", "verify", f"{disk}/run"],
+        [*headrace, "train", str(tmp_path / "own.yaml"), "--once"],
+        [*headrace, "eval", f"{disk}/run"],
+        [*headrace, "checkpoint", "verify", f"{disk}/run"],
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "weights from" in done.stdout and "evaluation loss" in done.stdout and "whole" in done.stdout
@@ -610,9 +610,9 @@ def test_data_and_runs_on_a_disk_that_cannot_be_written_are_of_use(tiny, tmp_pat
 def test_a_run_folder_that_cannot_be_written_is_told(tiny, tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     (tmp_path / "own.yaml").write_text(config.to_yaml(tiny(f"run={tmp_path}/disk/run")))
-    command = [sys.executable, "-m", "millrace", "train", str(tmp_path / "own.yaml"), "--once"]
+    command = [sys.executable, "-m", "headrace", "train", str(tmp_path / "own.yaml"), "--once"]
     done = read_only(tmp_path / "disk", command)
-    assert done.returncode == 2 and f"millrace: {tmp_path}/disk/run: Read-only file system" in done.stderr
+    assert done.returncode == 2 and f"headrace: {tmp_path}/disk/run: Read-only file system" in done.stderr
 
 
 def test_a_manifest_is_the_same_wherever_the_step_lies(bucket: Store, tmp_path: Path) -> None:

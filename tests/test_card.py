@@ -12,16 +12,16 @@ import transformers
 import yaml
 from safetensors.numpy import load_file
 
-from millrace.config import reader as config, recipe
-from millrace.nn import sharding as mesh, module
-from millrace.training import run as train
-from millrace.checkpoint.manager import Checkpoints
-from millrace.quantize import run as command
-from millrace.model_formats import quantized_folder as stored
-from millrace.errors import UserError
-from millrace.convert import to_huggingface as huggingface
-from millrace.checkpoint.open_run import open_run
-from millrace.objectives import file
+from headrace.config import reader as config, recipe
+from headrace.nn import sharding as mesh, module
+from headrace.training import run as train
+from headrace.checkpoint.manager import Checkpoints
+from headrace.quantize import run as command
+from headrace.model_formats import quantized_folder as stored
+from headrace.errors import UserError
+from headrace.convert import to_huggingface as huggingface
+from headrace.checkpoint.open_run import open_run
+from headrace.objectives import file
 
 # Matrices of one size: what rounds them is compiled once.
 SMALL = ("model.vocab=300", "model.layers=1", "model.kv_heads=4", "model.mlp=32")
@@ -110,8 +110,8 @@ def test_the_card_of_a_rounded_model_says_what_was_before_what_it_is_and_what_re
 
     target, run = quantised(cfg, "vptq", "bits=2", "tune=0", "vector=4")
     front, body = card(target)
-    assert front["library_name"] == "millrace" and "from_pretrained" not in body
-    assert "```\nmillrace generate FOLDER\n```" in body and "before quantisation" in body
+    assert front["library_name"] == "headrace" and "from_pretrained" not in body
+    assert "```\nheadrace generate FOLDER\n```" in body and "before quantisation" in body
     assert "rounded by vptq after its training" in body
     found = stored.linears(file("models", run.cfg.model), run.cfg.model)
     names = {one.name.format(number) for one in found for number in range(run.cfg.model.layers)}

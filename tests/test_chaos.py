@@ -16,9 +16,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from millrace.runtime import multihost as hosts
-from millrace.config import recipe
-from millrace.checkpoint.manager import Checkpoints
+from headrace.runtime import multihost as hosts
+from headrace.config import recipe
+from headrace.checkpoint.manager import Checkpoints
 from tests.faults import FAULTS
 from tests.test_hosts import finish as finish_all
 from tests.test_hosts import rows as losses
@@ -33,8 +33,8 @@ KILLS = 100
 # Trains while the clock goes wrong: a day back in the middle, then two days on.
 CLOCK = """
 import sys, time
-from millrace import cli
-from millrace.data.stream import Dataset
+from headrace import cli
+from headrace.data.stream import Dataset
 now, batch, shift = time.time, Dataset.batch, [0.0]
 time.time = lambda: now() + shift[0]
 def jumping(self, step, **more):
@@ -197,7 +197,7 @@ def test_a_run_goes_on_without_weights_and_biases_if_that_is_down(tiny, tmp_path
             "WANDB_BASE_URL": f"http://127.0.0.1:{server.server_port}",
             "WANDB_API_KEY": "0" * 40,
         }
-        command = [sys.executable, "-m", "millrace", "train", str(path), "--once"]
+        command = [sys.executable, "-m", "headrace", "train", str(path), "--once"]
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=400)
         server.shutdown()
     assert done.returncode == 0 and server.asked > 0, done.stdout + done.stderr
@@ -226,7 +226,7 @@ def test_a_port_that_is_taken_is_told(tiny, tmp_path):
         taken.listen()
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         env = os.environ | dict(zip(hosts.NAMES, (address, "2", "0"), strict=True))
-        command = [sys.executable, "-m", "millrace", "train", str(path)]
+        command = [sys.executable, "-m", "headrace", "train", str(path)]
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2, done.stdout + done.stderr
     assert address in done.stderr and "Traceback" not in done.stderr
@@ -287,13 +287,13 @@ def test_ctrl_c_saves_and_a_second_one_ends_at_once(tiny, tmp_path):
 # Trains with saves that take their time.
 SLOW_SAVES = """
 import runpy, sys, time
-from millrace import manifest
+from headrace import manifest
 def slow(*args, **more):
     print("saving", flush=True)
     time.sleep(600)
 manifest.seal = slow
-sys.argv = ["millrace", "train", sys.argv[1], "--once"]
-runpy.run_module("millrace", run_name="__main__")
+sys.argv = ["headrace", "train", sys.argv[1], "--once"]
+runpy.run_module("headrace", run_name="__main__")
 """
 
 

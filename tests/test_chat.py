@@ -12,13 +12,13 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from millrace.data.chat import records as shapes
-from millrace.data.chat.encode import PLAIN, encode_chats, make_encoder, why_slow
-from millrace.data.documents import Problems
-from millrace.data.shards import Special
-from millrace.data.chat.template import TODAY
-from millrace.data.tokenizer.tokenizer import Tokenizer
-from millrace.errors import UserError
+from headrace.data.chat import records as shapes
+from headrace.data.chat.encode import PLAIN, encode_chats, make_encoder, why_slow
+from headrace.data.documents import Problems
+from headrace.data.shards import Special
+from headrace.data.chat.template import TODAY
+from headrace.data.tokenizer.tokenizer import Tokenizer
+from headrace.errors import UserError
 
 WORDS = [
     "river",
@@ -543,7 +543,7 @@ def test_batches_of_conversations_are_encoded_like_single_ones(monkeypatch: pyte
     talks = conversations(60, seed=4)
     whole = encode(ours, talks)
     assert [encode(ours, [talk])[0] for talk in talks] == whole
-    monkeypatch.setattr("millrace.data.chat.encode.BATCH", 500)
+    monkeypatch.setattr("headrace.data.chat.encode.BATCH", 500)
     assert encode(ours, talks) == whole
     assert encode(ours, []) == []
 

@@ -13,13 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from millrace.runtime import multihost as hosts
-from millrace.checkpoint import manifest, inventory as saved
-from millrace.config import sections
-from millrace.training import loss_spikes as spikes, run as train
-from millrace.checkpoint.manager import Checkpoints
-from millrace.errors import UserError
-from millrace.checkpoint.state import State
+from headrace.runtime import multihost as hosts
+from headrace.checkpoint import manifest, inventory as saved
+from headrace.config import sections
+from headrace.training import loss_spikes as spikes, run as train
+from headrace.checkpoint.manager import Checkpoints
+from headrace.errors import UserError
+from headrace.checkpoint.state import State
 
 
 def state(number: int, width: int = 64) -> State:

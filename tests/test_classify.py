@@ -12,23 +12,23 @@ import torch
 import transformers
 from test_labelled import WORDS, lines, prepared
 
-from millrace.model_wrappers import classification_head as classifier
-from millrace.config import reader as config, recipe, sections
-from millrace.training import evaluate, init_from as start, step, run as train
-from millrace.inference import generate
-from millrace.nn import sharding as mesh, module
-from millrace import objectives as objective
-from millrace.quantize import run as command
-from millrace.data.tokenizer import train as learn
-from millrace.inference.sampling import Sampling
-from millrace.errors import UserError
-from millrace.nn.stack import Execution
-from millrace.convert import gguf as gguf_file, to_huggingface as huggingface
-from millrace.model_formats.hf_tensors import table_of, to_tensors
-from millrace.checkpoint.open_run import Opened, open_run
-from millrace.objectives import Batch, Task, Vocabulary
-from millrace.objectives import classify
-from millrace.inference.serve import http as api
+from headrace.model_wrappers import classification_head as classifier
+from headrace.config import reader as config, recipe, sections
+from headrace.training import evaluate, init_from as start, step, run as train
+from headrace.inference import generate
+from headrace.nn import sharding as mesh, module
+from headrace import objectives as objective
+from headrace.quantize import run as command
+from headrace.data.tokenizer import train as learn
+from headrace.inference.sampling import Sampling
+from headrace.errors import UserError
+from headrace.nn.stack import Execution
+from headrace.convert import gguf as gguf_file, to_huggingface as huggingface
+from headrace.model_formats.hf_tensors import table_of, to_tensors
+from headrace.checkpoint.open_run import Opened, open_run
+from headrace.objectives import Batch, Task, Vocabulary
+from headrace.objectives import classify
+from headrace.inference.serve import http as api
 from tests import parity
 
 SIZES = dict(

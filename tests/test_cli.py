@@ -13,9 +13,9 @@ import jsonschema
 import pytest
 import yaml
 
-from millrace.cli import main as cli
-from millrace.config import reader as config, recipe, json_schema as schema, sections
-from millrace.cli.main import main
+from headrace.cli import main as cli
+from headrace.config import reader as config, recipe, json_schema as schema, sections
+from headrace.cli.main import main
 
 ROOT = Path(__file__).parent.parent
 WHOLE = [p for p in sorted((ROOT / "recipes").rglob("*.yaml")) if "use" not in yaml.safe_load(p.read_text())]
@@ -29,7 +29,7 @@ schedule: {use: cosine, steps: 20}
 # A process that fails if its command has imported JAX.
 WITHOUT_JAX = """\
 import sys
-from millrace.cli import main
+from headrace.cli import main
 code = main(sys.argv[1:])
 assert "jax" not in sys.modules
 sys.exit(code)
@@ -49,8 +49,8 @@ def told(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     assert main(argv) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.startswith("millrace: ") and err.endswith("\n") and err.count("\n") == 1
-    return err.removeprefix("millrace: ").rstrip()
+    assert err.startswith("headrace: ") and err.endswith("\n") and err.count("\n") == 1
+    return err.removeprefix("headrace: ").rstrip()
 
 
 @pytest.mark.parametrize(
@@ -76,22 +76,22 @@ def test_a_mistake_ends_in_one_line_and_code_2_before_jax_is_imported(
     done = subprocess.run([sys.executable, "-c", WITHOUT_JAX, *argv], capture_output=True, text=True)
     assert done.returncode == 2, done.stderr
     assert done.stdout == ""
-    assert done.stderr.startswith(f"millrace: {says}")
+    assert done.stderr.startswith(f"headrace: {says}")
     assert done.stderr.count("\n") == 1
 
 
 def test_the_module_runs_as_a_program() -> None:
-    command = [sys.executable, "-m", "millrace", "recipe", "check", "recipe.yaml"]
+    command = [sys.executable, "-m", "headrace", "recipe", "check", "recipe.yaml"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "recipe.yaml: fine\n", "")
     done = subprocess.run([*command, "seed=x"], capture_output=True, text=True)
-    said = 'millrace: command line: seed: found "x", expected a whole number\n'
+    said = 'headrace: command line: seed: found "x", expected a whole number\n'
     assert (done.returncode, done.stdout, done.stderr) == (2, "", said)
 
 
 @pytest.mark.parametrize("argv", [["recipe", "schema"], ["recipe", "check", "recipe.yaml"]])
 def test_a_reader_that_leaves_early_is_no_mistake(argv: list[str]) -> None:
-    command = [sys.executable, "-m", "millrace", *argv]
+    command = [sys.executable, "-m", "headrace", *argv]
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
@@ -101,7 +101,7 @@ def test_a_reader_that_leaves_early_is_no_mistake(argv: list[str]) -> None:
 
 def test_letters_that_the_terminal_lacks_are_shown_by_their_numbers() -> None:
     Path("recipe.yaml").rename("mühle.yaml")
-    command = [sys.executable, "-m", "millrace", "recipe", "check", "mühle.yaml"]
+    command = [sys.executable, "-m", "headrace", "recipe", "check", "mühle.yaml"]
     env = os.environ | {"PYTHONIOENCODING": "ascii"}
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "m\\xfchle.yaml: fine\n", "")
@@ -111,14 +111,14 @@ def test_a_mistyped_command_is_told_with_the_nearest(capsys: pytest.CaptureFixtu
     said = told(capsys, "recipe", "chek", "recipe.yaml")
     assert said.startswith("command line: found chek, expected one of show, check, list, schema; ")
     assert "did you mean check?" in said
-    assert "`millrace recipe --help`" in said
+    assert "`headrace recipe --help`" in said
 
 
 @pytest.mark.parametrize(
     "argv, says",
     [
         ([], "required: COMMAND"),
-        (["train"], "required: RECIPE (see `millrace train --help`)"),
+        (["train"], "required: RECIPE (see `headrace train --help`)"),
         (["train", "recipe.yaml", "--steps", "3"], "settings are given as key=value"),
         (["train", "recipe.yaml", "more"], "command line: found more, expected key=value"),
         (["generate", "run", "--tokens", "x"], "--tokens: invalid int value: 'x'"),

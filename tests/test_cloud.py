@@ -1,4 +1,4 @@
-"""The parts of `millrace tpu`: what is refused before money is spent, prices, buckets, disks, the tree that
+"""The parts of `headrace tpu`: what is refused before money is spent, prices, buckets, disks, the tree that
 is sent, the timer's own rules, and files for other schedulers."""
 
 import contextlib
@@ -20,10 +20,10 @@ import jsonschema
 import pytest
 import yaml
 
-from millrace.cli.main import main
-from millrace.errors import UserError
-from millrace.hardware import slices
-from millrace.tpu import (
+from headrace.cli.main import main
+from headrace.errors import UserError
+from headrace.hardware import slices
+from headrace.tpu import (
     bundle,
     cost,
     disk,
@@ -35,9 +35,9 @@ from millrace.tpu import (
     timer,
     worker,
 )
-from millrace.tpu.schedulers import Exported
-from millrace.tpu.local import Local
-from millrace.tpu.request import Request, name_from, sliced
+from headrace.tpu.schedulers import Exported
+from headrace.tpu.local import Local
+from headrace.tpu.request import Request, name_from, sliced
 from tests import fakegcs
 from tests.fake_google import Google
 from tests.fake_machine import free_port
@@ -117,7 +117,7 @@ def test_what_is_wrong_is_told_in_a_line_and_nothing_is_rented(google, capsys, a
     assert main(argv) == 2
     err = capsys.readouterr().err
     assert "hush" not in err
-    assert says in err and err.startswith("millrace: ") and err.count("\n") == 1
+    assert says in err and err.startswith("headrace: ") and err.count("\n") == 1
     assert not google.queued and not google.disks
 
 
@@ -134,7 +134,7 @@ def test_busy_servers_are_asked_again_for_disks_buckets_and_places(google):
 
 @pytest.mark.parametrize("act", ["run", "create"])
 def test_a_dry_run_on_this_machine_asks_nobody(tmp_path, monkeypatch, capsys, act):
-    monkeypatch.setattr("millrace.tpu.google_auth.credentials", lambda url: pytest.fail("asked"))
+    monkeypatch.setattr("headrace.tpu.google_auth.credentials", lambda url: pytest.fail("asked"))
     for name in ("CLOUDSDK_CORE_PROJECT", "GOOGLE_CLOUD_PROJECT"):
         monkeypatch.delenv(name, raising=False)
     (tmp_path / "recipe.yaml").write_text(RECIPE.format(run="run"))
@@ -187,11 +187,11 @@ def test_the_commands_that_a_dry_run_prints_train_by_hand(google, capsys, monkey
     """Also with a recipe from elsewhere, a disk, and an extra that the recipe needs."""
     tree = google.root / "tree"
     subprocess.run(["git", "init", "-q", tree], check=True)
-    for file in ("pyproject.toml", "constraints.txt", ".env", "millrace/__init__.py", "new folder/a.txt"):
+    for file in ("pyproject.toml", "constraints.txt", ".env", "headrace/__init__.py", "new folder/a.txt"):
         (tree / file).parent.mkdir(exist_ok=True)
         (tree / file).write_text("x")
     subprocess.run(["git", "-C", tree, "add", "pyproject.toml"], check=True)
-    monkeypatch.setattr("millrace.tpu.bundle.root", lambda: tree)
+    monkeypatch.setattr("headrace.tpu.bundle.root", lambda: tree)
     shim = google.root / "bin" / "gcloud"
     shim.write_text(GCLOUD.format(python=sys.executable, url=google.url, root=google.root))
     shim.chmod(0o755)
@@ -212,7 +212,7 @@ def test_the_commands_that_a_dry_run_prints_train_by_hand(google, capsys, monkey
     for home in machines:
         assert (home / "trained").read_text() == Path("recipe.yaml").read_text()
         words = (home / "tree").read_text().split("\n")
-        assert {"millrace", "new folder", ".recipe.yaml"} <= set(words) and ".env" not in words
+        assert {"headrace", "new folder", ".recipe.yaml"} <= set(words) and ".env" not in words
         assert (home / "said").read_text().endswith("log.wandb=true\n")
     assert (google.root / "sudo.log").read_text().count("mount -o ro,noload") == len(machines)
     assert subprocess.run(["bash", "-e", "-c", last], env=env).returncode == 0
@@ -242,7 +242,7 @@ def test_slices_go_by_googles_names():
     )
     assert request("2xv5e-256").accelerator == "v5litepod-256"
     assert request("v5p-128").accelerator == "v5p-128" and request("v6e-8").accelerator == "v6e-8"
-    assert name_from("Llama3.2_1B (new)") == "millrace-llama3-2-1b-new"
+    assert name_from("Llama3.2_1B (new)") == "headrace-llama3-2-1b-new"
 
 
 def test_a_bucket_should_be_where_the_slice_is(google):
@@ -350,7 +350,7 @@ def test_disks_are_made_attached_and_deleted_and_only_one_machine_writes(google,
     assert google.disks["texts"]["sizeGb"] == "100" and "hyperdisk" in google.disks["texts"]["type"]
     assert main(["tpu", "disk", "create", "texts", "--size", "100", *zone]) == 2
     assert "already exists" in capsys.readouterr().err
-    told = {"labels": {"millrace": "yes"}, "metadata": {}}
+    told = {"labels": {"headrace": "yes"}, "metadata": {}}
     parent = "projects/project/locations/us-central2-b/nodes"
     google.make_node(f"{parent}/pod", told | {"acceleratorType": "v4-16"})
     key = ["--ssh-key", str(google.root / "key")]
@@ -370,9 +370,9 @@ def test_disks_of_others_are_not_deleted_and_ours_are_not_forgotten(google, caps
     zone = ["--zone", "us-central2-b"]
     there = {"zone": "z/us-central2-b", "sizeGb": "9", "type": "t/pd-ssd"}
     google.disks["colleague"] = {"name": "colleague"} | there
-    google.disks["texts"] = {"name": "texts", "labels": {"millrace": "yes"}} | there
+    google.disks["texts"] = {"name": "texts", "labels": {"headrace": "yes"}} | there
     assert main(["tpu", "disk", "delete", "colleague", *zone]) == 2 and "colleague" in google.disks
-    assert "colleague: Millrace did not make it; --force" in capsys.readouterr().err
+    assert "colleague: Headrace did not make it; --force" in capsys.readouterr().err
     for more in ([], zone):
         assert main(["tpu", "disk", "ls", *more]) == 0
         assert capsys.readouterr().out == "texts  us-central2-b  9 GB  pd-ssd\n"
@@ -392,7 +392,7 @@ def test_disks_of_others_are_not_deleted_and_ours_are_not_forgotten(google, caps
 
 
 def test_slices_are_listed_zone_by_zone_where_no_wildcard_is_taken(google, capsys):
-    told = {"acceleratorType": "v4-8", "labels": {"millrace": "yes"}, "metadata": {}}
+    told = {"acceleratorType": "v4-8", "labels": {"headrace": "yes"}, "metadata": {}}
     google.make_node("projects/project/locations/us-east1-d/nodes/lost", told)
     google.fault("GET", "/locations/-/", 400, "unknown location")
     assert main(["tpu", "ls"]) == 0
@@ -411,7 +411,7 @@ def test_tensorboard_reads_a_run_out_of_a_bucket(tmp_path, monkeypatch):
     with fakegcs.running("bucket") as store:
         (file,) = (tmp_path / "events").iterdir()
         store.put("bucket", f"runs/x/tensorboard/{file.name}", file.read_bytes())
-        command = [sys.executable, "-m", "millrace", "tpu", "tensorboard", "gs://bucket/runs/x", "--port"]
+        command = [sys.executable, "-m", "headrace", "tpu", "tensorboard", "gs://bucket/runs/x", "--port"]
         port = str(free_port())
         env = os.environ | store.environment | {"PYTHONPATH": str(ROOT)}
         process = subprocess.Popen([*command, port], env=env, start_new_session=True)
@@ -438,7 +438,7 @@ def test_the_timer_gives_back_what_has_ended_or_never_began(tmp_path, monkeypatc
     monkeypatch.setattr(timer, "ROOT", str(tmp_path / "root"))
     now = time.time()
     assert not timer.forgotten(now - 15, 10) and timer.forgotten(now - 25, 10)  # nothing was ever set up
-    job = tmp_path / "user" / ".millrace" / "jobs" / "job"
+    job = tmp_path / "user" / ".headrace" / "jobs" / "job"
     job.mkdir(parents=True)
     assert not timer.forgotten(now - 1000, 10)  # set up a moment ago
     (job / "exit").write_text("0")
@@ -450,7 +450,7 @@ def test_the_timer_gives_back_what_has_ended_or_never_began(tmp_path, monkeypatc
 def test_the_timer_gives_back_what_was_killed_before_its_end_was_written_down(tmp_path, monkeypatch):
     monkeypatch.setattr(timer, "HOMES", str(tmp_path))
     monkeypatch.setattr(timer, "ROOT", str(tmp_path / "root"))
-    now, job = time.time(), tmp_path / "user" / ".millrace" / "jobs" / "job"
+    now, job = time.time(), tmp_path / "user" / ".headrace" / "jobs" / "job"
     job.mkdir(parents=True)
     code = "import time; time.sleep(60)"
     trainer = subprocess.Popen([sys.executable, "-c", code, str(job / "recipe.yaml")])
@@ -473,9 +473,9 @@ def test_the_timer_gives_back_what_was_killed_before_its_end_was_written_down(tm
 
 def test_a_machine_that_may_not_delete_is_switched_off_at_least(google, monkeypatch):
     name = "projects/project/locations/us-central2-b/nodes/job"
-    text = (ROOT / "millrace/tpu/timer.py").read_text()
+    text = (ROOT / "headrace/tpu/timer.py").read_text()
     resource = "projects/project/locations/us-central2-b/queuedResources/x"
-    metadata = {"startup-script": text, "millrace-seconds": "0", "millrace-resource": resource}
+    metadata = {"startup-script": text, "headrace-seconds": "0", "headrace-resource": resource}
     google.make_node(name, {"acceleratorType": "v4-8", "metadata": metadata})
     google.fault("DELETE", "", 403, "forbidden", count=100)
     google.start_timer(name, "127.0.1.1")
@@ -496,9 +496,9 @@ def test_a_machine_that_may_not_delete_is_switched_off_at_least(google, monkeypa
 @pytest.mark.parametrize("allowed", [[], ["tpu.nodes.delete"]])
 def test_a_delete_that_is_accepted_and_comes_to_nothing_is_asked_for_again(google, allowed):
     name = "projects/project/locations/us-central2-b/nodes/job"
-    text = (ROOT / "millrace/tpu/timer.py").read_text()
+    text = (ROOT / "headrace/tpu/timer.py").read_text()
     resource = "projects/project/locations/us-central2-b/queuedResources/job"
-    metadata = {"startup-script": text, "millrace-seconds": "0", "millrace-resource": resource}
+    metadata = {"startup-script": text, "headrace-seconds": "0", "headrace-resource": resource}
     google.make_node(name, {"acceleratorType": "v4-8", "metadata": metadata})
     google.make_queued(resource, name)
     google.undone, google.allowed = 3, allowed
@@ -514,7 +514,7 @@ def test_a_delete_that_is_accepted_and_comes_to_nothing_is_asked_for_again(googl
 
 
 def test_hours_are_counted_over_all_lives(tmp_path, monkeypatch):
-    monkeypatch.setenv("MILLRACE_HOME", str(tmp_path))
+    monkeypatch.setenv("HEADRACE_HOME", str(tmp_path))
     ledger = place.Ledger("job")
     ledger.seen("z", 1000.0, 1000.0)
     ledger.seen("z", 1000.0, 4600.0)
@@ -532,7 +532,7 @@ def test_hours_are_counted_over_all_lives(tmp_path, monkeypatch):
 
 
 def test_a_life_that_nobody_saw_the_end_of_counts_until_its_timer_has_ended_it(tmp_path, monkeypatch):
-    monkeypatch.setenv("MILLRACE_HOME", str(tmp_path))
+    monkeypatch.setenv("HEADRACE_HOME", str(tmp_path))
     place.Ledger("job").seen("z", 1000.0, 1060.0, seconds=7200.0)  # and then the launcher is killed
     assert place.Ledger("job").spent(4600.0) == pytest.approx(1.0)
     assert place.Ledger("job").spent(10**6) == pytest.approx(2.0)
@@ -542,7 +542,7 @@ def test_a_life_that_nobody_saw_the_end_of_counts_until_its_timer_has_ended_it(t
 
 
 def test_a_slice_is_found_in_another_zone_than_the_one_it_was_last_in(google, capsys):
-    told = {"acceleratorType": "v4-8", "labels": {"millrace": "yes"}, "metadata": {}}
+    told = {"acceleratorType": "v4-8", "labels": {"headrace": "yes"}, "metadata": {}}
     google.make_node("projects/project/locations/us-east1-d/nodes/lost", told)
     place.Ledger("project/lost").seen("us-central2-b", 1.0, 2.0)
     assert main(["tpu", "status", "lost", "--ssh-key", str(google.root / "key")]) == 0
@@ -568,11 +568,11 @@ def test_the_exit_codes_of_all_workers_come_to_one_end(codes, end):
 
 
 def test_a_local_slice_is_deleted_with_its_own_processes_alone(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("MILLRACE_HOME", str(tmp_path))
+    monkeypatch.setenv("HEADRACE_HOME", str(tmp_path))
     cloud = Local()
     cloud.create(Request("pod", sliced("v4-16", "any"), ("local",)), "local", 3600.0, None)
-    job_ = tmp_path / "local" / "pod" / "w0" / ".millrace" / "jobs" / "pod"
-    other = tmp_path / "local" / "pod" / "w1" / ".millrace" / "jobs" / "pod"
+    job_ = tmp_path / "local" / "pod" / "w0" / ".headrace" / "jobs" / "pod"
+    other = tmp_path / "local" / "pod" / "w1" / ".headrace" / "jobs" / "pod"
     code = [sys.executable, "-c", "import time; time.sleep(60)"]
     trainer = subprocess.Popen([*code, str(job_ / "recipe.yaml")], start_new_session=True)
     stranger = subprocess.Popen(code, start_new_session=True)
@@ -592,13 +592,13 @@ def test_a_local_slice_is_deleted_with_its_own_processes_alone(tmp_path, monkeyp
             process.wait()
 
 
-@pytest.mark.parametrize("name", ["MILLRACE_POLL", "MILLRACE_PATIENCE"])
+@pytest.mark.parametrize("name", ["HEADRACE_POLL", "HEADRACE_PATIENCE"])
 def test_a_time_that_is_none_is_told_in_a_line(name):
     env = os.environ | {"PYTHONPATH": str(ROOT), name: "abc"}
-    command = [sys.executable, "-m", "millrace", "tpu", "ls", "--platform", "local"]
+    command = [sys.executable, "-m", "headrace", "tpu", "ls", "--platform", "local"]
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 2
-    assert done.stderr == f"millrace: {name}: found abc, expected seconds above 0\n"
+    assert done.stderr == f"headrace: {name}: found abc, expected seconds above 0\n"
 
 
 def test_a_number_that_another_process_has_is_not_the_trainer(tmp_path):
@@ -609,19 +609,19 @@ def test_a_number_that_another_process_has_is_not_the_trainer(tmp_path):
 
 
 def test_no_module_of_the_launcher_imports_jax():
-    names = [f"millrace.tpu.{p.stem}" for p in (ROOT / "millrace/tpu").glob("*.py")]
+    names = [f"headrace.tpu.{p.stem}" for p in (ROOT / "headrace/tpu").glob("*.py")]
     code = f"import sys; [__import__(name) for name in {names}]; assert 'jax' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
 def exported(name: str = "2xv5e-256", **more) -> Exported:
-    told = dict(name="job", command=("millrace", "train", "a b.yaml", "run=gs://b/r"), spot=True, hours=1.5)
+    told = dict(name="job", command=("headrace", "train", "a b.yaml", "run=gs://b/r"), spot=True, hours=1.5)
     told |= dict(image="image", accelerator="v5litepod-256", runtime="v2-alpha-tpuv5-lite")
     return Exported(slice=slices.parse(name), **told | more)
 
 
 def written(to: str, run: Exported) -> str:
-    return importlib.import_module(f"millrace.tpu.schedulers.{to}").write(run)
+    return importlib.import_module(f"headrace.tpu.schedulers.{to}").write(run)
 
 
 def test_a_jobset_has_a_job_for_each_slice_that_kubernetes_accepts():
@@ -632,7 +632,7 @@ def test_a_jobset_has_a_job_for_each_slice_that_kubernetes_accepts():
     assert part["replicas"] == 2 and job["parallelism"] == job["completions"] == 64
     trainer = job["template"]["spec"]["containers"][0]
     assert trainer["resources"]["limits"]["google.com/tpu"] == 4
-    assert trainer["command"] == ["millrace", "train", "a b.yaml", "run=gs://b/r"]
+    assert trainer["command"] == ["headrace", "train", "a b.yaml", "run=gs://b/r"]
     alone = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "job"}, "spec": job}
     validate(alone, "1.31", strict=True)
     job["paralelism"] = 1
@@ -683,13 +683,13 @@ def test_a_skypilot_task_is_what_skypilot_takes():
         assert subprocess.run(["bash", "-n"], input=task[part], text=True).returncode == 0
     gpus = yaml.safe_load(written("skypilot", exported("gpu:h200x16")))
     assert gpus["num_nodes"] == 2 and gpus["resources"]["accelerators"] == "H200:8"
-    assert "MILLRACE_COORDINATOR" in gpus["run"] and "--extra gpu" in gpus["setup"]
+    assert "HEADRACE_COORDINATOR" in gpus["run"] and "--extra gpu" in gpus["setup"]
     with pytest.raises(UserError, match="expected one slice"):
         written("skypilot", exported("2xv5e-256"))
 
 
 # In an environment of its own: it wants other versions of what we have.
-SKY = Path(os.environ.get("MILLRACE_TEST_SKY", ROOT / ".venv" / "sky"))
+SKY = Path(os.environ.get("HEADRACE_TEST_SKY", ROOT / ".venv" / "sky"))
 READ = """
 import sys, yaml, sky
 for file in sys.argv[1:]:
@@ -735,20 +735,20 @@ def test_an_export_installs_and_sends_what_the_run_needs(google, capsys, tmp_pat
     argv = ["tpu", "export", str(ROOT / "recipes/demo.yaml"), "run=gs://b/r", "data.path=gs://b/d", "--to"]
     assert main([*argv, "skypilot", "--slice", "v5e-8"]) == 0
     task = yaml.safe_load(capsys.readouterr().out)
-    assert "millrace train recipes/demo.yaml run=" in task["run"] and "file_mounts" not in task
+    assert "headrace train recipes/demo.yaml run=" in task["run"] and "file_mounts" not in task
     assert task["setup"].rstrip().endswith("-r pyproject.toml --extra tpu --extra gcs")
     outside = str(tmp_path / "recipe.yaml")
     argv[2] = outside
     assert main([*argv, "skypilot", "--slice", "v5e-8", "log.wandb=true"]) == 0
     task = yaml.safe_load(capsys.readouterr().out)
     (there,) = task["file_mounts"]
-    assert task["file_mounts"] == {there: outside} and f"millrace train {there} run=" in task["run"]
+    assert task["file_mounts"] == {there: outside} and f"headrace train {there} run=" in task["run"]
     assert task["setup"].rstrip().endswith("--extra gcs --extra wandb")
     assert main([*argv, "jobset", "--slice", "v5e-8", "--image", "image"]) == 0
     assert f"warning: {outside} is not in the tree" in capsys.readouterr().err
     assert main([*argv, "slurm", "--slice", "v5e-16"]) == 0
     text = capsys.readouterr().out
-    assert f"srun millrace train {outside} run=" in text and "#SBATCH --gres=tpu:4\n" in text
+    assert f"srun headrace train {outside} run=" in text and "#SBATCH --gres=tpu:4\n" in text
 
 
 @pytest.mark.parametrize("name", ["v5e-8", "2xv5e-256", "16xv5e-256"])
@@ -775,4 +775,4 @@ def test_a_slurm_script_is_bash_that_puts_itself_back_into_the_queue(tmp_path):
         env = os.environ | {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": "7"}
         done = subprocess.run(["bash", "-c", shim + text], env=env, cwd=tmp_path)
         assert done.returncode == code and (tmp_path / "asked").exists() == again
-        assert (tmp_path / "ran").read_text() == "millrace train a b.yaml run=gs://b/r\n"
+        assert (tmp_path / "ran").read_text() == "headrace train a b.yaml run=gs://b/r\n"

@@ -17,8 +17,8 @@ from tests.test_launch import ROOT, Story
 # A disk is a folder of the machine that it is mounted on.
 TRAINER = """\
 case "$*" in
-*"-m millrace train"*) echo "a trainer says this";;
-*"-m millrace data"*) exec "{python}" "${{@//\\/mnt/$HOME/mnt}}";;
+*"-m headrace train"*) echo "a trainer says this";;
+*"-m headrace data"*) exec "{python}" "${{@//\\/mnt/$HOME/mnt}}";;
 *) exec "{python}" "$@";;
 esac
 """
@@ -57,8 +57,8 @@ def story(tmp_path):
     found = Story(tmp_path / "story")
     found.google.python(TRAINER.format(python=sys.executable))
     found.google.buckets["bucket"] = {"location": "US-CENTRAL2"}
-    shim = found.root / "bin" / "millrace"
-    shim.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m millrace "$@"\n')
+    shim = found.root / "bin" / "headrace"
+    shim.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m headrace "$@"\n')
     shim.chmod(0o755)
     (found.root / "recipes").symlink_to(ROOT / "recipes")
     home = found.root / "person" / ".ssh"
@@ -117,6 +117,6 @@ def test_the_page_has_a_command_for_every_part():
     said = " ".join(command for command, _ in examples())
     acts = ["run", "create", "install", "push", "logs", "status", "ssh", "delete", "ls", "export"]
     for act in [*acts, "tensorboard"]:
-        assert f"millrace tpu {act} " in f"{said} ", act
+        assert f"headrace tpu {act} " in f"{said} ", act
     for act in ("create", "attach", "detach", "delete", "ls"):
         assert f"tpu disk {act}" in said

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from millrace.config import reader as config, run_length as lengths, recipe, sections
-from millrace.errors import UserError
+from headrace.config import reader as config, run_length as lengths, recipe, sections
+from headrace.errors import UserError
 
 ROOT = Path(__file__).parent.parent
 RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
@@ -268,11 +268,11 @@ def test_a_missing_file_is_told_with_the_nearest_name() -> None:
 def test_a_recipe_of_the_other_kind_is_told_with_the_command_for_it() -> None:
     Path("recipe.yaml").write_text(DATA)
     with pytest.raises(
-        UserError, match="found a data recipe, expected a training recipe; `millrace data prepare"
+        UserError, match="found a data recipe, expected a training recipe; `headrace data prepare"
     ):
         recipe.load("recipe.yaml")
     Path("recipe.yaml").write_text(TRAINING)
-    with pytest.raises(UserError, match="found a training recipe, expected a data recipe; `millrace train"):
+    with pytest.raises(UserError, match="found a training recipe, expected a data recipe; `headrace train"):
         recipe.load_data("recipe.yaml")
 
 
@@ -430,12 +430,12 @@ def test_a_section_file_fits_the_section_its_folder_is_named_after(path: Path) -
 @pytest.mark.parametrize("path", WHOLE, ids=lambda path: str(path.relative_to(ROOT)))
 def test_a_recipe_is_headed_by_its_command(path: Path) -> None:
     verb = "train" if isinstance(recipe.load_any(path), sections.Run) else "data prepare"
-    assert path.read_text().startswith(f"# millrace {verb} {path.relative_to(ROOT)}   ")
+    assert path.read_text().startswith(f"# headrace {verb} {path.relative_to(ROOT)}   ")
 
 
 @pytest.mark.parametrize("folder, name", PARTS)
 def test_the_config_of_a_part_is_the_same_read_alone_and_imported(folder: str, name: str) -> None:
-    real = importlib.import_module(f"millrace.{folder.replace('/', '.')}.{name}").Config
+    real = importlib.import_module(f"headrace.{folder.replace('/', '.')}.{name}").Config
     alone = config.part_class(folder, name)
     assert fields(alone) == fields(real)
     assert real.__dataclass_params__.frozen

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from millrace.config import reader as config
-from millrace.nn import module
-from millrace.nn.stack import REMAT, Execution, own_products
-from millrace.model_formats.hf_tensors import table_of
-from millrace.objectives import file
+from headrace.config import reader as config
+from headrace.nn import module
+from headrace.nn.stack import REMAT, Execution, own_products
+from headrace.model_formats.hf_tensors import table_of
+from headrace.objectives import file
 
 # Of layers that differ by turns, the third sees all of the text, and a fourth is left over.
 SIZES: dict[str, Any] = dict(
@@ -39,7 +39,7 @@ class Case:
         cls = config.part_class("models", name)
         known = {f.name for f in dataclasses.fields(cls)}
         if "module" in known:
-            pytest.importorskip("torchax", reason="needs torchax: pip install 'millrace[torch]'")
+            pytest.importorskip("torchax", reason="needs torchax: pip install 'headrace[torch]'")
         self.cfg = cls(**{key: value for key, value in SIZES.items() if key in known})
         self.family = file("models", self.cfg)
         fresh = module.init(self.family.Model, self.cfg, jax.random.key(0))

@@ -9,8 +9,8 @@ import pytest
 import regex
 from corpora import WORDS, code, hostile, texts_of, trained
 
-from millrace.data.tokenizer import convert, encoders, tokenizer as tokenise
-from millrace.errors import UserError
+from headrace.data.tokenizer import convert, encoders, tokenizer as tokenise
+from headrace.errors import UserError
 
 # As tiktoken has them; the regex library reads them as it does.
 TIKTOKEN = {

@@ -14,17 +14,17 @@ import numpy as np
 import pytest
 from test_step import ENCODER, Bench, assert_close
 
-from millrace.config import reader as config, sections
-from millrace.nn import sharding as mesh
-from millrace.objectives._masking import choosable, choose, choose_spans, diffuse, most_chosen, replace
-from millrace.errors import UserError
-from millrace.nn.stack import Execution
-from millrace.kernels.linear_cross_entropy.dispatch import cut
-from millrace.nn.sharding import row_sharding
-from millrace.nn.module import init
-from millrace.objectives import Batch, Examples, Task, Vocabulary, file
-from millrace.checkpoint.state import State
-from millrace.training.step import eval_step
+from headrace.config import reader as config, sections
+from headrace.nn import sharding as mesh
+from headrace.objectives._masking import choosable, choose, choose_spans, diffuse, most_chosen, replace
+from headrace.errors import UserError
+from headrace.nn.stack import Execution
+from headrace.kernels.linear_cross_entropy.dispatch import cut
+from headrace.nn.sharding import row_sharding
+from headrace.nn.module import init
+from headrace.objectives import Batch, Examples, Task, Vocabulary, file
+from headrace.checkpoint.state import State
+from headrace.training.step import eval_step
 
 VOCABULARY = Vocabulary(size=40, pad=0, bos=7, eos=8, mask=39)
 SPANS = ("objective.span=3", "objective.rate=0.3", "objective.masked=0.8", "objective.random=0.1")
@@ -165,7 +165,7 @@ def test_no_row_has_more_spans_than_were_reckoned_with(monkeypatch):
     assert 60 < most < 160
     found = spans(7, 0.15, 3, batch)
     assert found.sum(1).max() <= most
-    monkeypatch.setattr("millrace.objectives._masking.most_chosen", lambda length, **_: 60)
+    monkeypatch.setattr("headrace.objectives._masking.most_chosen", lambda length, **_: 60)
     fewer = spans(7, 0.15, 3, batch)
     np.testing.assert_array_equal(fewer, found & (np.cumsum(found, axis=1) <= 60))
     assert fewer.sum(1).max() == 60
@@ -187,7 +187,7 @@ def test_the_head_sees_only_what_is_to_be_told_and_the_loss_is_the_same(tiny, ki
 
     seen = []
     monkeypatch.setattr(
-        "millrace.objectives.cut", lambda *args, **how: seen.append(args[1]) or cut(*args, **how)
+        "headrace.objectives.cut", lambda *args, **how: seen.append(args[1]) or cut(*args, **how)
     )
     few = both()
     monkeypatch.setattr(file("objectives", its.task.objective), "most", lambda cfg, length: length)

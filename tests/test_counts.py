@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from millrace.nn import module
-from millrace.config import recipe, sections
-from millrace.objectives import file
+from headrace.nn import module
+from headrace.config import recipe, sections
+from headrace.objectives import file
 
 ROOT = Path(__file__).parent.parent
 PUBLISHED = {

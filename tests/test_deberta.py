@@ -16,20 +16,20 @@ import transformers
 from hypothesis import strategies as st
 from transformers.activations import ACT2FN
 
-from millrace.config import reader as config, recipe, sections
-from millrace.nn import sharding as mesh, module
-from millrace.training import run as train
-from millrace.errors import UserError
-from millrace.nn.stack import Execution
-from millrace.convert import to_huggingface as huggingface
-from millrace.model_formats import hf_tensors as tensors
-from millrace.checkpoint.open_run import open_run
-from millrace.attention import _disentangled as disentangled
-from millrace.nn import mlp
-from millrace.nn.activations import PLAIN
-from millrace.models import deberta
-from millrace.objectives import Batch, Task, Vocabulary
-from millrace.objectives import rtd
+from headrace.config import reader as config, recipe, sections
+from headrace.nn import sharding as mesh, module
+from headrace.training import run as train
+from headrace.errors import UserError
+from headrace.nn.stack import Execution
+from headrace.convert import to_huggingface as huggingface
+from headrace.model_formats import hf_tensors as tensors
+from headrace.checkpoint.open_run import open_run
+from headrace.attention import _disentangled as disentangled
+from headrace.nn import mlp
+from headrace.nn.activations import PLAIN
+from headrace.models import deberta
+from headrace.objectives import Batch, Task, Vocabulary
+from headrace.objectives import rtd
 from tests import parity
 from tests.test_step import Bench, assert_close, made, weights
 

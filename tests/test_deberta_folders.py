@@ -13,17 +13,17 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
-from millrace.config import reader as config, recipe, sections
-from millrace.nn import sharding as mesh, module
-from millrace import objectives as objective
-from millrace.training import init_from as start
-from millrace.checkpoint.manager import Checkpoints
-from millrace.cli.main import main
-from millrace.errors import UserError
-from millrace.convert import to_huggingface as huggingface
-from millrace.model_formats import hf_tensors as tensors
-from millrace.checkpoint.open_run import open_run
-from millrace.models import deberta
+from headrace.config import reader as config, recipe, sections
+from headrace.nn import sharding as mesh, module
+from headrace import objectives as objective
+from headrace.training import init_from as start
+from headrace.checkpoint.manager import Checkpoints
+from headrace.cli.main import main
+from headrace.errors import UserError
+from headrace.convert import to_huggingface as huggingface
+from headrace.model_formats import hf_tensors as tensors
+from headrace.checkpoint.open_run import open_run
+from headrace.models import deberta
 
 SIZES: dict[str, Any] = dict(layers=2, embed=32, heads=4, mlp=48, buckets=8, reach=64, vocab=96)
 PAIR: dict[str, Any] = SIZES | dict(generator=2, mask_decoder=True)

@@ -12,16 +12,16 @@ import pytest
 from test_contracts import LENGTH, SIZES
 from test_step import Bench, assert_close
 
-from millrace.config import reader as config, sections
-from millrace.model_wrappers import recurrent_depth as depth
-from millrace.nn import module
-from millrace.training import run as train
-from millrace.cli.main import main
-from millrace.model_wrappers.recurrent_depth import Rounds
-from millrace.errors import UserError
-from millrace.nn.stack import Execution, own_products
-from millrace.nn.norm import rms_norm
-from millrace.objectives import file
+from headrace.config import reader as config, sections
+from headrace.model_wrappers import recurrent_depth as depth
+from headrace.nn import module
+from headrace.training import run as train
+from headrace.cli.main import main
+from headrace.model_wrappers.recurrent_depth import Rounds
+from headrace.errors import UserError
+from headrace.nn.stack import Execution, own_products
+from headrace.nn.norm import rms_norm
+from headrace.objectives import file
 
 HOW = Execution(config.part_class("attention", "xla")(), "float32")
 FAMILIES = [

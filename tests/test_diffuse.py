@@ -14,22 +14,22 @@ import pytest
 from test_corruption import LENGTH, MAY, TEXT, VOCABULARY, short, small_model, task, texts
 from test_step import ENCODER
 
-from millrace.inference import diffusion as diffuse, generate
-from millrace.nn import sharding as mesh
-from millrace.config import recipe
-from millrace.training import run as train
-from millrace.cli.main import main
-from millrace.objectives._masking import choosable, choose_number
-from millrace.data.tokenizer import train as learn
-from millrace.inference.diffusion import Reveal, shares, turns
-from millrace.inference.sampling import Sampling
-from millrace.errors import UserError
-from millrace.checkpoint.open_run import Opened, open_run
-from millrace.kernels.linear_cross_entropy.dispatch import cut
-from millrace.models import eurobert
-from millrace.nn.module import axes, module
-from millrace.objectives import Task
-from millrace.training.step import eval_step, spread
+from headrace.inference import diffusion as diffuse, generate
+from headrace.nn import sharding as mesh
+from headrace.config import recipe
+from headrace.training import run as train
+from headrace.cli.main import main
+from headrace.objectives._masking import choosable, choose_number
+from headrace.data.tokenizer import train as learn
+from headrace.inference.diffusion import Reveal, shares, turns
+from headrace.inference.sampling import Sampling
+from headrace.errors import UserError
+from headrace.checkpoint.open_run import Opened, open_run
+from headrace.kernels.linear_cross_entropy.dispatch import cut
+from headrace.models import eurobert
+from headrace.nn.module import axes, module
+from headrace.objectives import Task
+from headrace.training.step import eval_step, spread
 
 GREEDY = Sampling(temperature=0)
 STEP = diffuse.step

@@ -15,10 +15,10 @@ from jax.experimental import pallas as pl
 from test_deberta import plainly
 from test_mosaic import V4, V6E, run
 
-from millrace.config import reader as config
-from millrace.nn import sharding as mesh
-from millrace.kernels import disentangled_tpu as mosaic
-from millrace.attention import _disentangled as disentangled
+from headrace.config import reader as config
+from headrace.nn import sharding as mesh
+from headrace.kernels import disentangled_tpu as mosaic
+from headrace.attention import _disentangled as disentangled
 
 AUTO = config.part_class("attention", "auto")()
 REACH = 100
@@ -155,8 +155,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
-from millrace import config, mesh
-from millrace.layers import disentangled
+from headrace import config, mesh
+from headrace.layers import disentangled
 
 name, *lengths = sys.argv[1:]
 kind = dict(chip_config_name="megacore") if name.startswith("v4") else {}

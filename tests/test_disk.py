@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from millrace.config import recipe
-from millrace.data import shuffle
-from millrace.data.pipeline.prepare import prepare
-from millrace.data.verify import verify
+from headrace.config import recipe
+from headrace.data import shuffle
+from headrace.data.pipeline.prepare import prepare
+from headrace.data.verify import verify
 
 
 @pytest.fixture

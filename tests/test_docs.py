@@ -10,9 +10,9 @@ from pathlib import Path
 
 import yaml
 
-from millrace.cli import main as cli
-from millrace.config import recipe
-from millrace.errors import UserError
+from headrace.cli import main as cli
+from headrace.config import recipe
+from headrace.errors import UserError
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -20,7 +20,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 
 def test_every_file_is_listed_with_the_first_sentence_of_its_docstring():
     rows = []
-    for path in sorted((ROOT / "millrace").rglob("*.py")):
+    for path in sorted((ROOT / "headrace").rglob("*.py")):
         docstring = ast.get_docstring(ast.parse(path.read_text()))
         if path.read_text().strip():
             assert docstring, f"{path} has no docstring"
@@ -50,13 +50,13 @@ def test_paths_of_recipes_in_the_documents_are_there():
 
 
 def commands() -> Iterator[tuple[str, str, str]]:
-    """Every command of Millrace in a block of code: its page, what is typed, and what is said of it below."""
+    """Every command of Headrace in a block of code: its page, what is typed, and what is said of it below."""
     for page in PAGES:
         for block in re.findall(r"```\w*\n(.*?)```", page.read_text(), re.S):
             lines = block.replace("\\\n", " ").splitlines()
             for line, below in zip(lines, [*lines[1:], ""], strict=True):
                 for command in re.split(r"; |\|\| ", line.removeprefix("$ ")):
-                    if command.startswith("millrace "):
+                    if command.startswith("headrace "):
                         yield page.name, command, below
 
 
@@ -75,12 +75,12 @@ def mistake(command: str) -> str:
     try:
         args = cli.parse(shlex.split(command, comments=True)[1:])
         path = getattr(args, "recipe", None)
-        if path is None and command.startswith("millrace eval "):
+        if path is None and command.startswith("headrace eval "):
             path = recipe_of(args.run)
         if path is not None and Path(path).exists():
             recipe.load_any(path, args.overrides)
     except UserError as error:
-        return f"millrace: {error}"
+        return f"headrace: {error}"
     return ""
 
 
@@ -89,9 +89,9 @@ def test_every_command_in_the_documents_would_be_understood(monkeypatch):
     found = [(page, command, below, mistake(command)) for page, command, below in commands()]
     assert len(found) > 100
     for page, command, below, said in found:
-        wanted = below if below.startswith("millrace: ") else ""
+        wanted = below if below.startswith("headrace: ") else ""
         assert said == wanted, f"{page}: {command}"
-    assert mistake("millrace train recipes/modernbert-base.yaml model.use=modernbert_decoder objective=null")
+    assert mistake("headrace train recipes/modernbert-base.yaml model.use=modernbert_decoder objective=null")
 
 
 def test_every_benchmark_is_listed():

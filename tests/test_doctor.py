@@ -18,11 +18,11 @@ import fsspec
 import pytest
 from fakegcs import Store, running
 
-from millrace.cli import main as cli
-from millrace.doctor import report as doctor
-from millrace.storage import files as store
-from millrace.doctor.report import Line
-from millrace.doctor import devices, gce as google, machine as here
+from headrace.cli import main as cli
+from headrace.doctor import report as doctor
+from headrace.storage import files as store
+from headrace.doctor.report import Line
+from headrace.doctor import devices, gce as google, machine as here
 
 
 class Metadata(BaseHTTPRequestHandler):
@@ -141,7 +141,7 @@ def test_versions_that_do_not_fit_are_told(monkeypatch: pytest.MonkeyPatch) -> N
     made_up: dict[str, str | None] = {}
     monkeypatch.setattr(here, "version_of", lambda name: made_up.get(name, real(name)))
     monkeypatch.setattr(here.metadata, "requires", lambda name: REQUIRED.get(name, []))
-    made_up |= {"jax": "0.10.2", "jaxlib": "0.10.2", "libtpu": "0.0.42.1", "millrace": "1", "numpy": "2.1"}
+    made_up |= {"jax": "0.10.2", "jaxlib": "0.10.2", "libtpu": "0.0.42.1", "headrace": "1", "numpy": "2.1"}
     made_up |= {"jax-cuda12-plugin": None, "jax-cuda13-plugin": None}
     (line,) = here.versions()
     assert line.state == "ok" and "jax 0.10.2, jaxlib 0.10.2, libtpu 0.0.42.1" in line.said
@@ -159,7 +159,7 @@ def test_versions_that_do_not_fit_are_told(monkeypatch: pytest.MonkeyPatch) -> N
 
 REQUIRED = {
     "jax": ['libtpu==0.0.42.*; extra == "tpu"', 'jax-cuda13-plugin<=0.10.2,>=0.10.2; extra == "cuda13"'],
-    "millrace": ["numpy>=2", 'gcsfs>=2025; extra == "gcs"'],
+    "headrace": ["numpy>=2", 'gcsfs>=2025; extra == "gcs"'],
 }
 
 
@@ -198,15 +198,15 @@ def test_a_port_that_is_taken_or_a_host_that_is_not_known_is_told(monkeypatch: p
         port = other.getsockname()[1]
         monkeypatch.setattr(here, "PORT", port)
         assert states(here.ports()) == ["warn"]  # alone, it is not needed
-        monkeypatch.setenv("MILLRACE_COORDINATOR", f"127.0.0.1:{port}")
+        monkeypatch.setenv("HEADRACE_COORDINATOR", f"127.0.0.1:{port}")
         (line,) = here.ports()
         assert line.state == "fail" and f"{port}, where other hosts come: Address already in use" in line.said
     assert states(here.ports()) == ["ok"]
-    monkeypatch.setenv("MILLRACE_PROCESS", "1")
+    monkeypatch.setenv("HEADRACE_PROCESS", "1")
     assert states(here.ports()) == ["ok"]
     monkeypatch.setattr(here.socket, "getaddrinfo", _unknown)
     assert states(here.ports()) == ["fail"]
-    monkeypatch.setenv("MILLRACE_COORDINATOR", "nonsense")
+    monkeypatch.setenv("HEADRACE_COORDINATOR", "nonsense")
     assert states(here.ports()) == ["fail"]
 
 
@@ -217,7 +217,7 @@ def _unknown(*args: Any) -> None:
 def test_folders_that_cannot_be_written_or_read_are_told(
     bucket: Store, tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("MILLRACE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "cache"))
     assert states(here.storage(tiny())) == ["ok", "ok"]
     (tmp_path / "file").write_text("")
     assert here.writable(f"{tmp_path}/file/run").state == "fail"
@@ -246,9 +246,9 @@ def test_an_accelerator_that_jax_does_not_see_is_told(monkeypatch: pytest.Monkey
     assert devices.platform(found, None).state == "warn"
     tpu = google.Instance("us-central2-b", "v4-8", None)
     line = devices.platform(found, tpu)
-    assert line.state == "fail" and "millrace[tpu]" in line.fix
+    assert line.state == "fail" and "headrace[tpu]" in line.fix
     monkeypatch.setattr(devices, "has_gpu", lambda: True)
-    assert "millrace[gpu]" in devices.platform(found, None).fix
+    assert "headrace[gpu]" in devices.platform(found, None).fix
     found |= dict(platform="tpu", kind="TPU v4", count=16, local=4, processes=4)
     assert devices.platform(found, tpu).said == "16 x TPU v4, 4 of them on this host of 4"
 
@@ -289,6 +289,6 @@ def test_the_command_tells_what_to_do_and_by_its_code_whether_anything_fails(
 @pytest.mark.slow
 def test_the_command_is_quick_without_a_recipe() -> None:
     started = time.perf_counter()
-    done = subprocess.run([sys.executable, "-m", "millrace", "doctor"], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-m", "headrace", "doctor"], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert time.perf_counter() - started < 20

@@ -10,15 +10,15 @@ import pytest
 import torch
 import transformers
 
-from millrace.training import setup as build, step
-from millrace.model_wrappers import split_weights as matrices
-from millrace.nn import sharding as mesh, module
-from millrace.config import recipe
-from millrace.errors import UserError
-from millrace.training.evaluate import Vocabulary
-from millrace.model_formats.hf_tensors import table_of, to_tensors
-from millrace.objectives import Batch, file, make_task
-from millrace.model_wrappers.frozen_reference import Referred
+from headrace.training import setup as build, step
+from headrace.model_wrappers import split_weights as matrices
+from headrace.nn import sharding as mesh, module
+from headrace.config import recipe
+from headrace.errors import UserError
+from headrace.training.evaluate import Vocabulary
+from headrace.model_formats.hf_tensors import table_of, to_tensors
+from headrace.objectives import Batch, file, make_task
+from headrace.model_wrappers.frozen_reference import Referred
 
 LENGTH, VOCAB = 48, 64
 COPY, LORA = ("model.reference=true",), ("model.lora_rank=4", "model.lora_alpha=16")

@@ -8,7 +8,7 @@ import tokenizers
 from corpora import code, hostile, texts_of, trained
 from tokenizers import AddedToken, models, pre_tokenizers
 
-from millrace.data.tokenizer import (
+from headrace.data.tokenizer import (
     convert,
     encoders,
     train as learn,

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from millrace.data.pipeline.pool import Engine
-from millrace.errors import UserError
+from headrace.data.pipeline.pool import Engine
+from headrace.errors import UserError
 
 
 def square(number: int) -> int:

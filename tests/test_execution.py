@@ -10,14 +10,14 @@ import jax.numpy as jnp
 import pytest
 from jax.extend.core import jaxprs_in_params
 
-from millrace.config import reader as config, sections
-from millrace.nn import stack as execution, sharding as mesh, module
-from millrace.training import step
-from millrace.training.setup import lowered, make_mesh, make_state, make_update
-from millrace.errors import UserError
-from millrace.nn.stack import Execution
-from millrace.objectives import Batch, Vocabulary, file, make_task
-from millrace.plan import search
+from headrace.config import reader as config, sections
+from headrace.nn import stack as execution, sharding as mesh, module
+from headrace.training import step
+from headrace.training.setup import lowered, make_mesh, make_state, make_update
+from headrace.errors import UserError
+from headrace.nn.stack import Execution
+from headrace.objectives import Batch, Vocabulary, file, make_task
+from headrace.plan import search
 
 SIZES = dict(layers=2, embed=32, heads=4, kv_heads=2, mlp=48, vocab=64)
 

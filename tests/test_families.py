@@ -14,11 +14,11 @@ import jax
 import numpy as np
 import pytest
 
-from millrace.config import reader as config, recipe, sections
-from millrace.training import run as train
-from millrace.checkpoint.manager import Checkpoints
-from millrace.data.pipeline.prepare import prepare
-from millrace.checkpoint.open_run import open_run
+from headrace.config import reader as config, recipe, sections
+from headrace.training import run as train
+from headrace.checkpoint.manager import Checkpoints
+from headrace.data.pipeline.prepare import prepare
+from headrace.checkpoint.open_run import open_run
 
 ROOT = Path(__file__).parent.parent
 TINY = sorted((ROOT / "recipes/tiny").glob("*.yaml"))

@@ -12,16 +12,16 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from millrace.config import reader as config, recipe, sections
-from millrace.nn import module
-from millrace.training import step
-from millrace.checkpoint.manager import Checkpoints
-from millrace.nn.stack import Execution
-from millrace.convert import to_huggingface as huggingface
-from millrace.checkpoint.open_run import open_run
-from millrace.models import fanformer
-from millrace.objectives import Batch, Task, Vocabulary, file
-from millrace.nn.linear import project
+from headrace.config import reader as config, recipe, sections
+from headrace.nn import module
+from headrace.training import step
+from headrace.checkpoint.manager import Checkpoints
+from headrace.nn.stack import Execution
+from headrace.convert import to_huggingface as huggingface
+from headrace.checkpoint.open_run import open_run
+from headrace.models import fanformer
+from headrace.objectives import Batch, Task, Vocabulary, file
+from headrace.nn.linear import project
 
 
 def layer(x: Any, w: Any, b: Any, width: int) -> Any:

@@ -6,13 +6,13 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from millrace.config import reader as config
-from millrace.training import memory_check as fit, metrics, run as train
-from millrace.nn import sharding as mesh
-from millrace.cli.main import main
-from millrace.errors import DoesNotFit
-from millrace.nn.module import named
-from millrace.checkpoint.state import State
+from headrace.config import reader as config
+from headrace.training import memory_check as fit, metrics, run as train
+from headrace.nn import sharding as mesh
+from headrace.cli.main import main
+from headrace.errors import DoesNotFit
+from headrace.nn.module import named
+from headrace.checkpoint.state import State
 
 
 def exhaust(*_: object) -> int:
@@ -53,7 +53,7 @@ def test_a_model_larger_than_the_memory_is_told_before_it_is_made(tiny, tmp_path
     )
     assert main(["train", str(tmp_path / "large.yaml")]) == 3
     said = capsys.readouterr().err
-    assert said.startswith("millrace: model: weights, gradients and optimizer state take ")
+    assert said.startswith("headrace: model: weights, gradients and optimizer state take ")
     assert said.count("\n") == 1
 
 
@@ -63,7 +63,7 @@ def test_memory_that_runs_out_in_the_loop_is_told_with_advice(tiny, tmp_path, ca
     (tmp_path / "recipe.yaml").write_text(config.to_yaml(tiny()))
     assert main(["train", str(tmp_path / "recipe.yaml")]) == 3
     said = capsys.readouterr().err
-    assert said.startswith("millrace: batch: the step takes more memory than there is (")
+    assert said.startswith("headrace: batch: the step takes more memory than there is (")
     assert "batch.accumulate" in said and "memory.remat" in said and said.count("\n") == 1
 
 

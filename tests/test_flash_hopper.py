@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from millrace.attention import hopper
-from millrace.kernels import flash_hopper
-from millrace.kernels.flash_hopper import LOG2E, SIZES, TILE, Bounds, Shape
-from millrace.attention import Mask, attend
+from headrace.attention import hopper
+from headrace.kernels import flash_hopper
+from headrace.kernels.flash_hopper import LOG2E, SIZES, TILE, Bounds, Shape
+from headrace.attention import Mask, attend
 
 MASKS = [Mask(), Mask(causal=False), Mask(window=50), Mask(causal=False, window=70)]
 XLA = SimpleNamespace(use="xla")

@@ -17,20 +17,20 @@ import pytest
 import yaml
 from etils import epath
 
-from millrace.cli import main as cli
-from millrace.config import reader as config, recipe, sections
-from millrace.runtime import goodput
-from millrace.checkpoint import manifest, inventory as saved
-from millrace.nn import module
-from millrace.data import inspect as show
-from millrace.data.tokenizer import tokenizer as tokenise
-from millrace.data.documents import Problems
-from millrace.data.pipeline.prepare import prepare
-from millrace.data.dataset import Dataset
-from millrace.data.verify import verify
-from millrace.errors import UserError
-from millrace.convert import to_huggingface as huggingface
-from millrace.model_formats.hf_tensors import table_of, to_tensors
+from headrace.cli import main as cli
+from headrace.config import reader as config, recipe, sections
+from headrace.runtime import goodput
+from headrace.checkpoint import manifest, inventory as saved
+from headrace.nn import module
+from headrace.data import inspect as show
+from headrace.data.tokenizer import tokenizer as tokenise
+from headrace.data.documents import Problems
+from headrace.data.pipeline.prepare import prepare
+from headrace.data.dataset import Dataset
+from headrace.data.verify import verify
+from headrace.errors import UserError
+from headrace.convert import to_huggingface as huggingface
+from headrace.model_formats.hf_tensors import table_of, to_tensors
 from tests import mutate
 from tests.test_contracts import SIZES
 from tests.test_sources import COMPRESS, ROWS, TEXTS, documents
@@ -123,7 +123,7 @@ def taken_by_command(words: list[str], capsys: pytest.CaptureFixture[str]) -> bo
         code = cli.main(words)
     out, error = capsys.readouterr()
     assert code in (0, 2) and (code == 0) == (not error), (code, error)
-    assert code == 0 or error.startswith("millrace: ") and error.count("\n") == 1, error
+    assert code == 0 or error.startswith("headrace: ") and error.count("\n") == 1, error
     return code == 0
 
 
@@ -214,7 +214,7 @@ def models(folder: Path) -> Case:
         known = {f.name for f in dataclasses.fields(cls)}
         if "module" in known:
             continue
-        family = __import__(f"millrace.models.{name}", fromlist=[name])
+        family = __import__(f"headrace.models.{name}", fromlist=[name])
         wanted = SIZES | {"layers": 2, "balance": "loss"}
         cfg = cls(**{key: value for key, value in wanted.items() if key in known})
         target = folder / name

@@ -8,10 +8,10 @@ import pytest
 import transformers
 from hypothesis import strategies as st
 
-from millrace.nn import sharding as mesh, module
-from millrace.errors import UserError
-from millrace.attention import Mask
-from millrace.models import gemma2, gemma3
+from headrace.nn import sharding as mesh, module
+from headrace.errors import UserError
+from headrace.attention import Mask
+from headrace.models import gemma2, gemma3
 from tests import parity
 from tests.test_step import Bench
 

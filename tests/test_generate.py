@@ -12,19 +12,19 @@ import pytest
 import torch
 import transformers
 
-from millrace.inference import generate
-from millrace.nn import sharding as mesh, module
-from millrace.config import recipe
-from millrace.cli.main import main
-from millrace.data.tokenizer import train as learn, tokenizer as tokenise
-from millrace.inference.sampling import Sampling, draw
-from millrace.errors import UserError
-from millrace.nn.stack import Execution
-from millrace.convert import to_huggingface as huggingface
-from millrace.checkpoint.open_run import Opened, open_run
-from millrace.models import llama
-from millrace.nn.linear import project
-from millrace.config.recipe import load_run
+from headrace.inference import generate
+from headrace.nn import sharding as mesh, module
+from headrace.config import recipe
+from headrace.cli.main import main
+from headrace.data.tokenizer import train as learn, tokenizer as tokenise
+from headrace.inference.sampling import Sampling, draw
+from headrace.errors import UserError
+from headrace.nn.stack import Execution
+from headrace.convert import to_huggingface as huggingface
+from headrace.checkpoint.open_run import Opened, open_run
+from headrace.models import llama
+from headrace.nn.linear import project
+from headrace.config.recipe import load_run
 
 # Compiling is most of the time of these tests, and most of that is making small programs fast.
 
@@ -213,7 +213,7 @@ def test_a_seed_that_cannot_be_is_refused(seed):
 def test_what_is_refused_is_told_without_the_prompt(run, capsys):
     assert main(["generate", run.cfg.run, "--prompt", "the mill", "--tokens", "0"]) == 2
     out, err = capsys.readouterr()
-    assert (out, err) == ("", "millrace: --tokens: expected 1 or more\n")
+    assert (out, err) == ("", "headrace: --tokens: expected 1 or more\n")
 
 
 CHANCES = np.array([0.05, 0.4, 0.1, 0.25, 0.2])  # of tokens 0 to 4

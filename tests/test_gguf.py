@@ -19,20 +19,20 @@ import transformers
 import xllamacpp
 from safetensors.numpy import load_file
 
-from millrace.config import reader as config
-from millrace.nn import module
-from millrace.checkpoint.manager import Checkpoints
-from millrace.cli.main import main
-from millrace.data.chat import encode as chat
-from millrace.data.tokenizer import train as learn, tokenizer as tokenise
-from millrace.data.chat.template import remove_marks
-from millrace.errors import UserError
-from millrace.nn.stack import Execution
-from millrace.convert import gguf as gguf_file, to_huggingface as huggingface
-from millrace.checkpoint.open_run import Opened, open_run
-from millrace.objectives import file
-from millrace.nn.linear import project
-from millrace.config.recipe import load_run
+from headrace.config import reader as config
+from headrace.nn import module
+from headrace.checkpoint.manager import Checkpoints
+from headrace.cli.main import main
+from headrace.data.chat import encode as chat
+from headrace.data.tokenizer import train as learn, tokenizer as tokenise
+from headrace.data.chat.template import remove_marks
+from headrace.errors import UserError
+from headrace.nn.stack import Execution
+from headrace.convert import gguf as gguf_file, to_huggingface as huggingface
+from headrace.checkpoint.open_run import Opened, open_run
+from headrace.objectives import file
+from headrace.nn.linear import project
+from headrace.config.recipe import load_run
 
 SIZES: dict[str, Any] = dict(layers=2, embed=64, heads=4, kv_heads=2, mlp=96)
 LLAMA3 = dict(rope_scaling="llama3", rope_factor=4.0, rope_original=32, rope_theta=100.0)

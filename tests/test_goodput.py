@@ -11,11 +11,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from millrace.runtime import goodput
-from millrace.checkpoint import inventory as saved
-from millrace.config import sections
-from millrace.data.dataset import read_ahead
-from millrace.runtime.goodput import Idle, Ledger, note_exit, read
+from headrace.runtime import goodput
+from headrace.checkpoint import inventory as saved
+from headrace.config import sections
+from headrace.data.dataset import read_ahead
+from headrace.runtime.goodput import Idle, Ledger, note_exit, read
 from tests.test_train import finish, save_recipe, start
 
 

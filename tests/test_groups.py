@@ -13,14 +13,14 @@ import pyarrow.parquet as pq
 import pytest
 from test_pack import MODES, pieces_in
 
-from millrace.config import recipe
-from millrace.data import pack_job as groups
-from millrace.data.clean import normalize as normalise
-from millrace.data.tokenizer import tokenizer as tokenise
-from millrace.data.documents import SCHEMA, Part, Ragged, is_held_out
-from millrace.data.clean.normalize import Unit
-from millrace.data.pack import plan
-from millrace.data.shards import read_rows, unpack_bits
+from headrace.config import recipe
+from headrace.data import pack_job as groups
+from headrace.data.clean import normalize as normalise
+from headrace.data.tokenizer import tokenizer as tokenise
+from headrace.data.documents import SCHEMA, Part, Ragged, is_held_out
+from headrace.data.clean.normalize import Unit
+from headrace.data.pack import plan
+from headrace.data.shards import read_rows, unpack_bits
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ CHAT = """{% for message in messages %}{% if message.role == 'assistant' %}
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from millrace.data.tokenizer import train as learn
+    from headrace.data.tokenizer import train as learn
 
     folder = tmp_path_factory.mktemp("tokenizer")
     tokenise.save(learn.train(iter(TEXTS), kind="bpe", vocab=400), folder)

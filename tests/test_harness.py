@@ -6,15 +6,15 @@ import json
 import pytest
 import transformers
 
-from millrace.cli import main as cli
-from millrace.config import recipe
-from millrace.training import run as train
-from millrace.errors import UserError
-from millrace.convert import to_huggingface as huggingface
-from millrace.checkpoint.open_run import open_run
+from headrace.cli import main as cli
+from headrace.config import recipe
+from headrace.training import run as train
+from headrace.errors import UserError
+from headrace.convert import to_huggingface as huggingface
+from headrace.checkpoint.open_run import open_run
 
-pytest.importorskip("lm_eval", reason="needs millrace[eval]: make test-all installs it")
-from millrace.inference import lm_eval as harness
+pytest.importorskip("lm_eval", reason="needs headrace[eval]: make test-all installs it")
+from headrace.inference import lm_eval as harness
 
 CHOICE = """
 task: pick

@@ -9,11 +9,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from millrace.nn import sharding as mesh
-from millrace.errors import UserError
-from millrace.nn.stack import compiler_options
-from millrace.kernels.linear_cross_entropy.dispatch import cut
-from millrace.low_precision.support import emulated
+from headrace.nn import sharding as mesh
+from headrace.errors import UserError
+from headrace.nn.stack import compiler_options
+from headrace.kernels.linear_cross_entropy.dispatch import cut
+from headrace.low_precision.support import emulated
 from tests.test_losses import PLAIN_CE, SMOOTHED, Problem, problem
 from tests.test_step import Bench
 

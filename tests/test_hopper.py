@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from millrace.errors import UserError
-from millrace.kernels.linear_cross_entropy import hopper as cut_hopper, by_tokens as cut_tokens
-from millrace.kernels.linear_cross_entropy.dispatch import bind, cut, heard
-from millrace.kernels.linear_cross_entropy.hopper import TOKENS, VOCAB, Work
-from millrace.kernels.linear_cross_entropy.stats import Head, Split
-from millrace.losses import cross_entropy
+from headrace.errors import UserError
+from headrace.kernels.linear_cross_entropy import hopper as cut_hopper, by_tokens as cut_tokens
+from headrace.kernels.linear_cross_entropy.dispatch import bind, cut, heard
+from headrace.kernels.linear_cross_entropy.hopper import TOKENS, VOCAB, Work
+from headrace.kernels.linear_cross_entropy.stats import Head, Split
+from headrace.losses import cross_entropy
 
 PLAIN = bind(cross_entropy.per_token, SimpleNamespace(label_smoothing=0.0, z_loss=1e-3))
 SMOOTHED = bind(cross_entropy.per_token, SimpleNamespace(label_smoothing=0.1, z_loss=0.0))

@@ -12,21 +12,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from millrace.config import reader as config, recipe, sections
-from millrace.runtime import multihost as hosts, supervisor as supervise
-from millrace.checkpoint.manager import Checkpoints
-from millrace.errors import UserError
-from millrace.checkpoint.open_run import open_run
-from millrace.storage.lock import lock
-from millrace.nn.module import named
-from millrace.runtime.stragglers import Own, Pace
+from headrace.config import reader as config, recipe, sections
+from headrace.runtime import multihost as hosts, supervisor as supervise
+from headrace.checkpoint.manager import Checkpoints
+from headrace.errors import UserError
+from headrace.checkpoint.open_run import open_run
+from headrace.storage.lock import lock
+from headrace.nn.module import named
+from headrace.runtime.stragglers import Own, Pace
 from tests import soon
 
 # Trains, and writes down which rows of each batch this host has read.
 COUNTED = """
 import json, sys
-from millrace import cli
-from millrace.data.stream import Dataset
+from headrace import cli
+from headrace.data.stream import Dataset
 batch, read = Dataset.batch, []
 def counted(self, step, *, split, rows=slice(None), **more):
     packed = batch(self, step, split=split, rows=rows, **more)
@@ -41,11 +41,11 @@ sys.exit(code)
 # Trains until the second host stops reading.
 STUCK = """
 import os, sys, time
-from millrace import cli
-from millrace.data.stream import Dataset
+from headrace import cli
+from headrace.data.stream import Dataset
 batch = Dataset.batch
 def stuck(self, step, **more):
-    if step == 6 and os.environ["MILLRACE_PROCESS"] == "1":
+    if step == 6 and os.environ["HEADRACE_PROCESS"] == "1":
         time.sleep(600)
     return batch(self, step, **more)
 Dataset.batch = stuck
@@ -56,11 +56,11 @@ sys.exit(cli.main(["train", *sys.argv[2:]]))
 # Trains with a second host that takes its time to read.
 SLOW = """
 import os, sys, time
-from millrace import cli
-from millrace.data.stream import Dataset
+from headrace import cli
+from headrace.data.stream import Dataset
 batch = Dataset.batch
 def slow(self, step, **more):
-    time.sleep(2.0 * (os.environ["MILLRACE_PROCESS"] == "1"))
+    time.sleep(2.0 * (os.environ["HEADRACE_PROCESS"] == "1"))
     return batch(self, step, **more)
 Dataset.batch = slow
 sys.exit(cli.main(["train", *sys.argv[2:]]))
@@ -77,12 +77,12 @@ def start(path: Path, *more: str, count: int = 2, devices: int = 4, script: str 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    env = os.environ | {"XLA_FLAGS": soon.flags(devices), "MILLRACE_HEARTBEAT": "10"}
+    env = os.environ | {"XLA_FLAGS": soon.flags(devices), "HEADRACE_HEARTBEAT": "10"}
     processes = []
     for host in range(count):
         if count > 1:
             env |= dict(zip(hosts.NAMES, (f"127.0.0.1:{port}", str(count), str(host)), strict=True))
-        command = [sys.executable, "-m", "millrace", "train"]
+        command = [sys.executable, "-m", "headrace", "train"]
         if script:
             command = [sys.executable, "-c", script, str(path.parent / f"{host}.json")]
         with open(path.parent / f"{path.stem}-{host}.txt", "a") as said:
@@ -164,7 +164,7 @@ def test_sigterm_to_one_host_stops_both_at_a_step_from_which_they_go_on_bit_for_
     assert rows(f"{tmp_path}/broken") == rows(f"{tmp_path}/whole")
 
 
-ADDRESS = {"MILLRACE_COORDINATOR": "10.0.0.1:8476", "MILLRACE_PROCESSES": "4", "MILLRACE_PROCESS": "3"}
+ADDRESS = {"HEADRACE_COORDINATOR": "10.0.0.1:8476", "HEADRACE_PROCESSES": "4", "HEADRACE_PROCESS": "3"}
 NO_CHIP = {"TPU_SKIP_MDS_QUERY": "1"}
 SLURM = {"SLURM_STEP_NODELIST": "a,b", "SLURM_NTASKS": "2", "SLURM_STEP_NUM_NODES": "2"} | NO_CHIP
 
@@ -175,7 +175,7 @@ SLURM = {"SLURM_STEP_NODELIST": "a,b", "SLURM_NTASKS": "2", "SLURM_STEP_NUM_NODE
         (NO_CHIP, None),
         (NO_CHIP | {"SLURM_NTASKS": "8"}, None),  # a batch script itself, which srun has not started
         (NO_CHIP | {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, None),  # a single pod
-        (ADDRESS | {"MILLRACE_PROCESSES": "1"}, None),
+        (ADDRESS | {"HEADRACE_PROCESSES": "1"}, None),
         (SLURM, {"local_device_ids": []}),
         (SLURM | {"SLURM_NTASKS": "16"}, {}),
         (NO_CHIP | {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "1"}, {}),
@@ -191,9 +191,9 @@ def test_the_other_hosts_are_looked_for_where_there_may_be_some(env, found):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"MILLRACE_COORDINATOR": "10.0.0.1"}, "expected the address of the first host"),
-        ({"MILLRACE_PROCESSES": "four"}, "MILLRACE_PROCESSES: found four, expected a number"),
-        ({"MILLRACE_PROCESS": "4"}, "MILLRACE_PROCESS: found 4, expected this host's number, 0 to 3"),
+        ({"HEADRACE_COORDINATOR": "10.0.0.1"}, "expected the address of the first host"),
+        ({"HEADRACE_PROCESSES": "four"}, "HEADRACE_PROCESSES: found four, expected a number"),
+        ({"HEADRACE_PROCESS": "4"}, "HEADRACE_PROCESS: found 4, expected this host's number, 0 to 3"),
     ],
 )
 def test_a_wrong_address_is_told(change, said):

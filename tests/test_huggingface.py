@@ -18,18 +18,18 @@ import torch
 import transformers
 from safetensors.numpy import load_file, save_file
 
-from millrace.config import reader as config, recipe
-from millrace.nn import sharding as mesh, module
-from millrace.checkpoint.manager import Checkpoints
-from millrace.cli.main import main
-from millrace.data.tokenizer import train as learn, tokenizer as tokenise
-from millrace.errors import UserError
-from millrace.nn.stack import Execution
-from millrace.convert import to_huggingface as huggingface
-from millrace.checkpoint.open_run import Opened, open_run
-from millrace.objectives import file
-from millrace.nn.linear import project
-from millrace.config.recipe import load_run
+from headrace.config import reader as config, recipe
+from headrace.nn import sharding as mesh, module
+from headrace.checkpoint.manager import Checkpoints
+from headrace.cli.main import main
+from headrace.data.tokenizer import train as learn, tokenizer as tokenise
+from headrace.errors import UserError
+from headrace.nn.stack import Execution
+from headrace.convert import to_huggingface as huggingface
+from headrace.checkpoint.open_run import Opened, open_run
+from headrace.objectives import file
+from headrace.nn.linear import project
+from headrace.config.recipe import load_run
 
 # Compiling is most of the time of these tests, and most of that is making small programs fast.
 
@@ -481,9 +481,9 @@ def test_a_folder_that_is_no_model_is_refused_in_words(saved, tmp_path):
 
 def test_a_model_folder_in_the_place_of_a_run_folder_is_told_how_to_become_one(saved, tmp_path, capsys):
     assert main(["eval", str(saved)]) == 2
-    assert f"of this Hugging Face folder `millrace import {saved} RUN` makes one" in capsys.readouterr().err
+    assert f"of this Hugging Face folder `headrace import {saved} RUN` makes one" in capsys.readouterr().err
     assert main(["eval", str(tmp_path)]) == 2
-    assert "`millrace train RECIPE` makes one" in capsys.readouterr().err
+    assert "`headrace train RECIPE` makes one" in capsys.readouterr().err
 
 
 def test_a_tensor_too_many_is_refused(saved, tmp_path):

@@ -13,17 +13,17 @@ import pytest
 import tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from millrace.config import recipe
-from millrace.data import labelled
-from millrace.data.tokenizer import train as learn, tokenizer as tokenise
-from millrace.data.annotations import Notes, ordered
-from millrace.data.pack import plan
-from millrace.data.pipeline.prepare import prepare
-from millrace.data.shards import Index, read_rows
-from millrace.data.inspect import inspect
-from millrace.data.dataset import Dataset
-from millrace.data.verify import verify
-from millrace.errors import UserError
+from headrace.config import recipe
+from headrace.data import labelled
+from headrace.data.tokenizer import train as learn, tokenizer as tokenise
+from headrace.data.annotations import Notes, ordered
+from headrace.data.pack import plan
+from headrace.data.pipeline.prepare import prepare
+from headrace.data.shards import Index, read_rows
+from headrace.data.inspect import inspect
+from headrace.data.dataset import Dataset
+from headrace.data.verify import verify
+from headrace.errors import UserError
 
 WORDS = ["mill", "water", "wheel", "stone", "river", "grain", "of", "the", "über", "水車", "grinds", "slowly"]
 

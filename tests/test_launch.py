@@ -28,12 +28,12 @@ schedule: {{use: cosine, steps: 20}}
 # A trainer that does, in each life of its first worker, what the next word of a list says.
 TRAINER = """\
 case "$*" in
-*"-m millrace train"*)
-  count=$(cat "{root}/count.$MILLRACE_PROCESS" 2>/dev/null || echo 0)
-  echo $((count + 1)) > "{root}/count.$MILLRACE_PROCESS"
+*"-m headrace train"*)
+  count=$(cat "{root}/count.$HEADRACE_PROCESS" 2>/dev/null || echo 0)
+  echo $((count + 1)) > "{root}/count.$HEADRACE_PROCESS"
   set -- {lives}
   shift $count
-  echo "life $count of worker $MILLRACE_PROCESS does ${{1:-0}}"
+  echo "life $count of worker $HEADRACE_PROCESS does ${{1:-0}}"
   case "${{1:-0}}" in
     wait) trap 'echo saved; exit 75' TERM; for i in $(seq 600); do echo "step $i"; sleep 0.1; done;;
     *) exit "${{1:-0}}";;
@@ -48,7 +48,7 @@ LOGIN = """\
 import os
 from google.auth.credentials import Credentials
 from google.auth.exceptions import RefreshError
-from millrace.tpu import google
+from headrace.tpu import google
 class Login(Credentials):
     valid = False
     def refresh(self, request):
@@ -75,7 +75,7 @@ class Story:
     before = ""  # what the launcher's process does first
 
     def start(self, *argv: str, **env: str) -> subprocess.Popen:
-        code = f"{self.before}\nimport sys\nfrom millrace.cli import main\nsys.exit(main())"
+        code = f"{self.before}\nimport sys\nfrom headrace.cli import main\nsys.exit(main())"
         command = [sys.executable, "-c", code, "tpu", *argv]
         env = os.environ | {"PYTHONPATH": str(ROOT)} | self.google.env() | env
         process = subprocess.Popen(
@@ -110,7 +110,7 @@ class Story:
 
     def training(self, count: int = 2) -> bool:
         """All of them, and each has said so."""
-        logs = (self.root / "machines").glob("*/home/user/.millrace/jobs/job/log")
+        logs = (self.root / "machines").glob("*/home/user/.headrace/jobs/job/log")
         said = [log for log in logs if "step 1" in log.read_text() and not (log.parents[5] / "off").exists()]
         return len(self.google.trainers()) == len(said) == count
 
@@ -160,8 +160,8 @@ def test_a_job_is_run_on_all_workers_and_its_slice_deleted(story):
     body = next(call[3] for call in story.google.calls if call[0] == "POST")
     node = body["tpu"]["nodeSpec"][0]["node"]
     assert body["spot"] == {} and node["acceleratorType"] == "v4-16"
-    assert node["runtimeVersion"] == "tpu-ubuntu2204-base" and node["labels"]["millrace"] == "yes"
-    assert node["metadata"]["startup-script"] == (ROOT / "millrace/tpu/timer.py").read_text()
+    assert node["runtimeVersion"] == "tpu-ubuntu2204-base" and node["labels"]["headrace"] == "yes"
+    assert node["metadata"]["startup-script"] == (ROOT / "headrace/tpu/timer.py").read_text()
 
 
 @pytest.mark.fault(30)
@@ -181,7 +181,7 @@ def test_after_a_preemption_another_slice_is_taken_and_the_old_one_deleted_first
 def test_a_slice_that_is_lost_while_it_is_set_up_is_taken_anew(story):
     (story.root / "install").write_text("touch installing; sleep 1\n")
     process = story.launch()
-    story.until(lambda: list((story.root / "machines").glob("*/home/user/.millrace/trees/*/installing")))
+    story.until(lambda: list((story.root / "machines").glob("*/home/user/.headrace/trees/*/installing")))
     (story.root / "install").unlink()
     story.google.preempt("job")
     code, said = end(process)
@@ -354,7 +354,7 @@ def test_a_slice_gives_itself_back_when_the_launcher_is_dead(tmp_path):
         logs = [file.read_text() for file in (story.root / "machines").glob("*/timer.log")]
         assert any("the hours of this slice are over" in log for log in logs)
         said = [
-            file.read_text() for file in (story.root / "machines").glob("*/home/user/.millrace/jobs/job/log")
+            file.read_text() for file in (story.root / "machines").glob("*/home/user/.headrace/jobs/job/log")
         ]
         assert len(said) == 2 and all("saved" in text for text in said)
     finally:
@@ -363,7 +363,7 @@ def test_a_slice_gives_itself_back_when_the_launcher_is_dead(tmp_path):
 
 def test_secrets_reach_the_trainer_and_nothing_else(story):
     key = secrets.token_hex(6)
-    show = 'case "$*" in *"-m millrace train"*) [ ${#WANDB_API_KEY} = 12 ] && echo it-knows;; '
+    show = 'case "$*" in *"-m headrace train"*) [ ${#WANDB_API_KEY} = 12 ] && echo it-knows;; '
     story.google.python(f'{show}*) exec "{sys.executable}" "$@";; esac')
     code, said = end(story.launch("--env", "WANDB_API_KEY", WANDB_API_KEY=key))
     assert code == 0, said
@@ -378,7 +378,7 @@ def test_secrets_reach_the_trainer_and_nothing_else(story):
 def test_a_login_that_runs_out_is_waited_for_and_what_cannot_be_deleted_is_told(story):
     story.before = LOGIN
     story.trainer("wait")
-    process = story.launch(MILLRACE_POLL="0.05", MILLRACE_PATIENCE="8")
+    process = story.launch(HEADRACE_POLL="0.05", HEADRACE_PATIENCE="8")
     story.until(story.training)
     out = story.root / "logged-out"
     out.touch()
@@ -401,7 +401,7 @@ def test_a_login_that_has_run_out_is_told_before_anything_is_rented(story):
         (story.root / "recipe.yaml").write_text(RECIPE.format(run=run))
         code, said = end(story.launch())
         assert code == 2 and "Traceback" not in said, said
-        assert said.splitlines()[-1].startswith("millrace: Google Cloud: Reauthentication is needed")
+        assert said.splitlines()[-1].startswith("headrace: Google Cloud: Reauthentication is needed")
     code, said = story.call("ls")
     assert code == 2 and said.count("\n") == 1 and not story.created(), said
 
@@ -409,18 +409,18 @@ def test_a_login_that_has_run_out_is_told_before_anything_is_rented(story):
 @pytest.mark.fault(30)
 @pytest.mark.parametrize("words", ["sent", "step 1"])
 def test_a_slice_is_given_back_though_nobody_listens_any_more(story, words):
-    """As by `millrace tpu run ... | head`."""
+    """As by `headrace tpu run ... | head`."""
     story.trainer("wait")
     process = story.launch()
     hear(process, words)
     process.stdout.close()
     assert process.wait(60) == 75 and story.nothing_left()
-    logs = [file.read_text() for file in story.root.glob("machines/*/home/user/.millrace/jobs/job/log")]
+    logs = [file.read_text() for file in story.root.glob("machines/*/home/user/.headrace/jobs/job/log")]
     assert words == "sent" or [text.endswith("saved\n") for text in logs] == [True, True]
 
 
 def test_a_slice_is_deleted_by_hand_though_nobody_listens(story):
-    node = {"acceleratorType": "v4-16", "labels": {"millrace": "yes"}, "metadata": {}}
+    node = {"acceleratorType": "v4-16", "labels": {"headrace": "yes"}, "metadata": {}}
     story.google.make_node("projects/project/locations/us-central2-b/nodes/job", node)
     process = story.start("delete", "job", "--ssh-key", str(story.root / "key"), PYTHONUNBUFFERED="1")
     process.stdout.close()
@@ -459,7 +459,7 @@ def test_one_who_is_stopped_while_it_adopts_a_job_lets_the_trainer_save(story):
     second.send_signal(signal.SIGINT)
     code, said = end(second)
     assert code == 75 and story.nothing_left(), said
-    logs = [file.read_text() for file in story.root.glob("machines/*/home/user/.millrace/jobs/job/log")]
+    logs = [file.read_text() for file in story.root.glob("machines/*/home/user/.headrace/jobs/job/log")]
     assert [text.endswith("saved\n") for text in logs] == [True, True], said
 
 
@@ -474,7 +474,7 @@ def test_one_who_is_stopped_while_it_adopts_a_job_lets_the_trainer_save(story):
     ],
 )
 def test_a_slice_of_other_terms_or_another_number_is_not_taken_for_ours(story, more, says):
-    node = {"acceleratorType": "v4-16", "labels": {"millrace": "yes"}, "metadata": {}}
+    node = {"acceleratorType": "v4-16", "labels": {"headrace": "yes"}, "metadata": {}}
     story.google.make_node("projects/project/locations/us-central2-b/nodes/job", node)
     code, said = end(story.launch(*more))
     assert code == 2 and says in said and len(story.google.nodes) == 1, said
@@ -518,7 +518,7 @@ def test_slices_of_others_are_neither_used_nor_deleted(story):
     node = {"acceleratorType": "v4-16", "labels": {}, "metadata": {}, "schedulingConfig": {"spot": True}}
     story.google.make_node("projects/project/locations/us-central2-b/nodes/job", node)
     code, said = end(story.launch())
-    assert code == 2 and "a slice that Millrace did not make" in said and len(story.google.nodes) == 1
+    assert code == 2 and "a slice that Headrace did not make" in said and len(story.google.nodes) == 1
     code, said = story.call("delete", "job")
     assert code == 2 and "--force" in said and len(story.google.nodes) == 1
     code, said = end(story.launch("--keep"))
@@ -537,7 +537,7 @@ def losses(text: str) -> dict[int, float]:
 def test_the_whole_story_ends_with_the_losses_of_a_run_that_nobody_disturbed(story, tiny, packed, place):
     """Queue, training, a hard preemption, another slice, SIGTERM, and on to the end; beside it the same
     recipe on a pod of this machine."""
-    from millrace.config import reader as config
+    from headrace.config import reader as config
 
     if place == "bucket":
         with fakegcs.running("bucket", location="US-CENTRAL2") as store:
@@ -556,7 +556,7 @@ SHORT = ("schedule.steps=50", "checkpoint.every=5", "eval.batches=1", "mesh.fsdp
 def whole_story(story: Story, recipe: str, whole: str, read, env: dict[str, str]) -> None:
     (story.root / "recipe.yaml").write_text(recipe)
     story.google.python(f'exec "{sys.executable}" "$@"')
-    env = env | {"MILLRACE_PATIENCE": "120"}  # to save in, on a machine that has much else to do
+    env = env | {"HEADRACE_PATIENCE": "120"}  # to save in, on a machine that has much else to do
     process = story.launch(**env)
     log = story.root / "launcher" / "tpu" / "project" / "job" / "w0.log"
 

@@ -9,8 +9,8 @@ import tokenizers
 from corpora import SPECIAL, WORDS, code
 from tokenizers import models, pre_tokenizers, trainers
 
-from millrace.data.tokenizer import train as learn
-from millrace.errors import UserError
+from headrace.data.tokenizer import train as learn
+from headrace.errors import UserError
 
 TIES = {
     "code": code()[:5],
@@ -91,7 +91,7 @@ def test_training_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
 
 def test_training_a_unigram_tokenizer_again_gives_the_same_file(tmp_path: Path) -> None:
     program = (
-        "import sys; from pathlib import Path; from millrace.data import learn, tokenise\n"
+        "import sys; from pathlib import Path; from headrace.data import learn, tokenise\n"
         "texts = [Path(sys.argv[1]).read_text(encoding='utf-8')]\n"
         "print(learn.train(texts, kind='unigram', vocab=400).inner.to_str())"
     )

@@ -15,16 +15,16 @@ import numpy as np
 import pytest
 import torch
 
-import millrace.losses
-from millrace.nn import sharding as mesh
-from millrace.kernels.linear_cross_entropy import tpu as cut_mosaic
-from millrace.kernels.linear_cross_entropy.dispatch import bind
-from millrace.kernels.linear_cross_entropy.dispatch import cut as cut_by
-from millrace.kernels.linear_cross_entropy.tpu import Blocks
-from millrace.kernels.linear_cross_entropy.stats import NO_PEAK, PerToken, Stats, Totals
-from millrace.losses import cross_entropy, focal
+import headrace.losses
+from headrace.nn import sharding as mesh
+from headrace.kernels.linear_cross_entropy import tpu as cut_mosaic
+from headrace.kernels.linear_cross_entropy.dispatch import bind
+from headrace.kernels.linear_cross_entropy.dispatch import cut as cut_by
+from headrace.kernels.linear_cross_entropy.tpu import Blocks
+from headrace.kernels.linear_cross_entropy.stats import NO_PEAK, PerToken, Stats, Totals
+from headrace.losses import cross_entropy, focal
 
-LOSSES = [module.name for module in pkgutil.iter_modules(millrace.losses.__path__)]
+LOSSES = [module.name for module in pkgutil.iter_modules(headrace.losses.__path__)]
 SHAPES = [(256, 512, 128), (252, 507, 128), (252, 507, 123)]
 # A loss that depends on all three statistics.
 SMOOTHED = bind(cross_entropy.per_token, SimpleNamespace(label_smoothing=0.1, z_loss=1e-3))
@@ -244,7 +244,7 @@ def test_focal_loss_matches_its_definition(gamma: float) -> None:
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_every_loss_has_the_gradient_of_its_full_logits_version(name: str) -> None:
-    module = importlib.import_module(f"millrace.losses.{name}")
+    module = importlib.import_module(f"headrace.losses.{name}")
     cfg = SimpleNamespace(**vars(module.Config()), z_loss=1e-3)
     per_token, p = bind(module.per_token, cfg), problem()
     assert_same(
@@ -254,7 +254,7 @@ def test_every_loss_has_the_gradient_of_its_full_logits_version(name: str) -> No
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_every_loss_falls_when_the_target_logit_rises(name: str) -> None:
-    module = importlib.import_module(f"millrace.losses.{name}")
+    module = importlib.import_module(f"headrace.losses.{name}")
     logits = jax.random.normal(jax.random.key(0), (64, 50))
     targets = jnp.arange(64) % 50
     raised = logits.at[jnp.arange(64), targets].add(0.1)

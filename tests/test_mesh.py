@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from millrace.nn import sharding as mesh
-from millrace.attention import blockwise, splash
-from millrace.attention import Mask
+from headrace.nn import sharding as mesh
+from headrace.attention import blockwise, splash
+from headrace.attention import Mask
 
 SPLASH = SimpleNamespace(use="splash", block_q=128, block_kv=128)
 

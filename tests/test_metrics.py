@@ -16,12 +16,12 @@ import jax.numpy as jnp
 import pytest
 from rich.console import Console
 
-from millrace.training import metrics
-from millrace import trackers as writers
-from millrace.training.metrics import Late, Meter
-from millrace.trackers import Writers, terminal
-from millrace.trackers.jsonl import Jsonl
-from millrace.trackers.tensorboard import TensorBoard
+from headrace.training import metrics
+from headrace import trackers as writers
+from headrace.training.metrics import Late, Meter
+from headrace.trackers import Writers, terminal
+from headrace.trackers.jsonl import Jsonl
+from headrace.trackers.tensorboard import TensorBoard
 
 ROW = {
     "step": 1200,

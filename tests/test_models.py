@@ -13,20 +13,20 @@ import pytest
 import torch
 import transformers
 
-from millrace.config import reader as config, sections
-from millrace.nn import module
-from millrace import objectives as objective
-from millrace.checkpoint import state
-from millrace.training import step
-from millrace.nn.stack import REMAT, Execution
-from millrace.convert import to_huggingface as huggingface
-from millrace.model_formats.hf_tensors import table_of
-from millrace.nn.mlp import glu
-from millrace.nn.norm import rms_norm
-from millrace.objectives import Batch, Task, Vocabulary
-from millrace.optim import adamw
-from millrace.nn.linear import project
-from millrace.config.durations import Curves
+from headrace.config import reader as config, sections
+from headrace.nn import module
+from headrace import objectives as objective
+from headrace.checkpoint import state
+from headrace.training import step
+from headrace.nn.stack import REMAT, Execution
+from headrace.convert import to_huggingface as huggingface
+from headrace.model_formats.hf_tensors import table_of
+from headrace.nn.mlp import glu
+from headrace.nn.norm import rms_norm
+from headrace.objectives import Batch, Task, Vocabulary
+from headrace.optim import adamw
+from headrace.nn.linear import project
+from headrace.config.durations import Curves
 
 VOCAB = 96
 SIZES = dict(

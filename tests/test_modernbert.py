@@ -11,15 +11,15 @@ import pytest
 import transformers
 from hypothesis import strategies as st
 
-from millrace.config import reader as config, recipe
-from millrace.training import grow as enlarge, init_from as start, run as train
-from millrace.nn import sharding as mesh, module
-from millrace.errors import UserError
-from millrace.nn.stack import Execution
-from millrace.checkpoint.open_run import open_run
-from millrace.nn.bias import BIAS_COLUMNS
-from millrace.models import modernbert, modernbert_decoder
-from millrace.nn.module import Axes
+from headrace.config import reader as config, recipe
+from headrace.training import grow as enlarge, init_from as start, run as train
+from headrace.nn import sharding as mesh, module
+from headrace.errors import UserError
+from headrace.nn.stack import Execution
+from headrace.checkpoint.open_run import open_run
+from headrace.nn.bias import BIAS_COLUMNS
+from headrace.models import modernbert, modernbert_decoder
+from headrace.nn.module import Axes
 from tests import parity
 from tests.test_step import Bench
 

@@ -14,13 +14,13 @@ import torch
 import transformers
 from hypothesis import strategies as st
 
-from millrace.config import reader as config, recipe
-from millrace.nn import sharding as mesh
-from millrace.errors import UserError
-from millrace.nn import experts
-from millrace.nn.mlp import activate
-from millrace.plan import estimate as arithmetic
-from millrace.hardware.slices import parse
+from headrace.config import reader as config, recipe
+from headrace.nn import sharding as mesh
+from headrace.errors import UserError
+from headrace.nn import experts
+from headrace.nn.mlp import activate
+from headrace.plan import estimate as arithmetic
+from headrace.hardware.slices import parse
 from tests import parity
 from tests.test_step import Bench, assert_close
 

@@ -16,16 +16,16 @@ import numpy as np
 import pytest
 from test_hopper import arrays as drawn
 
-from millrace.errors import UserError
-from millrace.kernels.linear_cross_entropy import (
+from headrace.errors import UserError
+from headrace.kernels.linear_cross_entropy import (
     dispatch as cut_cross_entropy,
     tpu as cut_mosaic,
     by_tokens as cut_tokens,
 )
-from millrace.kernels.linear_cross_entropy.dispatch import bind, cut
-from millrace.kernels.linear_cross_entropy.tpu import Blocks, blocks
-from millrace.kernels.linear_cross_entropy.stats import Head, Split
-from millrace.losses import cross_entropy
+from headrace.kernels.linear_cross_entropy.dispatch import bind, cut
+from headrace.kernels.linear_cross_entropy.tpu import Blocks, blocks
+from headrace.kernels.linear_cross_entropy.stats import Head, Split
+from headrace.losses import cross_entropy
 
 SMOOTHED = bind(cross_entropy.per_token, SimpleNamespace(label_smoothing=0.1, z_loss=1e-3))
 V4, V6E = (SimpleNamespace(platform="tpu", device_kind=kind) for kind in ("TPU v4", "TPU v6 lite"))
@@ -145,9 +145,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
-from millrace import mesh
-from millrace.kernels import cut_mosaic
-from millrace.kernels.head import Head, Split
+from headrace import mesh
+from headrace.kernels import cut_mosaic
+from headrace.kernels.head import Head, Split
 
 chip = topologies.get_topology_desc(topology_name=sys.argv[1], platform="tpu").devices[0]
 array = lambda *shape, dtype=jnp.float32: jax.ShapeDtypeStruct(

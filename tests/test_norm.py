@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from millrace.nn.norm import layer_norm, rms_norm, rms_norm_around_one
+from headrace.nn.norm import layer_norm, rms_norm, rms_norm_around_one
 
 EPS = 1e-3  # large enough to matter
 

@@ -14,17 +14,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from millrace.data.clean import (
+from headrace.data.clean import (
     dedup as duplicates,
     filters,
     minhash as fingerprints,
     normalize as normalise,
     words,
 )
-from millrace.data.documents import SCHEMA, Part
-from millrace.data.shards import write_json
-from millrace.errors import UserError
-from millrace.config.sections import Normalize
+from headrace.data.documents import SCHEMA, Part
+from headrace.data.shards import write_json
+from headrace.errors import UserError
+from headrace.config.sections import Normalize
 
 GOOD = {
     "English": (

@@ -10,10 +10,10 @@ import pytest
 import transformers
 from hypothesis import strategies as st
 
-from millrace.config import reader as config
-from millrace.nn import sharding as mesh, module
-from millrace.nn.stack import Execution
-from millrace.models import olmo2
+from headrace.config import reader as config
+from headrace.nn import sharding as mesh, module
+from headrace.nn.stack import Execution
+from headrace.models import olmo2
 from tests import parity
 from tests.test_step import Bench
 

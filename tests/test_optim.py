@@ -1,4 +1,4 @@
-"""Every optimizer in millrace/optim keeps the contract, and each agrees with a reference that is not ours."""
+"""Every optimizer in headrace/optim keeps the contract, and each agrees with a reference that is not ours."""
 
 import dataclasses
 import functools
@@ -15,13 +15,13 @@ import optax
 import pytest
 import torch
 
-import millrace.optim
-from millrace.nn import sharding as mesh, module
-from millrace.kernels.newton_schulz import newton_schulz
-from millrace.nn.module import Array, Axes, stack, weight
-from millrace.optim import adafactor, adamw, lion, muon, sgd, stable_adamw
+import headrace.optim
+from headrace.nn import sharding as mesh, module
+from headrace.kernels.newton_schulz import newton_schulz
+from headrace.nn.module import Array, Axes, stack, weight
+from headrace.optim import adafactor, adamw, lion, muon, sgd, stable_adamw
 
-NAMES = sorted(p.stem for p in Path(millrace.optim.__path__[0]).glob("*.py") if p.stem != "__init__")
+NAMES = sorted(p.stem for p in Path(headrace.optim.__path__[0]).glob("*.py") if p.stem != "__init__")
 SIZES = SimpleNamespace(layers=3, embed=16, heads=4, head_dim=8, mlp=24, vocab=40)
 
 
@@ -57,7 +57,7 @@ def gradients(seed: int, like: Any) -> Any:
 @functools.cache
 def make(name: str) -> optax.GradientTransformation:
     """Made once, so that what one test has compiled serves the next."""
-    part = importlib.import_module(f"millrace.optim.{name}")
+    part = importlib.import_module(f"headrace.optim.{name}")
     return part.make(part.Config(), module.axes(Model, SIZES))
 
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from millrace.data import pack
-from millrace.data.documents import Ragged
-from millrace.data.shards import Rows, unpack_bits
+from headrace.data import pack
+from headrace.data.documents import Ragged
+from headrace.data.shards import Rows, unpack_bits
 
 MODES = ("concat", "document", "best_fit")
 FILLER = 0

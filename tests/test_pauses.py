@@ -7,14 +7,14 @@ import jax
 import numpy as np
 import pytest
 
-from millrace.config import recipe
-from millrace.data.tokenizer import tokenizer as tokenise
-from millrace.data.documents import Ragged
-from millrace.data.pause_tokens import PAUSE, with_pauses
-from millrace.data.pipeline.prepare import prepare
-from millrace.data.dataset import Dataset
-from millrace.objectives import Batch, Task, Vocabulary
-from millrace.objectives import causal
+from headrace.config import recipe
+from headrace.data.tokenizer import tokenizer as tokenise
+from headrace.data.documents import Ragged
+from headrace.data.pause_tokens import PAUSE, with_pauses
+from headrace.data.pipeline.prepare import prepare
+from headrace.data.dataset import Dataset
+from headrace.objectives import Batch, Task, Vocabulary
+from headrace.objectives import causal
 
 PAUSING = 99
 RANDOM = np.random.default_rng(0)

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from millrace.cli import main as cli
-from millrace.config import recipe, sections
-from millrace.attention import splash
-from millrace.errors import UserError
-from millrace.plan import (
+from headrace.cli import main as cli
+from headrace.config import recipe, sections
+from headrace.attention import splash
+from headrace.errors import UserError
+from headrace.plan import (
     recommend as advise,
     estimate as arithmetic,
     aot as compiler,
@@ -18,7 +18,7 @@ from millrace.plan import (
     attention_cost as scores,
     search,
 )
-from millrace.hardware import chips, slices
+from headrace.hardware import chips, slices
 
 ONE_A_CHIP = ["batch.sequences=16", "batch.accumulate=1"]
 REPORT = """Memory Space: default (color=0)

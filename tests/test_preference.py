@@ -16,18 +16,18 @@ import pytest
 from test_chat import GENERATION, TOOLS, pair, say
 from test_labelled import lines, prepared, silent
 
-from millrace.config import reader as config, recipe
-from millrace.cli.main import main
-from millrace.quantize import run as command
-from millrace.data.tokenizer import train as learn, tokenizer as tokenise
-from millrace.data.chat import records as shapes
-from millrace.data.annotations import Notes
-from millrace.data.documents import Problems
-from millrace.data.preference import encode_pairs
-from millrace.data.shards import Index
-from millrace.data.dataset import Dataset
-from millrace.data.verify import verify
-from millrace.errors import UserError
+from headrace.config import reader as config, recipe
+from headrace.cli.main import main
+from headrace.quantize import run as command
+from headrace.data.tokenizer import train as learn, tokenizer as tokenise
+from headrace.data.chat import records as shapes
+from headrace.data.annotations import Notes
+from headrace.data.documents import Problems
+from headrace.data.preference import encode_pairs
+from headrace.data.shards import Index
+from headrace.data.dataset import Dataset
+from headrace.data.verify import verify
+from headrace.errors import UserError
 
 ROOT = Path(__file__).parent.parent
 ASKED = {"role": "user", "content": "Which?"}

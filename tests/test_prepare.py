@@ -21,13 +21,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from millrace.config import recipe
-from millrace.data.tokenizer import tokenizer as tokenise
-from millrace.data.pipeline.prepare import prepare
-from millrace.data.shards import Index, read_rows, unpack_bits
-from millrace.data.dataset import Dataset
-from millrace.data.verify import verify
-from millrace.errors import UserError
+from headrace.config import recipe
+from headrace.data.tokenizer import tokenizer as tokenise
+from headrace.data.pipeline.prepare import prepare
+from headrace.data.shards import Index, read_rows, unpack_bits
+from headrace.data.dataset import Dataset
+from headrace.data.verify import verify
+from headrace.errors import UserError
 
 
 def silent(line: str) -> None:
@@ -177,7 +177,7 @@ def test_a_folder_of_something_else_is_not_touched(load: Any, tmp_path: Path) ->
 
 
 def test_two_at_once_on_one_folder_are_one_too_many(load: Any, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "millrace", "data", "prepare", str(tmp_path / "data.yaml")]
+    command = [sys.executable, "-m", "headrace", "data", "prepare", str(tmp_path / "data.yaml")]
     processes = [subprocess.Popen(command, stdout=-1, stderr=-1, text=True) for _ in range(2)]
     outputs = [process.communicate() for process in processes]
     codes = sorted(process.returncode for process in processes)
@@ -460,7 +460,7 @@ def test_documents_that_are_gone_are_told(load: Any, tmp_path: Path) -> None:
 
 
 def start(tmp_path: Path, *overrides: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "millrace", "data", "prepare", str(tmp_path / "data.yaml"), *overrides]
+    command = [sys.executable, "-m", "headrace", "data", "prepare", str(tmp_path / "data.yaml"), *overrides]
     return subprocess.Popen(command, stdout=-1, stderr=-1, text=True, start_new_session=True)
 
 

@@ -7,14 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from millrace.config import sections
-from millrace.errors import UserError
-from millrace.nn.stack import Execution, cast, layers
-from millrace.nn.module import Axes
-from millrace.low_precision import fp8, int8
-from millrace.low_precision.support import emulated, multiplies
-from millrace.low_precision.weight import Weight, round_weight
-from millrace.nn.linear import prepared, project
+from headrace.config import sections
+from headrace.errors import UserError
+from headrace.nn.stack import Execution, cast, layers
+from headrace.nn.module import Axes
+from headrace.low_precision import fp8, int8
+from headrace.low_precision.support import emulated, multiplies
+from headrace.low_precision.weight import Weight, round_weight
+from headrace.nn.linear import prepared, project
 from tests.test_step import Bench, weights
 
 FORMATS = ("fp8", "int8")

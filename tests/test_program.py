@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from millrace.plan import timing
-from millrace.plan.hlo import Program, Scope, parse, read, replica_groups, shapes, trips
-from millrace.hardware.slices import parse as named
-from millrace.plan.timing import Breakdown, Rates, rates, step
+from headrace.plan import timing
+from headrace.plan.hlo import Program, Scope, parse, read, replica_groups, shapes, trips
+from headrace.hardware.slices import parse as named
+from headrace.plan.timing import Breakdown, Rates, rates, step
 
 PROGRAMS = Path(__file__).parent / "programs"
 # Where `make test-all` puts the compiler; on a TPU machine it is among the other packages.
@@ -524,9 +524,9 @@ SCRIPT = """
 import sys
 import jax
 from jax.experimental import topologies
-from millrace import build, mesh, module, recipe, step
-from millrace.objective import Vocabulary, file, make_task
-from millrace.plan.slices import parse
+from headrace import build, mesh, module, recipe, step
+from headrace.objective import Vocabulary, file, make_task
+from headrace.plan.slices import parse
 
 where = parse("v5e-4")
 cfg = recipe.load(sys.argv[1], sys.argv[2:])

@@ -11,8 +11,8 @@ import jax
 import pytest
 from test_step import Bench
 
-from millrace.training import setup as build, compiled_step as programs, step
-from millrace.config import reader as config
+from headrace.training import setup as build, compiled_step as programs, step
+from headrace.config import reader as config
 from tests import soon
 
 
@@ -30,8 +30,8 @@ def kept(tiny: Any, tmp_path: Path) -> Path:
 
 
 def start(kept: Path, run: str, *words: str) -> tuple[str, list[float]]:
-    """What `millrace train` says, and the losses."""
-    command = [sys.executable, "-m", "millrace", "train", str(kept.parent / "train.yaml")]
+    """What `headrace train` says, and the losses."""
+    command = [sys.executable, "-m", "headrace", "train", str(kept.parent / "train.yaml")]
     command += [f"run={kept.parent}/{run}", "schedule.steps=12", *words]
     flags = {"XLA_FLAGS": soon.flags(8), "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(command, env=os.environ | flags, capture_output=True, text=True)
@@ -85,7 +85,7 @@ def test_a_folder_that_is_not_there_is_told(kept: Path) -> None:
     command = [
         sys.executable,
         "-m",
-        "millrace",
+        "headrace",
         "train",
         str(kept.parent / "train.yaml"),
         "--program",

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from millrace.nn import sharding as mesh
-from millrace.nn.linear import project
+from headrace.nn import sharding as mesh
+from headrace.nn.linear import project
 
 SPECS = {"bsd,dnh->bsnh": (5, 2, 3), "bsnh,nhd->bsd": (2, 3, 5), "bsd,vd->bsv": (7, 5), "bsf,fd->bsd": (5, 4)}
 MESHES = {"one device": None, "a mesh": {"data": 4, "fsdp": 1, "tensor": 1, "context": 2}}

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from millrace.config import run_length as lengths, recipe
-from millrace.objectives import file
+from headrace.config import run_length as lengths, recipe
+from headrace.objectives import file
 
 ROOT = Path(__file__).parent.parent
 

@@ -12,18 +12,18 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from millrace.config import reader as config, recipe, sections
-from millrace.nn import module
-from millrace.training import run as train
-from millrace.low_precision import bitpack as bits, grid
-from millrace.quantize import run as command, kmeans, hessian as second_order
-from millrace.model_formats import gptq as integers, quantized_folder as stored, vptq as vectors
-from millrace.errors import UserError
-from millrace.training.evaluate import evaluate_run
-from millrace.nn.stack import Execution
-from millrace.checkpoint.open_run import open_run
-from millrace.objectives import file
-from millrace.quantize.methods import gptq, rtn, vptq
+from headrace.config import reader as config, recipe, sections
+from headrace.nn import module
+from headrace.training import run as train
+from headrace.low_precision import bitpack as bits, grid
+from headrace.quantize import run as command, kmeans, hessian as second_order
+from headrace.model_formats import gptq as integers, quantized_folder as stored, vptq as vectors
+from headrace.errors import UserError
+from headrace.training.evaluate import evaluate_run
+from headrace.nn.stack import Execution
+from headrace.checkpoint.open_run import open_run
+from headrace.objectives import file
+from headrace.quantize.methods import gptq, rtn, vptq
 from tests.learnt import learnt
 
 KEY = jax.random.key(0)
@@ -266,8 +266,8 @@ def test_a_quantised_folder_is_evaluated_and_is_as_large_as_the_formula_says(tra
 
 
 def test_a_quantised_model_is_continued_as_its_whole_matrices_would_be(trained, tmp_path):
-    from millrace.inference.sampling import Sampling
-    from millrace.inference.generate import sample
+    from headrace.inference.sampling import Sampling
+    from headrace.inference.generate import sample
 
     run = quantized(trained, tmp_path / "out", "rtn", "bits=2", "group=32")
     whole = jax.tree.map(

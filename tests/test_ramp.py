@@ -12,15 +12,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.config import run_length as lengths, recipe
-from millrace.nn import sharding as mesh
-from millrace.training import run as train
-from millrace.checkpoint.manager import Checkpoints
-from millrace.data.dataset import Dataset
-from millrace.errors import UserError
-from millrace.training.evaluate import place
-from millrace.checkpoint.open_run import open_run
-from millrace.config.durations import Ramp, duration
+from headrace.config import run_length as lengths, recipe
+from headrace.nn import sharding as mesh
+from headrace.training import run as train
+from headrace.checkpoint.manager import Checkpoints
+from headrace.data.dataset import Dataset
+from headrace.errors import UserError
+from headrace.training.evaluate import place
+from headrace.checkpoint.open_run import open_run
+from headrace.config.durations import Ramp, duration
 from tests.test_step import Bench, assert_close
 
 ROOT = Path(__file__).parent.parent

@@ -24,11 +24,11 @@ import fsspec
 import numpy as np
 import pytest
 
-from millrace.storage import files as store
-from millrace.data import remote_cache as remote
-from millrace.data.remote_cache import Remote
-from millrace.data.shards import Index, Rows, Special, Split, pack_bits, write_rows
-from millrace.data.dataset import Dataset
+from headrace.storage import files as store
+from headrace.data import remote_cache as remote
+from headrace.data.remote_cache import Remote
+from headrace.data.shards import Index, Rows, Special, Split, pack_bits, write_rows
+from headrace.data.dataset import Dataset
 
 SPECIAL = Special(bos=1, eos=2, pad=0, mask=3)
 BLOCK = 1 << 14
@@ -154,7 +154,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     monkeypatch.setattr(remote, "BLOCK", BLOCK)
     monkeypatch.setattr(store, "FIRST_WAIT", 0.01)
     monkeypatch.setattr(Remote, "ahead", 4 * BLOCK)
-    monkeypatch.setenv("MILLRACE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "cache"))
     server = Server(tmp_path / "served")
     yield server
     server.close()
@@ -257,7 +257,7 @@ def test_blocks_come_several_at_once_and_ahead_of_their_use(
 
 
 def test_what_is_missing_or_forbidden_is_said_at_once(server: Server) -> None:
-    with pytest.raises(ValueError, match=r"no packed data in http://.*/nowhere.*millrace data prepare"):
+    with pytest.raises(ValueError, match=r"no packed data in http://.*/nowhere.*headrace data prepare"):
         Dataset.open(f"{server.url}/nowhere")
     server.fault = lambda name, span: 403
     with pytest.raises(ValueError, match=r"set/index\.json may not be read .*403.*credentials"):
@@ -312,7 +312,7 @@ def test_the_cache_stays_within_its_size_and_drops_what_was_not_used_for_longest
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limit = 300_000  # a shard's tokens, starts and loss take 86 KB
-    monkeypatch.setenv("MILLRACE_CACHE_GB", str(limit / 1e9))
+    monkeypatch.setenv("HEADRACE_CACHE_GB", str(limit / 1e9))
     data, near = Dataset.open(f"{server.url}/set"), Dataset.open(server.folder / "set")
     for step in range(6):
         how = dict(split="train", sequences=300, seed=0)
@@ -321,8 +321,8 @@ def test_the_cache_stays_within_its_size_and_drops_what_was_not_used_for_longest
         assert sum(file.stat().st_size for file in (tmp_path / "cache/shards").iterdir()) < limit
     # What is read ahead may push out a shard in use, which stays readable, but the first goes before others.
     assert "train-0-00000.npy" not in names and len(names) > 3
-    monkeypatch.setenv("MILLRACE_CACHE_GB", "much")
-    with pytest.raises(ValueError, match="MILLRACE_CACHE_GB: found 'much', expected a number"):
+    monkeypatch.setenv("HEADRACE_CACHE_GB", "much")
+    with pytest.raises(ValueError, match="HEADRACE_CACHE_GB: found 'much', expected a number"):
         Dataset.open(f"{server.url}/set").tokens(0, split="train", sequences=300, seed=0)
 
 
@@ -330,20 +330,20 @@ def test_a_cache_that_cannot_be_written_says_how_to_name_another(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv("MILLRACE_CACHE", str(tmp_path / "file"))
+    monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "file"))
     data = Dataset.open(f"{server.url}/set")
-    with pytest.raises(ValueError, match="cannot be used: Not a directory.*MILLRACE_CACHE"):
+    with pytest.raises(ValueError, match="cannot be used: Not a directory.*HEADRACE_CACHE"):
         data.batch(0, split="train", sequences=4, seed=0)
 
 
 READER = """
 import sys
 sys.path[:0] = {path!r}
-from millrace import store
-from millrace.data import remote
+from headrace import store
+from headrace.data import remote
 remote.BLOCK, remote.Remote.ahead = {block}, 4 * {block}
 from test_remote import digest
-from millrace.data.stream import Dataset
+from headrace.data.stream import Dataset
 data = Dataset.open({url!r})
 print("open", flush=True)
 sys.stdin.readline()
@@ -428,7 +428,7 @@ def test_what_is_missing_in_a_bucket_or_forbidden_is_said(bucket: Server) -> Non
 
 
 def test_any_filesystem_that_fsspec_knows_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MILLRACE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "cache"))
     write(tmp_path / "set")
     memory = fsspec.filesystem("memory")
     memory.put(str(tmp_path / "set"), "/stream-test/set", recursive=True)
@@ -447,6 +447,6 @@ def test_a_url_that_nothing_here_can_read_is_explained() -> None:
 @pytest.mark.skipif(find_spec("gcsfs") is not None, reason="gcsfs is here")
 def test_a_bucket_without_its_library_says_what_to_install() -> None:
     with pytest.raises(
-        ValueError, match=r"gs://bucket/set cannot be read: .*gcsfs.*pip install 'millrace\[gcs\]'"
+        ValueError, match=r"gs://bucket/set cannot be read: .*gcsfs.*pip install 'headrace\[gcs\]'"
     ):
         Dataset.open("gs://bucket/set")

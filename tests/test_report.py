@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from etils import epath
 
-from millrace.runtime import goodput
-from millrace.checkpoint import manifest
-from millrace.cli.main import main
-from millrace.errors import UserError
-from millrace.runtime.goodput import Ledger
-from millrace.report import charts, facts, run_page as page
+from headrace.runtime import goodput
+from headrace.checkpoint import manifest
+from headrace.cli.main import main
+from headrace.errors import UserError
+from headrace.runtime.goodput import Ledger
+from headrace.report import charts, facts, run_page as page
 
 NOW = time.time()
 
@@ -30,7 +30,7 @@ class Clock:
 @pytest.fixture
 def run(tiny, tmp_path) -> Path:
     """A folder as a run leaves it, of two lives on four v5e chips, at step 100 of 200 a minute ago."""
-    from millrace.config import reader as config
+    from headrace.config import reader as config
 
     folder = tmp_path / "run <b>"
     folder.mkdir()

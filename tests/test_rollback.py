@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.config import recipe, sections
-from millrace.training import rollback, loss_spikes as spikes, run as train
-from millrace.checkpoint.manager import Checkpoints
-from millrace.data.shards import Index, checksum
-from millrace.data.dataset import Dataset, around, united
-from millrace.checkpoint.open_run import open_run
-from millrace.nn.module import named
+from headrace.config import recipe, sections
+from headrace.training import rollback, loss_spikes as spikes, run as train
+from headrace.checkpoint.manager import Checkpoints
+from headrace.data.shards import Index, checksum
+from headrace.data.dataset import Dataset, around, united
+from headrace.checkpoint.open_run import open_run
+from headrace.nn.module import named
 
 ROWS = 8  # of a batch
 
@@ -95,7 +95,7 @@ def rewrite(folder: Path, change) -> None:
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory) -> Path:
     """Rows enough for 50 steps, of which a model soon knows most."""
-    from millrace.data.pipeline.prepare import prepare
+    from headrace.data.pipeline.prepare import prepare
 
     root = tmp_path_factory.mktemp("sound")
     (root / "texts").mkdir()

@@ -6,7 +6,7 @@ import pytest
 import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from millrace.nn.rope import Rope, inverse_frequencies, rotate
+from headrace.nn.rope import Rope, inverse_frequencies, rotate
 
 LLAMA31 = Rope(500_000.0, "llama3", factor=8.0, original=8192)
 

@@ -8,21 +8,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from millrace.training import setup as build, step, run as train
-from millrace.config import reader as config, recipe, sections
-from millrace.model_wrappers import split_weights as matrices, qat as rounding
-from millrace.nn import module
-from millrace.quantize import run as command
-from millrace.low_precision import grid
-from millrace.model_formats import quantized_folder as stored
-from millrace.data.dataset import Dataset
-from millrace.errors import UserError
-from millrace.training.evaluate import evaluate_run, vocabulary, with_vocabulary
-from millrace.nn.stack import Execution
-from millrace.convert import to_huggingface as huggingface
-from millrace.checkpoint.open_run import open_run
-from millrace.objectives import file, make_task
-from millrace.quantize.methods import rtn
+from headrace.training import setup as build, step, run as train
+from headrace.config import reader as config, recipe, sections
+from headrace.model_wrappers import split_weights as matrices, qat as rounding
+from headrace.nn import module
+from headrace.quantize import run as command
+from headrace.low_precision import grid
+from headrace.model_formats import quantized_folder as stored
+from headrace.data.dataset import Dataset
+from headrace.errors import UserError
+from headrace.training.evaluate import evaluate_run, vocabulary, with_vocabulary
+from headrace.nn.stack import Execution
+from headrace.convert import to_huggingface as huggingface
+from headrace.checkpoint.open_run import open_run
+from headrace.objectives import file, make_task
+from headrace.quantize.methods import rtn
 from tests.learnt import learnt
 
 KEY = jax.random.key(0)

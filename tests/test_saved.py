@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from etils import epath
 
-from millrace.cli import main as cli
-from millrace.checkpoint import manifest, inventory as saved
-from millrace.storage import files as store
-from millrace.checkpoint.manager import Checkpoints
+from headrace.cli import main as cli
+from headrace.checkpoint import manifest, inventory as saved
+from headrace.storage import files as store
+from headrace.checkpoint.manager import Checkpoints
 from tests.test_checkpoint import about, damage, save, state
 
 

@@ -1,4 +1,4 @@
-"""Every schedule in millrace/schedules, against its formula written out; and lengths in steps and tokens."""
+"""Every schedule in headrace/schedules, against its formula written out; and lengths in steps and tokens."""
 
 import dataclasses
 import importlib
@@ -14,16 +14,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import millrace.schedules
-from millrace.errors import UserError
-from millrace.config.durations import Curves, duration
+import headrace.schedules
+from headrace.errors import UserError
+from headrace.config.durations import Curves, duration
 
-NAMES = sorted(p.stem for p in Path(millrace.schedules.__path__[0]).glob("*.py") if p.stem != "__init__")
+NAMES = sorted(p.stem for p in Path(headrace.schedules.__path__[0]).glob("*.py") if p.stem != "__init__")
 
 
 def make(name: str, *, steps: int = 1000, warmup: int = 100, floor: float = 0.1, **own: Any) -> Curves:
     """As the run makes it: the file's own keys and the common ones, lengths resolved to steps."""
-    part = importlib.import_module(f"millrace.schedules.{name}")
+    part = importlib.import_module(f"headrace.schedules.{name}")
     keys = dataclasses.asdict(part.Config()) | dict(steps=steps, warmup=warmup, floor=floor) | own
     for field in dataclasses.fields(part.Config):
         if field.type == int | str:
@@ -166,5 +166,5 @@ def test_a_share_of_an_unknown_length_is_refused() -> None:
 
 
 def test_durations_are_read_without_importing_jax() -> None:
-    code = "import sys, millrace.schedule; sys.exit('jax' in sys.modules)"
+    code = "import sys, headrace.schedule; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

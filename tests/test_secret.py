@@ -13,16 +13,16 @@ import numpy as np
 import pytest
 from jinja2.exceptions import SecurityError
 
-from millrace.cli import main as cli
-from millrace.storage import lock, redact as secret, files as store
-from millrace.config import recipe
-from millrace.training import run as train
-from millrace import trackers as writers
-from millrace.data.shards import Index
-from millrace.data.dataset import Dataset
-from millrace.data.chat.template import make_environment
-from millrace.errors import UserError
-from millrace.convert import to_huggingface as huggingface
+from headrace.cli import main as cli
+from headrace.storage import lock, redact as secret, files as store
+from headrace.config import recipe
+from headrace.training import run as train
+from headrace import trackers as writers
+from headrace.data.shards import Index
+from headrace.data.dataset import Dataset
+from headrace.data.chat.template import make_environment
+from headrace.errors import UserError
+from headrace.convert import to_huggingface as huggingface
 
 PACKAGE = Path(secret.__file__).parent
 TOKEN = "hf_" + "aB3dE6gH9" * 4
@@ -75,7 +75,7 @@ def test_a_mistake_and_a_crash_are_told_without_secrets(
     assert cli.main(["eval", f"nowhere-{TOKEN}"]) == 2
     said = capsys.readouterr().err
     assert "nowhere-***" in said and TOKEN not in said
-    program = "import sys\nfrom millrace import secret\nsys.excepthook = secret.excepthook\n"
+    program = "import sys\nfrom headrace import secret\nsys.excepthook = secret.excepthook\n"
     program += f"raise ValueError('https://me:pass@host/ {TOKEN}')"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (
@@ -180,7 +180,7 @@ def test_arrays_with_objects_in_them_are_not_unpickled(packed: str, tmp_path: Pa
         (data / name).write_bytes(pickle.dumps(Trap(tmp_path / "sprung")))
         with pytest.raises(UserError):
             Dataset.open(data)
-            from millrace.data.tokenizer import tokenizer as tokenise
+            from headrace.data.tokenizer import tokenizer as tokenise
 
             tokenise.load(data)
     assert not (tmp_path / "sprung").exists()

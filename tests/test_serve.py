@@ -1,4 +1,4 @@
-"""The server over real HTTP, by OpenAI's own client: each answer is what `millrace generate` gives alone."""
+"""The server over real HTTP, by OpenAI's own client: each answer is what `headrace generate` gives alone."""
 
 import concurrent.futures
 import contextlib
@@ -23,18 +23,18 @@ import openai
 import pytest
 import transformers
 
-from millrace.config import reader as config, recipe
-from millrace.inference import generate
-from millrace.nn import sharding as mesh, module
-from millrace.checkpoint.manager import Checkpoints
-from millrace.cli.main import main
-from millrace.data.chat import encode as chat
-from millrace.data.tokenizer import train as learn, tokenizer as tokenise
-from millrace.inference.sampling import Sampling
-from millrace.checkpoint.open_run import Opened, open_run
-from millrace.objectives import file
-from millrace.inference.serve import http as api, openai_request as ask
-from millrace.inference.serve.engine import Engine, pieces_of
+from headrace.config import reader as config, recipe
+from headrace.inference import generate
+from headrace.nn import sharding as mesh, module
+from headrace.checkpoint.manager import Checkpoints
+from headrace.cli.main import main
+from headrace.data.chat import encode as chat
+from headrace.data.tokenizer import train as learn, tokenizer as tokenise
+from headrace.inference.sampling import Sampling
+from headrace.checkpoint.open_run import Opened, open_run
+from headrace.objectives import file
+from headrace.inference.serve import http as api, openai_request as ask
+from headrace.inference.serve.engine import Engine, pieces_of
 
 TEXT = "the mill turns, the water falls, the wheel, the stone"
 
@@ -347,7 +347,7 @@ def test_what_cannot_be_served_is_refused(run, tmp_path, capsys):
 @pytest.mark.slow
 def test_the_command_serves_until_it_is_interrupted(run):
     process = subprocess.Popen(
-        [sys.executable, "-m", "millrace", "serve", run.cfg.run, "--port", "0"],
+        [sys.executable, "-m", "headrace", "serve", run.cfg.run, "--port", "0"],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

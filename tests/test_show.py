@@ -17,14 +17,14 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from millrace.data import pack
-from millrace.data.pipeline import report
-from millrace.data.tokenizer import tokenizer as tokenise
-from millrace.data.documents import SCHEMA, Ragged
-from millrace.data.shards import Index, Rows, Special, Split, pack_bits, write_rows
-from millrace.data.inspect import inspect, pieces, stretches, visible
-from millrace.data.verify import filler_begins, last_starts, verify
-from millrace.errors import UserError
+from headrace.data import pack
+from headrace.data.pipeline import report
+from headrace.data.tokenizer import tokenizer as tokenise
+from headrace.data.documents import SCHEMA, Ragged
+from headrace.data.shards import Index, Rows, Special, Split, pack_bits, write_rows
+from headrace.data.inspect import inspect, pieces, stretches, visible
+from headrace.data.verify import filler_begins, last_starts, verify
+from headrace.errors import UserError
 
 LENGTH = 44  # not a multiple of 8, so that the last byte of a row's marks has bits to spare
 SPECIAL = ["<|pad|>", "<|bos|>", "<|eos|>", "<|mask|>"]
@@ -207,7 +207,7 @@ def test_inspect_writes_to_any_output(dataset: Path, environment: dict[str, str]
     command = [
         sys.executable,
         "-c",
-        f"from millrace.data.show import inspect; inspect({str(dataset)!r}, rows=9)",
+        f"from headrace.data.show import inspect; inspect({str(dataset)!r}, rows=9)",
     ]
     settings = os.environ | {"PYTHONIOENCODING": "ascii", "COLUMNS": "100"} | environment
     settings.pop("FORCE_COLOR" if not environment else "", None)

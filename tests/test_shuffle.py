@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from millrace.data import shuffle
-from millrace.data.shards import Rows, Shard, pack_bits, read_rows, unpack_bits, write_rows
-from millrace.data.shuffle import Input, gather, plan_shuffle, scatter
+from headrace.data import shuffle
+from headrace.data.shards import Rows, Shard, pack_bits, read_rows, unpack_bits, write_rows
+from headrace.data.shuffle import Input, gather, plan_shuffle, scatter
 
 LENGTH = 12  # tokens in a row: its number, then its number again at every place
 ROW = LENGTH * 4
@@ -264,7 +264,7 @@ import sys
 from pathlib import Path
 sys.path.insert(0, str(Path(sys.argv[1]) / "tests"))
 from test_shuffle import run
-from millrace.data.shuffle import Input
+from headrace.data.shuffle import Input
 print("began", flush=True)
 inputs = [Input(f"packed/{n:05d}-train", 2000, n) for n in range(6)]
 run(inputs, Path(sys.argv[2]), bucket_bytes=3000 * 48, direct_bytes=0, rounds=2)

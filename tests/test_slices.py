@@ -9,17 +9,17 @@ from pathlib import Path
 import pytest
 from jax.experimental.pallas import tpu as pallas
 
-from millrace.errors import UserError
-from millrace.hardware import chips
-from millrace.hardware.chips import CHIPS, GIB, GPUS, TPUS, Price, prices
-from millrace.hardware.slices import parse, sizes
+from headrace.errors import UserError
+from headrace.hardware import chips
+from headrace.hardware.chips import CHIPS, GIB, GPUS, TPUS, Price, prices
+from headrace.hardware.slices import parse, sizes
 
 # Where `make test-all` puts the compiler; on a TPU machine it is among the other packages.
 LIBTPU = Path(__file__).parent.parent / ".venv" / "libtpu"
 COUNT = """
 import sys
 from jax.experimental import topologies
-from millrace.plan.slices import parse
+from headrace.plan.slices import parse
 
 for name in sys.argv[1:]:
     slice_ = parse(name)
@@ -34,7 +34,7 @@ import re
 import sys
 import jax
 from jax.experimental import topologies
-from millrace.plan.slices import parse
+from headrace.plan.slices import parse
 
 for name in sys.argv[1:]:
     slice_ = parse(name)

@@ -24,11 +24,11 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from millrace.data.documents import SCHEMA, Part, Problems
-from millrace.data.formats import PART, arrow, jsonl, parquet
-from millrace.data.formats.columns import Wanted
-from millrace.data.sources import files, python_library
-from millrace.errors import UserError
+from headrace.data.documents import SCHEMA, Part, Problems
+from headrace.data.formats import PART, arrow, jsonl, parquet
+from headrace.data.formats.columns import Wanted
+from headrace.data.sources import files, python_library
+from headrace.errors import UserError
 
 TEXTS = ["one", "zwei\nZeilen", "三 行\r\n文本", "🙂 emoji, \"quoted\", 'and' \\ more", "", "tab\tand, comma"]
 COMPRESS: dict[str, Callable[[bytes], bytes]] = {

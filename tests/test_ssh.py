@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace.tpu import job, workers
+from headrace.tpu import job, workers
 from tests.fake_machine import free_port
 
 pytest.importorskip("asyncssh", reason="needs asyncssh")
@@ -52,7 +52,7 @@ asyncio.run(main())
 PYTHON = """\
 #!/bin/bash
 case "$*" in
-*"-m millrace train"*)
+*"-m headrace train"*)
   echo "a key of ${{#KEY}} letters"
   for i in 1 2 3 4 5 6; do echo "step $i"; sleep 0.2; done
   exit 75;;
@@ -66,9 +66,9 @@ def machine(tmp_path, monkeypatch):
     """A folder with keys, a home, and a server that can be ended and started."""
     for name in ("host", "key"):
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", tmp_path / name], check=True)
-    (tmp_path / "home" / ".millrace" / "env" / "bin").mkdir(parents=True)
-    (tmp_path / "home" / ".millrace" / "tree").symlink_to(Path(job.__file__).parents[2])
-    python = tmp_path / "home" / ".millrace" / "env" / "bin" / "python"
+    (tmp_path / "home" / ".headrace" / "env" / "bin").mkdir(parents=True)
+    (tmp_path / "home" / ".headrace" / "tree").symlink_to(Path(job.__file__).parents[2])
+    python = tmp_path / "home" / ".headrace" / "env" / "bin" / "python"
     python.write_text(PYTHON.format(python=sys.executable))
     python.chmod(0o755)
     port, running = free_port(), []
@@ -80,7 +80,7 @@ def machine(tmp_path, monkeypatch):
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
         return process
 
-    monkeypatch.setenv("MILLRACE_SSH", f"ssh -p {port}")
+    monkeypatch.setenv("HEADRACE_SSH", f"ssh -p {port}")
     yield tmp_path, start
     for process in running:
         process.kill()

@@ -13,19 +13,19 @@ import pytest
 import torch
 import transformers
 
-from millrace.training import setup as build, grow as enlarge, init_from as start
-from millrace.config import reader as config, recipe
-from millrace.model_wrappers import split_weights as matrices
-from millrace.nn import sharding as mesh, module
-from millrace.checkpoint.manager import Checkpoints
-from millrace.quantize import run as command
-from millrace.data.tokenizer import train as learn, tokenizer as tokenise
-from millrace.errors import UserError
-from millrace.checkpoint.open_run import open_run
-from millrace.models import llama
-from millrace.nn.module import Axes
-from millrace.plan import estimate as arithmetic
-from millrace.hardware.slices import parse
+from headrace.training import setup as build, grow as enlarge, init_from as start
+from headrace.config import reader as config, recipe
+from headrace.model_wrappers import split_weights as matrices
+from headrace.nn import sharding as mesh, module
+from headrace.checkpoint.manager import Checkpoints
+from headrace.quantize import run as command
+from headrace.data.tokenizer import train as learn, tokenizer as tokenise
+from headrace.errors import UserError
+from headrace.checkpoint.open_run import open_run
+from headrace.models import llama
+from headrace.nn.module import Axes
+from headrace.plan import estimate as arithmetic
+from headrace.hardware.slices import parse
 from tests.test_step import Bench, weights
 
 SIZES: dict[str, Any] = dict(layers=2, embed=32, heads=4, kv_heads=2, mlp=48)

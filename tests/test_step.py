@@ -12,14 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from millrace.training import setup as build, compiled_step as programs, step
-from millrace.config import reader as config
-from millrace.nn import stack as execution, sharding as mesh, module
-from millrace.data.dataset import Dataset
-from millrace.training.evaluate import place, vocabulary, with_vocabulary
-from millrace.nn.stack import own_products
-from millrace.objectives import Batch, Vocabulary, file, make_task
-from millrace.checkpoint.state import State
+from headrace.training import setup as build, compiled_step as programs, step
+from headrace.config import reader as config
+from headrace.nn import stack as execution, sharding as mesh, module
+from headrace.data.dataset import Dataset
+from headrace.training.evaluate import place, vocabulary, with_vocabulary
+from headrace.nn.stack import own_products
+from headrace.objectives import Batch, Vocabulary, file, make_task
+from headrace.checkpoint.state import State
 
 ENCODER = ("objective.use=masked", "model=null", "model.use=eurobert", "model.layers=2", "model.embed=32")
 ENCODER += ("model.heads=4", "model.kv_heads=2", "model.mlp=64")

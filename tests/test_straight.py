@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from test_prepare import contents, corpus, documents, kill_and_restart, load, sentences, silent  # noqa: F401
 
-from millrace.data import pack_job as groups
-from millrace.data.tokenizer import train as learn, tokenizer as tokenise
-from millrace.data.clean import normalize as normalise
-from millrace.data.pipeline import steps as work
-from millrace.data.pipeline.prepare import prepare
-from millrace.data.verify import verify
-from millrace.errors import UserError
+from headrace.data import pack_job as groups
+from headrace.data.tokenizer import train as learn, tokenizer as tokenise
+from headrace.data.clean import normalize as normalise
+from headrace.data.pipeline import steps as work
+from headrace.data.pipeline.prepare import prepare
+from headrace.data.verify import verify
+from headrace.errors import UserError
 
 
 @pytest.fixture

@@ -11,14 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from millrace.nn import sharding as mesh
-from millrace.config.reader import part_class
-from millrace.objectives._masking import choosable
-from millrace.data.shards import Index, Rows, Special, Split, pack_bits, write_rows
-from millrace.data.dataset import Dataset, read_ahead
-from millrace.training.evaluate import place
-from millrace.objectives import Batch, Task, Vocabulary
-from millrace.objectives import causal, masked
+from headrace.nn import sharding as mesh
+from headrace.config.reader import part_class
+from headrace.objectives._masking import choosable
+from headrace.data.shards import Index, Rows, Special, Split, pack_bits, write_rows
+from headrace.data.dataset import Dataset, read_ahead
+from headrace.training.evaluate import place
+from headrace.objectives import Batch, Task, Vocabulary
+from headrace.objectives import causal, masked
 
 PAD = Special(bos=1, eos=2, pad=0, mask=3)
 NO_PAD = Special(bos=None, eos=2, pad=None, mask=None)
@@ -321,7 +321,7 @@ def test_an_index_that_contradicts_itself_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_missing_or_foreign_folder_is_explained(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"nowhere.*millrace data prepare"):
+    with pytest.raises(ValueError, match=r"nowhere.*headrace data prepare"):
         Dataset.open(tmp_path / "nowhere")
     for content in ("[]", "{}", "not json"):
         (tmp_path / "index.json").write_text(content)

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from millrace.runtime import supervisor as supervise
+from headrace.runtime import supervisor as supervise
 from tests.test_hosts import finish, rows, save_recipe, start, wait_for_step, weights
 
 # A supervisor whose worker does, in each life, what its next argument says; each makes a checkpoint if told.
@@ -19,7 +19,7 @@ TRIAL = """
 import os, signal, sys, time
 from pathlib import Path
 from etils import epath
-from millrace import manifest, supervise
+from headrace import manifest, supervise
 run, lives = Path(sys.argv[1]), sys.argv[2].split(",")
 if "--once" not in sys.argv:
     supervise.LONGEST, supervise.LIVED = 0.02, float(os.environ.get("LIVED", supervise.LIVED))
@@ -52,7 +52,7 @@ if what == "count":  # how often Ctrl-C is heard within a second
     sys.exit(75)
 if what == "hang":  # in a call that keeps Python's lock
     import ctypes
-    from millrace import watchdog
+    from headrace import watchdog
     watchdog.GRACE = 0.2
     with watchdog.Watchdog(0.1, str(run)) as dog:
         dog.stepped(1)
@@ -107,7 +107,7 @@ def test_a_worker_is_started_again_only_where_that_can_help(tmp_path, lives, cod
     _, said = process.communicate(timeout=60)
     assert process.returncode == code, said
     assert len((tmp_path / "lives").read_text()) == count
-    assert said.count("starts again") == count - 1 and said.count("millrace:") <= count
+    assert said.count("starts again") == count - 1 and said.count("headrace:") <= count
     if count > 1:
         assert (tmp_path / "log.txt").read_text().count("starts again") == count - 1
 
@@ -184,9 +184,9 @@ def test_one_ctrl_c_is_heard_once(tmp_path, how):
 
 def test_a_mistake_is_told_by_the_supervisor_itself_and_once(tmp_path):
     (tmp_path / "recipe.yaml").write_text("run: x\nmodel: {use: lama}\n")
-    command = [sys.executable, "-X", "importtime", "-m", "millrace", "train", str(tmp_path / "recipe.yaml")]
+    command = [sys.executable, "-X", "importtime", "-m", "headrace", "train", str(tmp_path / "recipe.yaml")]
     said = subprocess.run(command, capture_output=True, text=True)
-    assert said.returncode == 2 and said.stderr.count("\nmillrace: ") == 1
+    assert said.returncode == 2 and said.stderr.count("\nheadrace: ") == 1
     assert "did you mean llama" in said.stderr and " jax\n" not in said.stderr
 
 

@@ -6,8 +6,8 @@ import tokenizers
 from corpora import SPECIAL, code, hostile, texts_of, trained
 from tokenizers import models, pre_tokenizers
 
-from millrace.data.tokenizer import encoders, tokenizer as tokenise
-from millrace.errors import UserError
+from headrace.data.tokenizer import encoders, tokenizer as tokenise
+from headrace.errors import UserError
 
 
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])

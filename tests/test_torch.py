@@ -16,21 +16,21 @@ import transformers
 from hypothesis import strategies as st
 from parity import ANEW
 
-from millrace.training import setup as build, step, run as train
-from millrace.config import reader as config, recipe, sections
-from millrace.nn import module
-from millrace.checkpoint.manager import Checkpoints
-from millrace.data.dataset import Dataset
-from millrace.errors import UserError
-from millrace.training.evaluate import place, vocabulary, with_vocabulary
-from millrace.nn.stack import Execution
-from millrace.convert import to_huggingface as huggingface
-from millrace.checkpoint.open_run import open_run
-from millrace.objectives import file, make_task
-from millrace.cli import plan as command
-from millrace.nn.linear import project
+from headrace.training import setup as build, step, run as train
+from headrace.config import reader as config, recipe, sections
+from headrace.nn import module
+from headrace.checkpoint.manager import Checkpoints
+from headrace.data.dataset import Dataset
+from headrace.errors import UserError
+from headrace.training.evaluate import place, vocabulary, with_vocabulary
+from headrace.nn.stack import Execution
+from headrace.convert import to_huggingface as huggingface
+from headrace.checkpoint.open_run import open_run
+from headrace.objectives import file, make_task
+from headrace.cli import plan as command
+from headrace.nn.linear import project
 
-pytest.importorskip("torchax", reason="needs torchax: pip install 'millrace[torch]'")
+pytest.importorskip("torchax", reason="needs torchax: pip install 'headrace[torch]'")
 
 SIZES = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
 LLAMA = dict(module="transformers:LlamaForCausalLM", config=SIZES | dict(num_key_value_heads=2))
@@ -105,7 +105,7 @@ def logits_of(cfg: Any, params: Any, tokens: np.ndarray, **seen: Any) -> np.ndar
 
 def theirs(cfg: Any, params: Any) -> Any:
     """The torch module with our weights, and attention of its own."""
-    from millrace.models import _torchax as torch_module
+    from headrace.models import _torchax as torch_module
 
     made: Any = torch_module.filled(cfg, params.weights)
     if hasattr(made, "set_attn_implementation"):
@@ -283,7 +283,7 @@ def test_a_run_goes_on_bit_for_bit_and_goes_back_into_torch(tmp_path, packed, pl
     settings = json.loads((tmp_path / "out/config.json").read_text())
     from safetensors.torch import load_file
 
-    from millrace.models._torchax import find_class
+    from headrace.models._torchax import find_class
 
     made = find_class(settings["module"])(**settings["config"], vocab_size=settings["vocab_size"])
     made.load_state_dict(load_file(tmp_path / "out/model.safetensors"))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace.config import reader as config, recipe
+from headrace.config import reader as config, recipe
 
 TINY = sorted((Path(__file__).parent.parent / "recipes/tiny").glob("*.yaml"))
 
@@ -16,8 +16,8 @@ SCRIPT = """
 import sys
 import jax
 from jax.experimental import topologies
-from millrace import build, mesh, module, programs, recipe, step
-from millrace.objective import Vocabulary, file, make_task
+from headrace import build, mesh, module, programs, recipe, step
+from headrace.objective import Vocabulary, file, make_task
 
 sizes = dict(zip(mesh.AXES, map(int, sys.argv[2].split(",")), strict=False))
 cfg = recipe.load(sys.argv[1], sys.argv[3:])
@@ -66,7 +66,7 @@ def test_the_step_compiles_for_a_tpu_slice_with_the_state_donated(libtpu, tiny, 
 @pytest.mark.parametrize("path", TINY, ids=lambda path: path.stem)
 def test_the_step_of_every_family_compiles_for_a_tpu_slice(libtpu, path):
     if path.stem == "torch":
-        pytest.importorskip("torchax", reason="needs torchax: pip install 'millrace[torch]'")
+        pytest.importorskip("torchax", reason="needs torchax: pip install 'headrace[torch]'")
     overrides = ["data.sequence_length=512", "model.vocab=2048", "memory.compute=bfloat16"]
     if recipe.load(path).model.use == "deberta":  # which has so many positions
         overrides.append("model.reach=512")

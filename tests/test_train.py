@@ -16,16 +16,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from millrace.config import reader as config, recipe, sections
-from millrace.nn import sharding as mesh
-from millrace.training import rollback, profiler as tracing, run as train
-from millrace.checkpoint.manager import Checkpoints
-from millrace.data.dataset import Dataset
-from millrace.errors import UserError
-from millrace.training.evaluate import evaluate_run
-from millrace.nn.stack import Execution
-from millrace.checkpoint.open_run import open_run
-from millrace.nn.module import named
+from headrace.config import reader as config, recipe, sections
+from headrace.nn import sharding as mesh
+from headrace.training import rollback, profiler as tracing, run as train
+from headrace.checkpoint.manager import Checkpoints
+from headrace.data.dataset import Dataset
+from headrace.errors import UserError
+from headrace.training.evaluate import evaluate_run
+from headrace.nn.stack import Execution
+from headrace.checkpoint.open_run import open_run
+from headrace.nn.module import named
 from tests import soon
 
 
@@ -39,7 +39,7 @@ def weights(cfg: sections.Run) -> dict[str, np.ndarray]:
 
 
 def start(path: Path, *overrides: str, devices: int = 1) -> subprocess.Popen:
-    command = [sys.executable, "-m", "millrace", "train", str(path), *overrides]
+    command = [sys.executable, "-m", "headrace", "train", str(path), *overrides]
     env = os.environ | {"XLA_FLAGS": soon.flags(devices)}
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
@@ -160,7 +160,7 @@ def test_fewer_steps_than_are_done_is_said_to_be_so(tiny, capfd):
 
 HOLDER = """
 import sys, time
-from millrace.lock import lock
+from headrace.lock import lock
 with lock(sys.argv[1]):
     print("held", flush=True)
     time.sleep(600)
@@ -349,7 +349,7 @@ def test_masked_evaluation_is_the_same_for_any_batch_size_and_device_count(tiny)
 
 def test_training_goes_on_from_imported_weights(tiny, tmp_path):
     """Export, import into a new folder, a step at a learning rate of 0: the weights are what they were."""
-    from millrace.convert import to_huggingface as huggingface
+    from headrace.convert import to_huggingface as huggingface
 
     first = tiny("schedule.steps=2", "schedule.warmup=0")
     assert train.run(first) == 0

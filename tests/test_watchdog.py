@@ -5,12 +5,12 @@ import sys
 import time
 from pathlib import Path
 
-from millrace.runtime import supervisor as supervise
-from millrace.runtime.watchdog import LONG, TIMES, Watchdog
+from headrace.runtime import supervisor as supervise
+from headrace.runtime.watchdog import LONG, TIMES, Watchdog
 
 LOOP = """
 import sys, time
-from millrace.watchdog import Watchdog
+from headrace.watchdog import Watchdog
 with Watchdog(0.5, sys.argv[1]) as dog:
     for step in range(1, 4):
         time.sleep(0.05)

@@ -18,7 +18,7 @@ def script(tmp_path_factory):
     """Runs it in a folder of its own; returns the folder and what each part said."""
     place = tmp_path_factory.mktemp("whole")
     (place / "bin").mkdir()
-    for name, words in (("millrace", "-m millrace"), ("python", "")):
+    for name, words in (("headrace", "-m headrace"), ("python", "")):
         shim = place / "bin" / name
         shim.write_text(f'#!/bin/sh\nexec "{sys.executable}" {words} "$@"\n')
         shim.chmod(0o755)

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from millrace.tpu.workers import UNREACHABLE, Failed, Place, Workers
+from headrace.tpu.workers import UNREACHABLE, Failed, Place, Workers
 
 
 @pytest.mark.parametrize("ask", [lambda workers: workers.one(0, "sleep 60"), lambda w: w.each("sleep 60")])

@@ -14,19 +14,19 @@ import torch
 import transformers
 from hypothesis import strategies as st
 
-from millrace.config import reader as config, recipe
-from millrace.inference import generate
-from millrace.nn import module
-from millrace.checkpoint.manager import Checkpoints
-from millrace.inference.sampling import Sampling
-from millrace.errors import UserError
-from millrace.nn.stack import Execution
-from millrace.convert import to_huggingface as huggingface
-from millrace.checkpoint.open_run import open_run
-from millrace.nn import mlstm as recurrence
-from millrace.nn.mlstm import Matrix, Scalar, convolve, mlstm, slstm
-from millrace.models import xlstm
-from millrace.nn.linear import project
+from headrace.config import reader as config, recipe
+from headrace.inference import generate
+from headrace.nn import module
+from headrace.checkpoint.manager import Checkpoints
+from headrace.inference.sampling import Sampling
+from headrace.errors import UserError
+from headrace.nn.stack import Execution
+from headrace.convert import to_huggingface as huggingface
+from headrace.checkpoint.open_run import open_run
+from headrace.nn import mlstm as recurrence
+from headrace.nn.mlstm import Matrix, Scalar, convolve, mlstm, slstm
+from headrace.models import xlstm
+from headrace.nn.linear import project
 
 # What a head reads from its memory is now and then a small difference of large parts, and the norm behind it
 # makes it large again: transformers' own logits differ by 9e-5 from chunks of 8 to chunks of 16. So little of

@@ -1,4 +1,4 @@
-"""Millrace's BPE training on the documents of JSON lines, all cores."""
+"""Headrace's BPE training on the documents of JSON lines, all cores."""
 
 from pathlib import Path
 from typing import Any
@@ -7,7 +7,7 @@ from serve import read_texts, serve
 
 
 def get_ready() -> Any:
-    from millrace.data.tokenizer import train as learn, tokenizer as tokenise
+    from headrace.data.tokenizer import train as learn, tokenizer as tokenise
 
     texts: list[str] = []
 

@@ -1,0 +1,61 @@
+"""GPTQ (arXiv 2210.17323): weights are rounded input by input, and those of the inputs that are left make up
+for it as well as they can, by what goes into the matrix in calibration. Inputs with the largest activations
+come first (its `act_order`); scales are set before, by groups of inputs in their own order."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from headrace.low_precision import grid
+from headrace.model_formats import gptq as integers
+from headrace.quantize import hessian as second_order
+
+CALIBRATED = True
+
+
+@dataclass(frozen=True)
+class Config:
+    bits: int = 4  # of a weight: 2, 3, 4 or 8
+    group: int = 128  # inputs of an output that share a scale; 0: all of them
+
+    def __post_init__(self):
+        if self.bits not in (2, 3, 4, 8):
+            raise ValueError("bits: expected 2, 3, 4 or 8")
+        if self.group < 0:
+            raise ValueError("group: expected a number of inputs, or 0 for all of them")
+
+
+def quantize(cfg: Any, w: jax.Array, hessian: jax.Array | None, key: jax.Array) -> integers.Integers:
+    """A matrix [inputs outputs], by the Hessian [inputs inputs] of its inputs."""
+    assert hessian is not None
+    w, hessian = second_order.prepared(w.astype(jnp.float32), hessian)
+    scales = grid.searched(w, cfg.bits, cfg.group)
+    order = jnp.argsort(-jnp.diag(hessian))
+    upper = second_order.factor(hessian[order][:, order])
+    each = grid.spread(scales, w.shape[0], cfg.group)[order]
+    numbers = second_order.sweep(w[order], upper, NEAREST[cfg.bits], None, each)[0]
+    return integers.store(numbers[jnp.argsort(order)], scales, cfg.bits, cfg.group)
+
+
+def _nearest(bits: int) -> Any:
+    def nearest(given: None, scale: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+        number = grid.integers(w / scale, bits)
+        return number * scale, number.astype(jnp.int8)
+
+    return nearest
+
+
+NEAREST = {
+    bits: _nearest(bits) for bits in (2, 3, 4, 8)
+}  # functions that stay the same, for the compiler's sake
+
+
+def settings(cfg: Any, layers: dict[str, Any]) -> dict[str, Any]:
+    return integers.settings(cfg.bits, cfg.group)
+
+
+def size(cfg: Any, inputs: int, outputs: int) -> int:
+    """Bits of a file that a matrix takes."""
+    return integers.size(inputs, outputs, bits=cfg.bits, group=cfg.group)

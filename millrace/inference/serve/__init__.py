@@ -1,1 +1,0 @@
-"""`millrace serve`: what was trained behind an address, for looking at it; not for production."""
