@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help demo test test-all chaos lint bench bench-cpu bench-data bench-plan clean
+.PHONY: help demo test test-all chaos lint reference bench bench-cpu bench-data bench-plan clean
 
 help:
 	@echo "make demo      corpus, tokenizer, training, evaluation, sample and export, in a few minutes on a CPU"
@@ -11,6 +11,7 @@ help:
 	@echo "make test-all  the slow tests as well"
 	@echo "make chaos     every fault of tests/faults.py injected for real, and a table of what came of it"
 	@echo "make lint      ruff and mypy"
+	@echo "make reference docs/reference/recipe-keys.md, from the comments in the code"
 	@echo "make bench     ratios against peers, on a machine with one GPU"
 	@echo "make bench-cpu  the demo recipe beside torch, on any machine"
 	@echo "make bench-data  the data pipeline beside its peers, on any machine"
@@ -62,7 +63,7 @@ demo: .venv/core
 	@echo "  . $(BIN)/activate"
 	@echo "  headrace generate runs/demo --prompt \"import \" --temperature 0.5"
 	@echo "  headrace train recipes/demo.yaml schedule.steps=1000        # goes on from step 500"
-	@echo "  headrace train recipes/demo.yaml run=runs/muon optimizer.use=muon"
+	@echo "  headrace train recipes/demo.yaml run_dir=runs/muon optimizer.use=muon"
 	@echo "  headrace recipe list; headrace recipe show recipes/llama3.2-1b.yaml"
 	@echo "  less README.md docs/tour.md"
 
@@ -89,6 +90,9 @@ chaos: .venv/wandb
 .venv/gpu: .venv/test
 	@$(PIP) install --quiet --quiet --constraint constraints.txt --editable '.[gpu]'
 	@touch $@
+
+reference: .venv/core
+	$(BIN)/python -m headrace.config.reference docs/reference/recipe-keys.md
 
 bench: .venv/gpu
 	$(BIN)/python -m benchmarks.llama_gpu

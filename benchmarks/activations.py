@@ -41,7 +41,7 @@ def rows() -> list[tuple[str, Body, bool, bool]]:
     import jax.numpy as jnp
 
     from headrace.nn import activations
-    from headrace.nn.mlp import gated, glu
+    from headrace.nn.mlp import glu, project_gated
 
     def plain(activation: Body) -> Body:
         return lambda x, w, w_down: activation(x @ w) @ w_down
@@ -57,7 +57,7 @@ def rows() -> list[tuple[str, Body, bool, bool]]:
 
     silu_bits = partial(activations.smooth_bits, "silu")
     square = lambda x: jnp.square(jax.nn.relu(x))
-    ours = lambda x, g, u, w: gated("swiglu", x @ g, x @ u, w, merges=False)
+    ours = lambda x, g, u, w: project_gated("swiglu", x @ g, x @ u, w, prevent_cse=False)
     return [
         ("SwiGLU, as JAX has it", lambda x, g, u, w: (jax.nn.silu(x @ g) * (x @ u)) @ w, True, False),
         ("SwiGLU, keeps gate, up, hidden", lambda x, g, u, w: glu("swiglu", x @ g, x @ u) @ w, True, False),

@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from headrace.attention import Mask, attend, choose
+from headrace.attention import attend, choose
+from headrace.nn.attention_mask import Mask
 
 AUTO, XLA, CUDNN, HOPPER = (SimpleNamespace(use=name) for name in ("auto", "xla", "cudnn", "hopper"))
 BLOCKWISE = SimpleNamespace(use="blockwise", block_q=512, block_kv=512)

@@ -15,11 +15,11 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from headrace.runtime import goodput
-from headrace.checkpoint import manifest, inventory as saved
-from headrace.training import loss_spikes as spikes
+from headrace.checkpoint import inventory, manifest
 from headrace.checkpoint.manager import Checkpoints
 from headrace.checkpoint.state import State
+from headrace.runtime import goodput
+from headrace.training import loss_spikes
 
 
 def timed(call, *args, **kwargs):
@@ -35,20 +35,22 @@ def main(size: int) -> None:
     }
     zero = jnp.zeros((), jnp.int32)
     key = jax.random.key_data(jax.random.key(0))
-    state = State(zero, make(0), {"mu": make(8), "nu": make(16)}, None, key, zero + 0, spikes.fresh(2))
+    state = State(
+        zero, make(0), {"mu": make(8), "nu": make(16)}, None, key, zero + 0, loss_spikes.empty_history(2)
+    )
     jax.block_until_ready(state)
     about = {"step": 0, "recipe": {}, "tokenizer_sha256": None}
     with tempfile.TemporaryDirectory(dir=".") as run:
         checkpoints = Checkpoints(run, keep=2)
         for number in range(1, 5):
             _, blocked = timed(checkpoints.save, number, state, about)
-            _, behind = timed(checkpoints.settle)
+            _, behind = timed(checkpoints.wait)
             print(f"save {number}: holds up the loop {blocked:.2f} s, goes on behind it for {behind:.2f} s")
-        folder = saved.folder(run) / "4"
+        folder = inventory.checkpoints_dir(run) / "4"
         _, sealed = timed(manifest.seal, folder, step=4, tier="temporary")
         _, verified = timed(manifest.verify, folder)
         _, read = timed(lambda: jax.block_until_ready(checkpoints.restore(4, state)))
-        stored = saved.steps(run)[-1].size
+        stored = inventory.list_steps(run)[-1].size
         print(f"{stored / 2**20:,.0f} MiB stored of {size:,}: seal {sealed:.2f} s")
         print(f"verify {verified:.2f} s, read {read:.2f} s")
         checkpoints.close()
@@ -65,7 +67,7 @@ def train(folder: str) -> None:
     settings = [f"data.path={folder}/data", f"checkpoint.every={EVERY}", f"schedule.steps={STEPS}"]
     settings += ["eval.every=0", "log.every=1", "log.tensorboard=false"]
     command = [*headrace, "train", "recipes/demo.yaml", *settings]
-    subprocess.run([*command, f"run={folder}/whole"], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run([*command, f"run_dir={folder}/whole"], check=True, stdout=subprocess.DEVNULL)
     spent = in_the_loop(Path(folder) / "whole")
     total = sum(spent.values())
     saves, share = 2 * STEPS // EVERY - 1, spent.get("checkpoint_save", 0.0) / total
@@ -74,9 +76,9 @@ def train(folder: str) -> None:
     print(f"each holds it up for {1000 * share * total / saves:.0f} ms")
 
     run = Path(folder) / "killed"
-    with subprocess.Popen([*command, f"run={run}"], stdout=subprocess.DEVNULL) as process:
+    with subprocess.Popen([*command, f"run_dir={run}"], stdout=subprocess.DEVNULL) as process:
         wait_for(lambda: last_step(run) > EVERY + 10, process)
-        killed = goodput.read(run / "goodput.jsonl").lives[-1].pid
+        killed = goodput.read(run / "goodput.jsonl").attempts[-1].pid
         os.kill(killed, signal.SIGKILL)
         begun, reached = time.perf_counter(), rows(run)
         wait_for(lambda: rows(run) > reached, process)
@@ -102,7 +104,7 @@ def rows(run: Path) -> int:
 
 def last_step(run: Path) -> int:
     log = run / "goodput.jsonl"
-    return goodput.read(log).lives[-1].last if rows(run) else 0
+    return goodput.read(log).attempts[-1].last if rows(run) else 0
 
 
 def wait_for(there, process: subprocess.Popen) -> None:

@@ -23,24 +23,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from headrace.training import setup as build, step
-from headrace.model_wrappers import recurrent_depth as depth
-from headrace.nn import module
 from headrace.config import recipe
-from headrace.model_wrappers.recurrent_depth import Rounds
-from headrace.objectives import Examples, Task, Vocabulary, file, make_task
+from headrace.model_wrappers import load_family, recurrent_depth
+from headrace.model_wrappers.recurrent_depth import RoundSchedule
+from headrace.nn import module
 from headrace.nn.linear import project
+from headrace.objectives import Examples, SpecialTokens, TrainTask
+from headrace.training import setup, step
+from headrace.training.task import make_task
 
 ROWS, TESTS = 64, 256
 LENGTH, TRAINED, PART = 40, 10, 4  # places of a row, those that are learnt, and those that are told together
 ROUNDS = (1, 2, 4, 6, 8, 12, 16, 24, 32)
 SIZES = ("use=gemma2", "embed=32", "heads=2", "kv_heads=2", "head_dim=16", "mlp=64", "vocab=2", "window=2")
-SIZES += ("global_every=64", "attention_cap=null")
-ONCE = ("recurrence=0", "prelude=1", "coda=1", "backprop=8")
+SIZES += ("global_every=64", "attention_soft_cap=null")
 MODELS = {
-    "in rounds": ("layers=4", "recurrence=6", "prelude=1", "coda=1", "backprop=8"),
-    "4 layers": ("layers=4", *ONCE),
-    "14 layers": ("layers=14", *ONCE),
+    "in rounds": ("model.layers=4", "recurrence.rounds=6"),
+    "4 layers": ("model.layers=4",),
+    "14 layers": ("model.layers=14",),
 }
 
 
@@ -74,7 +74,7 @@ def rows(rng: np.random.Generator, count: int, length: int) -> Examples:
 
 def trained(name: str, steps: int) -> dict[str, Any]:
     """Trains one model, and tells its share of right answers by rounds and by links."""
-    keys = [f"model.{key}" for key in (*SIZES, *MODELS[name])]
+    keys = [*(f"model.{key}" for key in SIZES), *MODELS[name]]
     keys += [
         "data.path=made-on-the-spot",
         f"schedule.steps={steps}",
@@ -83,12 +83,12 @@ def trained(name: str, steps: int) -> dict[str, Any]:
         "optimizer.weight_decay=0.01",
     ]
     cfg = recipe.load("recipes/tiny/recurrent.yaml", keys)
-    devices = build.make_mesh(cfg, jax.devices()[:1])
-    task = make_task(cfg, Vocabulary(cfg.model.vocab, None, None, None, None))
-    axes = module.axes(file("models", cfg.model).Model, cfg.model)
+    devices = setup.make_mesh(cfg, jax.devices()[:1])
+    task = make_task(cfg, SpecialTokens(cfg.model.vocab, None, None, None, None))
+    axes = module.axes(load_family(cfg.model).Model, cfg.model)
     with jax.set_mesh(devices):
-        update = build.make_update(cfg, task)
-        _, fresh = build.make_state(cfg, task, update, devices)
+        update = setup.make_update(cfg, task)
+        _, fresh = setup.make_state(cfg, task, update, devices)
         one = jax.jit(functools.partial(learn, task, update, axes), donate_argnums=0)
         state, rng, started = fresh(), np.random.default_rng(0), time.perf_counter()
         for number in range(steps):
@@ -102,28 +102,30 @@ def trained(name: str, steps: int) -> dict[str, Any]:
         return {"parameters": count, "shares": tested(task, state.params)}
 
 
-def learn(task: Task, update: step.Update, axes: Any, state: Any, examples: Examples) -> Any:
+def learn(task: TrainTask, update: step.OptimizerStep, axes: Any, state: Any, examples: Examples) -> Any:
     """As step.train_step, with examples that are made already."""
     key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
-    its = replace(task, how=depth.drawn(task.how, task.model, key))
-    grads, sums = step.gradients(its, axes, state.params, step.split(examples, 1))
+    its = replace(task, exec_opts=recurrent_depth.sample_rounds(task.exec_opts, task.model, key))
+    grads, sums = step.accumulate_gradients(its, axes, state.params, step.to_microbatches(examples, 1))
     grads = jax.tree.map(lambda g: g / sums["count"], grads)
     norm = jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(grads)))
-    return step.apply(update, axes, state, grads, {"loss": sums["loss"] / sums["count"], "grad_norm": norm})
+    return step.apply_update(
+        update, axes, state, grads, {"loss": sums["loss"] / sums["count"], "grad_norm": norm}
+    )
 
 
-def tested(task: Task, params: Any) -> dict[str, list[float]]:
+def tested(task: TrainTask, params: Any) -> dict[str, list[float]]:
     """For each number of rounds the shares of right answers, by parts of the row."""
     examples = rows(np.random.default_rng(1), TESTS, LENGTH)
 
     @jax.jit
     def answers(params: Any, rounds: Any) -> Any:
-        how = replace(task.how, rounds=Rounds(rounds))
-        hidden = params(task.model, examples.inputs, how=how, positions=examples.positions)
+        exec_opts = replace(task.exec_opts, rounds=RoundSchedule(rounds))
+        hidden = params(task.model, examples.inputs, exec_opts=exec_opts, positions=examples.positions)
         return project(params.unembed, hidden, "bsd,vd->bsv").argmax(-1)
 
     shares = {}
-    for rounds in ROUNDS if depth.is_recurrent(task.model) else (1,):
+    for rounds in ROUNDS if recurrent_depth.is_recurrent(task.model) else (1,):
         right = np.asarray(answers(params, rounds)) == np.asarray(examples.targets)
         shares[str(rounds)] = right.reshape(TESTS, -1, PART).mean((0, 2)).tolist()
     return shares

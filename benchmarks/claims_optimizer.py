@@ -54,22 +54,22 @@ def trained(use: str, rate: float, number: int, data: str) -> Curve:
 
     import jax
 
-    from headrace.training import evaluate, step
-    from headrace.nn import module
     from headrace.data.dataset import Dataset
-    from headrace.objectives import file
+    from headrace.model_wrappers import load_family
+    from headrace.nn import module
+    from headrace.training import evaluate, step
 
     settings = {"optimizer.use": use, "optimizer.learning_rate": rate, "schedule.steps": number}
     settings |= {"schedule.warmup": number // 20, "batch.sequences": ROWS, "data.path": data}
     dataset = Dataset.open(data, sequence_length=64)
     cfg = steps.load(RECIPE, settings | {"model.vocab": dataset.vocab}, [])
-    made = steps.ready(cfg, evaluate.vocabulary(dataset))
-    axes = module.axes(file("models", cfg.model).Model, cfg.model)
-    state, curve = made.state, []
+    made = steps.ready(cfg, evaluate.special_tokens(dataset))
+    axes = module.axes(load_family(cfg.model).Model, cfg.model)
+    state, curve, order = made.state, [], dataset.train_order(ROWS, seed=0)
     with jax.set_mesh(made.devices):
         score = jax.jit(step.eval_step(made.task, axes))
         for done in range(1, number + 1):
-            batch = evaluate.place(dataset, made.devices, done - 1, split="train", sequences=ROWS, seed=0)
+            batch = evaluate.device_batch(dataset, order, made.devices, done - 1)
             state, _ = made.step(state, batch)
             if done % EVERY == 0 or done == number:
                 told = functools.partial(score, state.params)

@@ -142,20 +142,20 @@ def rounds_of(args: argparse.Namespace) -> Callable[[dict[str, Any]], Round]:
 
 def headrace_step(cfg: Any, folder: Path) -> tuple[Step, float]:
     """The step by its number, once the first is taken, and that one's loss. Its weights and rows are kept."""
-    from headrace.runtime import malloc as allocator
+    from headrace.runtime import malloc
 
-    allocator.one_arena()  # these two as `headrace train` does, the first before JAX starts a thread
-    allocator.keep_freed(1 << 30)
+    malloc.one_arena()  # these two as `headrace train` does, the first before JAX starts a thread
+    malloc.keep_freed(1 << 30)
     import jax
 
     from headrace.data.dataset import Dataset
-    from headrace.training.evaluate import place, vocabulary, with_vocabulary
+    from headrace.training.evaluate import device_batch, fill_model_sizes, special_tokens
 
     dataset = Dataset.open(cfg.data.path, sequence_length=cfg.data.sequence_length)
-    cfg = with_vocabulary(cfg, dataset)
-    made = steps.ready(cfg, vocabulary(dataset))
-    options: dict[str, Any] = {"split": "train", "sequences": cfg.batch.sequences, "seed": cfg.seed}
-    batches = [place(dataset, made.devices, number, **options) for number in range(steps.DIFFERENT)]
+    cfg = fill_model_sizes(cfg, dataset)
+    made = steps.ready(cfg, special_tokens(dataset))
+    order = dataset.train_order(cfg.batch.sequences, seed=cfg.seed)
+    batches = [device_batch(dataset, order, made.devices, number) for number in range(steps.DIFFERENT)]
     steps.keep(made, batches[0], folder)
     rows = {name: [np.asarray(getattr(batch, name)) for batch in batches] for name in ("tokens", "segments")}
     np.savez(folder / "rows.npz", **{name: np.stack(one) for name, one in rows.items()})
@@ -175,14 +175,14 @@ def torch_step(cfg: Any, folder: Path, *, compiled: bool) -> tuple[Step, float]:
     import torch
 
     from headrace.data.dataset import Dataset
-    from headrace.training.evaluate import with_vocabulary
+    from headrace.training.evaluate import fill_model_sizes
 
     torch.set_num_threads(len(os.sched_getaffinity(0)))
-    model = steps.transformers_model(with_vocabulary(cfg, Dataset.open(cfg.data.path)))
+    model = steps.transformers_model(fill_model_sizes(cfg, Dataset.open(cfg.data.path)))
     steps.take_weights(model, folder)
     kept = np.load(folder / "rows.npz")
     rows = zip(kept["tokens"], kept["segments"], strict=True)
-    batches = [torch_batch(tokens, segments, isolate=cfg.data.isolate) for tokens, segments in rows]
+    batches = [torch_batch(tokens, segments, isolate=cfg.data.isolate_documents) for tokens, segments in rows]
     matrices = [weight for weight in model.parameters() if weight.ndim > 1]
     others = [weight for weight in model.parameters() if weight.ndim == 1]
     decay = cfg.optimizer.weight_decay
@@ -199,7 +199,7 @@ def torch_step(cfg: Any, folder: Path, *, compiled: bool) -> tuple[Step, float]:
     def take(number: int) -> float:
         loss = loss_of(batches[number % len(batches)])
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.optimizer.clip)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.optimizer.max_grad_norm)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return loss.item()

@@ -12,9 +12,19 @@ import numpy as np
 
 from benchmarks.data_measure import Line, Missing, Peer, Rate, compare, demand, measured
 from headrace.data import pack, shuffle
-from headrace.data.pipeline.pool import Engine
-from headrace.data.shards import Index, Rows, Shard, Special, Split, atomic, pack_bits, write_rows
-from headrace.data.dataset import Dataset, read_ahead
+from headrace.data.dataset import Dataset
+from headrace.data.pipeline.pool import WorkerPool
+from headrace.data.prefetch import read_ahead
+from headrace.data.shards import (
+    Index,
+    Rows,
+    Shard,
+    SpecialTokenIds,
+    Split,
+    open_atomic,
+    pack_bits,
+    write_rows,
+)
 
 LENGTH = 2048
 BATCH = 32
@@ -37,7 +47,7 @@ def packing(documents: int, interpreters: Interpreters | None, folder: Path) -> 
     lengths = np.clip(lengths, 8, LENGTH)
     lines, ours = [], Rate("M documents/s")
     for _ in range(3):
-        plan, cost = measured(partial(pack.plan, lengths, LENGTH, "best_fit", 0))
+        plan, cost = measured(partial(pack.plan_rows, lengths, LENGTH, "best_fit", 0))
         ours.add(documents / 1e6, cost)
     fill = float(lengths.sum() / (plan.rows * LENGTH))
     seconds = documents / 1e6 / ours.core
@@ -90,13 +100,13 @@ def shuffling(tokens: int, folder: Path, simulated: int = 4_000_000) -> list[Lin
     return lines + [describe(name, parts) for name, parts in found.items()]
 
 
-def make_packed(folder: Path, tokens: int) -> list[shuffle.Input]:
+def make_packed(folder: Path, tokens: int) -> list[shuffle.ShuffleInput]:
     (folder / "packed").mkdir(parents=True)
     random, rows = np.random.default_rng(0), max(1, tokens // LENGTH // SOURCES)
     inputs = []
     for source in range(SOURCES):
         shard = write_rows(folder / "packed", f"{source:05d}-train", make_rows(rows, source, random))
-        inputs.append(shuffle.Input(f"packed/{shard.name}", rows, source))
+        inputs.append(shuffle.ShuffleInput(f"packed/{shard.name}", rows, source))
     return inputs
 
 
@@ -107,8 +117,8 @@ def make_rows(rows: int, source: int, random: np.random.Generator) -> Rows:
     return Rows(tokens, pack_bits(starts), None, np.full(rows, source, np.uint16))
 
 
-def run_shuffle(folder: Path, inputs: list[shuffle.Input], way: str) -> list[dict[str, float]]:
-    engine, made = Engine("local", 2), []
+def run_shuffle(folder: Path, inputs: list[shuffle.ShuffleInput], way: str) -> list[dict[str, float]]:
+    engine, made = WorkerPool("local", 2), []
     row = 2 * LENGTH
     size = sum(one.rows for one in inputs) * row
     passes = shuffle.plan_shuffle(
@@ -121,29 +131,29 @@ def run_shuffle(folder: Path, inputs: list[shuffle.Input], way: str) -> list[dic
         direct_bytes=0 if way == "two passes" else size,
     )
     for one in passes:
-        list(engine.run(shuffle.scatter, one.scatter))
-        made += [result["quality"] for _, result in engine.run(shuffle.gather, one.gather)]
+        list(engine.run(shuffle.scatter_input, one.scatter))
+        made += [result["quality"] for _, result in engine.run(shuffle.gather_bucket, one.gather)]
     return made
 
 
-def copy(folder: Path, inputs: list[shuffle.Input], way: str) -> None:
+def copy(folder: Path, inputs: list[shuffle.ShuffleInput], way: str) -> None:
     """The same bytes in the order they have, by one process."""
     for one in inputs:
         for file in sorted(folder.glob(f"{one.name}*.npy")):
-            with atomic(folder / "copy.npy") as out:
+            with open_atomic(folder / "copy.npy") as out:
                 out.write(file.read_bytes())
 
 
 def measure(order: np.ndarray) -> list[dict[str, float]]:
     """Of rows that came from ten sources of one size, in order."""
     sources = order * SOURCES // len(order)
-    return [shuffle.measure(order, sources, 0, np.bincount(sources).tolist())]
+    return [shuffle.measure_shard(order, sources, 0, np.bincount(sources).tolist())]
 
 
 def describe(name: str, parts: list[dict[str, float]]) -> Line:
     """Unevenness is the mean distance of a batch's sources from the even share, over that which a uniform
     permutation has: it tells apart what mixing rounds to the same figure."""
-    quality, one = shuffle.quality(parts), parts[0]
+    quality, one = shuffle.combine_measures(parts), parts[0]
     uniform = (one["groups"] - 1) * (one["total"] - one["batch"]) / (one["total"] - 1)
     distance = sum(part["distances"] for part in parts) / sum(part["batches"] for part in parts)
     figures = quality.rank_correlation, quality.displacement, quality.mixing, distance / uniform
@@ -187,16 +197,16 @@ def streaming(tokens: int, interpreters: Interpreters | None, folder: Path) -> l
     """Batches of 32 rows in order, from the page cache. All have a round in turn; slow peers have a slice."""
     files = make_dataset(folder, tokens)
     data = Dataset.open(folder)
-    steps = data.rows("train") // BATCH
+    steps = data.rows_per_epoch("train") // BATCH
     out = np.empty((BATCH, LENGTH), np.int32)
-    options: dict[str, Any] = {"split": "train", "sequences": BATCH, "seed": 0}
+    order = data.train_order(BATCH, seed=0)
     ways: dict[str, Callable[[], Any]] = {
-        "tokens": lambda: [data.tokens(step, **options).shape for step in range(steps)],
-        "tokens, into an array": lambda: [data.tokens(t, out=out, **options).shape for t in range(steps)],
+        "tokens": lambda: [data.batch_tokens(order, step).shape for step in range(steps)],
+        "tokens, into an array": lambda: [data.batch_tokens(order, t, out=out).shape for t in range(steps)],
         "a reader thread": lambda: [
-            batch.shape for batch in read_ahead(lambda step: data.tokens(step, **options), 0, steps)
+            batch.shape for batch in read_ahead(lambda step: data.batch_tokens(order, step), 0, steps)
         ],
-        "batch": lambda: [data.batch(step, **options).tokens.shape for step in range(steps)],
+        "batch": lambda: [data.batch(order, step).tokens.shape for step in range(steps)],
     }
     rates = {name: Rate("M tokens/s") for name in ways}
     amount = steps * BATCH * LENGTH / 1e6
@@ -292,6 +302,6 @@ def make_dataset(folder: Path, tokens: int) -> list[str]:
         "train": Split(4 * rows, 4 * rows, 4 * rows * LENGTH, 4 * rows * LENGTH, (tuple(shards),)),
         "evaluation": Split(0, 0, 0, 0, ()),
     }
-    special = Special(bos=1, eos=2, pad=0, mask=3)
+    special = SpecialTokenIds(bos=1, eos=2, pad=0, mask=3)
     Index(LENGTH, "uint16", VOCAB, special, "0" * 64, 10.0, ("random",), splits, {}).write(folder)
     return [str(folder / f"{shard.name}.npy") for shard in shards]

@@ -28,10 +28,11 @@ from benchmarks.data_measure import (
     measured,
     wait_for_orphans,
 )
-from headrace.data.chat import encode as chat
-from headrace.data.tokenizer import encoders, tokenizer as tokenise, unicode_drift as unsettled
-from headrace.data.tokenizer.train import OURS
+from headrace.data.chat import encode
 from headrace.data.shards import Index
+from headrace.data.tokenizer import encoders, unicode_drift
+from headrace.data.tokenizer import tokenizer as tokenizer_io
+from headrace.data.tokenizer.train import SPECIAL_TOKENS
 
 ROOT = Path(__file__).parent.parent
 VOCAB = 32768
@@ -83,7 +84,7 @@ class Bench:
         """What tokenizers are trained on, and how many texts it lacks: those with characters too new for the
         tables of Hugging Face's, on which ours are not trained."""
         texts = read_texts(self.first(min(TRAINED_ON, self.megabytes)))
-        new = unsettled.are_in(pa.array(texts, pa.large_string()))
+        new = unicode_drift.has_drifting(pa.array(texts, pa.large_string()))
         lines = [orjson.dumps({"text": t}) for t, is_new in zip(texts, new, strict=True) if not is_new]
         (self.folder / "sample.jsonl").write_bytes(b"\n".join(lines))
         return self.folder / "sample.jsonl", int(new.sum())
@@ -106,9 +107,11 @@ def read_texts(files: list[str]) -> list[str]:
 def tokenizing(bench: Bench) -> list[Line]:
     """Ids of all documents against Hugging Face's, and the rates of one thread each, every document once: the
     libraries remember words, and a second time would be faster than any real work."""
-    tokenizer = tokenise.load(bench.tokenizer, "gigatoken")
+    tokenizer = tokenizer_io.load(bench.tokenizer, "gigatoken")
     hostile = bench.folder / "hostile.jsonl"
-    hostile.write_bytes(b"\n".join(orjson.dumps({"text": t}) for t in encoders.hostile(tokenizer.inner)))
+    hostile.write_bytes(
+        b"\n".join(orjson.dumps({"text": t}) for t in encoders.adversarial_texts(tokenizer.inner))
+    )
     files, real = {"hostile texts": [str(hostile)], "documents": bench.first(SLICE)}, "documents"
     arrow = pa.array(read_texts(files[real]), pa.large_string())
     size, ours = arrow.nbytes / 1e6, Rate("MB/s")
@@ -117,7 +120,7 @@ def tokenizing(bench: Bench) -> list[Line]:
     for library in ("tokenizers", "fastokens", "tiktoken"):
         theirs = Rate("MB/s")
         for _ in range(2):
-            tokenizer = tokenise.load(bench.tokenizer, "gigatoken")
+            tokenizer = tokenizer_io.load(bench.tokenizer, "gigatoken")
             tokenizer.encode_batch(arrow[:1])
             _, cost = measured(partial(encode_all, tokenizer, pieces))
             ours.add(size, cost)
@@ -142,12 +145,12 @@ def tokenizing(bench: Bench) -> list[Line]:
     return lines
 
 
-def encode_all(tokenizer: tokenise.Tokenizer, pieces: list[pa.LargeStringArray]) -> None:
+def encode_all(tokenizer: tokenizer_io.Tokenizer, pieces: list[pa.LargeStringArray]) -> None:
     for piece in pieces:
         tokenizer.encode_batch(piece)
 
 
-def same_ids(name: str, tokenizer: tokenise.Tokenizer, texts: list[str], file: Path) -> Line:
+def same_ids(name: str, tokenizer: tokenizer_io.Tokenizer, texts: list[str], file: Path) -> Line:
     wanted = np.load(file)
     found = tokenizer.encode_batch(pa.array(texts, pa.large_string()))
     splits = (
@@ -187,7 +190,7 @@ def train(bench: Bench, who: str) -> Rate:
     with Peer.script("our_training" if who == "ours" else "training", sys.executable, environment) as peer:
         peer.ask(files=files)
         place = str(out) if who == "ours" else str(out / "tokenizer.json")
-        _, cost = peer.ask(vocab=VOCAB, special=list(OURS.values()), out=place)
+        _, cost = peer.ask(vocab=VOCAB, special=list(SPECIAL_TOKENS.values()), out=place)
     rate.add(size, cost)
     return rate
 
@@ -206,7 +209,11 @@ def end_to_end(bench: Bench) -> list[Line]:
         out.mkdir(parents=True)
         before = children()
         ours.add(size, prepare(bench, bench.folder / f"prepared{number}", bench.folder / "corpus"))
-        common = {"tokenizer": str(bench.tokenizer / "tokenizer.json"), "eos": OURS["eos"], "out": str(out)}
+        common = {
+            "tokenizer": str(bench.tokenizer / "tokenizer.json"),
+            "eos": SPECIAL_TOKENS["eos"],
+            "out": str(out),
+        }
         rate, merged = Rate("MB/s"), Rate("MB/s")
         try:
             environment = {"HF_DATASETS_CACHE": f"{out}/cache", "HF_HUB_OFFLINE": "1"}
@@ -274,25 +281,26 @@ def chats(bench: Bench) -> list[Line]:
     """Ids and masks against transformers, and the rates, one thread each."""
     folder = bench.folder / "chat"
     conversations = make_chats(read_texts(bench.first(10)))
-    inner = tokenise.load(bench.tokenizer).inner
+    inner = tokenizer_io.load(bench.tokenizer).inner
     inner.add_special_tokens(["<|im_start|>", "<|im_end|>"])
     folder.mkdir()
-    tokenise.save(
-        tokenise.Tokenizer(inner, tokenise.load(bench.tokenizer).special, template=TEMPLATE), folder
+    tokenizer_io.save(
+        tokenizer_io.Tokenizer(inner, tokenizer_io.load(bench.tokenizer).special, chat_template=TEMPLATE),
+        folder,
     )
-    tokenizer = tokenise.load(folder)
+    tokenizer = tokenizer_io.load(folder)
     (folder / "chats.jsonl").write_bytes(b"\n".join(map(orjson.dumps, conversations)))
     texts = [orjson.dumps(conversation).decode() for conversation in conversations]
-    slow = chat.why_slow(tokenizer)
+    slow = encode.find_slow_reason(tokenizer)
     assert slow is None, slow
     ours, theirs = Rate("M tokens/s"), Rate("M tokens/s")
-    found = chat.encode_chats(tokenizer, texts)
-    assert found.loss is not None
+    found = encode.encode_chats(tokenizer, texts)
+    assert found.loss_mask is not None
     try:
         with Peer.script("chat_offsets", sys.executable) as peer:
             peer.ask(tokenizer=str(folder), chats=str(folder / "chats.jsonl"))
             for number in range(3):
-                _, cost = measured(lambda: chat.encode_chats(tokenizer, texts))
+                _, cost = measured(lambda: encode.encode_chats(tokenizer, texts))
                 ours.add(len(found.values) / 1e6, cost)
                 extra = {"out": str(folder / "theirs.npz")} if number == 2 else {}
                 answer, cost = peer.ask(**extra)
@@ -302,13 +310,13 @@ def chats(bench: Bench) -> list[Line]:
     wanted = np.load(folder / "theirs.npz")
     same = {
         "ids": np.array_equal(found.values, wanted["values"]),
-        "masks": np.array_equal(found.loss, wanted["masks"]),
+        "masks": np.array_equal(found.loss_mask, wanted["masks"]),
     }
     lines = [compare("chat", "vs transformers, by offsets", ours, theirs, least=20.0)]
     for name, equal in same.items():
         shown = f"{len(found)} conversations, {'equal' if equal else 'DIFFERENT'}"
         lines.append(Line("chat", f"{name} as transformers'", shown, target="equal", met=equal))
-    share = float(found.loss.mean())
+    share = float(found.loss_mask.mean())
     return [*lines, Line("chat", "share of tokens with loss", f"{share:.1%}")]
 
 

@@ -26,11 +26,11 @@ LENGTHS = {"deberta-v3-base": [512, 1024]}
 # Alone, without the pair it is trained in: transformers has the encoder, not the training.
 CHANGES = {
     "deberta-v3-base": {
-        "model.generator": 0,
+        "model.generator_layers": 0,
         "model.mask_decoder": "false",
         "objective": "null",
         "objective.use": "masked",
-        "objective.rate": 0.15,
+        "objective.mask_rate": 0.15,
     }
 }
 
@@ -63,7 +63,7 @@ def parse() -> argparse.Namespace:
 
 def load(args: argparse.Namespace, model: str, length: int) -> Any:
     settings = {"batch.sequences": args.tokens // length, "data.sequence_length": length}
-    settings |= {"memory.remat": "none", "optimizer.use": "adamw", "optimizer.clip": 1.0}
+    settings |= {"compute.remat": "none", "optimizer.use": "adamw", "optimizer.max_grad_norm": 1.0}
     return steps.load(f"recipes/{model}.yaml", settings | CHANGES.get(model, {}), args.set)
 
 
@@ -71,7 +71,7 @@ def compare(args: argparse.Namespace, model: str, length: int) -> int:
     """Prints all, Headrace first: it leaves its weights for the others. 1 if one failed, the goal is missed,
     or the two do not compute the same."""
     cfg, rows = load(args, model, length), {}
-    share = f"{cfg.objective.rate:.0%} are masked"
+    share = f"{cfg.objective.mask_rate:.0%} are masked"
     print(f"{model}, {cfg.batch.sequences} rows of {length} tokens, of which {share}")
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as folder:
         for name in ("headrace", *MODELS[model]):
@@ -115,7 +115,7 @@ def torch_steps(cfg: Any, args: argparse.Namespace) -> steps.Row:
 def masked(tokens: Any, cfg: Any) -> dict[str, Any]:
     import torch
 
-    chosen = torch.rand(tokens.shape, device=tokens.device) < cfg.objective.rate
+    chosen = torch.rand(tokens.shape, device=tokens.device) < cfg.objective.mask_rate
     labels = tokens.masked_fill(~chosen, -100)
     return {"input_ids": tokens.masked_fill(chosen, cfg.model.vocab - 1), "labels": labels}
 

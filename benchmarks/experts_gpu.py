@@ -22,8 +22,8 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def layer(x: Any, chosen: Any, weights: Any, w: Any, d: Any) -> Any:
-    run = lambda x, weights, w: experts.mix("swiglu", x, experts.Choice(chosen, weights), w)
-    out, pull = jax.vjp(run, x, weights, experts.Matrices(*w))
+    run = lambda x, weights, w: experts.mix("swiglu", x, experts.Routing(chosen, weights), w)
+    out, pull = jax.vjp(run, x, weights, experts.ExpertWeights(*w))
     return out, pull(d)
 
 

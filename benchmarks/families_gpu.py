@@ -10,6 +10,8 @@ import sys
 import time
 from typing import Any
 
+from headrace.model_wrappers import load_family
+
 SIZES = dict(layers=5, embed=512, heads=8, kv_heads=4, head_dim=64, mlp=1024, vocab=4096)
 SIZES |= dict(window=256, global_every=2)
 APART = 0.05  # of gradients; bfloat16 alone makes 0.01 to 0.03
@@ -20,11 +22,11 @@ def main() -> int:
     import jax.numpy as jnp
     import numpy as np
 
-    from headrace.config import reader as config, sections
+    from headrace import objectives
+    from headrace.config import reader, sections
     from headrace.nn import module
-    from headrace import objectives as objective
-    from headrace.training import step
     from headrace.nn.stack import Execution
+    from headrace.training import step
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("families", nargs="*", help="all, if none is named")
@@ -36,29 +38,30 @@ def main() -> int:
     first = length // 3
     segments = jnp.broadcast_to(jnp.where(jnp.arange(length) < first, 1, 2), tokens.shape)
     places = jnp.where(jnp.arange(length) < first, jnp.arange(length), jnp.arange(length) - first)
-    batch = objective.Batch(tokens, segments, jnp.broadcast_to(places, tokens.shape))
-    for use in args.families or config.names("models"):
+    batch = objectives.Batch(tokens, segments, jnp.broadcast_to(places, tokens.shape))
+    for use in args.families or reader.part_names("models"):
         begun = time.perf_counter()
-        cls = config.part_class("models", use)
+        cls = reader.part_class("models", use)
         known = {field.name for field in dataclasses.fields(cls)}
         cfg = cls(**{key: value for key, value in SIZES.items() if key in known})
-        family = objective.file("models", cfg)
+        family = load_family(cfg)
         params = module.init(family.Model, cfg, jax.random.key(0))
         axes = module.axes(family.Model, cfg)
         made: dict[str, Any] = {}
         for name, attention, compute in (("ours", "auto", "bfloat16"), ("plain", "xla", "float32")):
-            job = objective.Task(
+            job = objectives.TrainTask(
                 model=cfg,
-                objective=config.part_class("objectives", "causal" if cls.causal else "masked")(),
-                loss=config.part_class("losses", "cross_entropy", sections.Loss)(soft_cap=30.0),
-                how=Execution(config.part_class("attention", attention)(), compute, unroll=32),
-                vocabulary=objective.Vocabulary(SIZES["vocab"], pad=0, bos=1, eos=2, mask=3),
+                objective=reader.part_class("objectives", "causal" if cls.causal else "masked")(),
+                loss=reader.part_class("losses", "cross_entropy", sections.LossKeys)(soft_cap=30.0),
+                exec_opts=Execution(reader.part_class("attention", attention)(), compute, unroll=32),
+                special_tokens=objectives.SpecialTokens(SIZES["vocab"], pad=0, bos=1, eos=2, mask=3),
+                family=family,
             )
-            prepare = objective.file("objectives", job.objective).prepare
+            prepare = objectives.load_objective(job.objective).prepare
 
             def run(params: Any, job: Any = job, prepare: Any = prepare, axes: Any = axes) -> Any:
                 examples = prepare(job, batch, jax.random.key(0))
-                grads, sums = step.gradients(job, axes, params, step.split(examples, 1))
+                grads, sums = step.accumulate_gradients(job, axes, params, step.to_microbatches(examples, 1))
                 return grads, sums["loss"] / sums["count"]
 
             with jax.default_matmul_precision("highest" if compute == "float32" else "default"):
@@ -66,7 +69,7 @@ def main() -> int:
         (ours, loss), (plain, exact) = made["ours"], made["plain"]
         rows = [
             (float(jnp.linalg.norm(a - b) / (jnp.linalg.norm(b) + 1e-9)), path)
-            for (path, a), b in zip(module.named(ours), jax.tree.leaves(plain), strict=True)
+            for (path, a), b in zip(module.named_leaves(ours), jax.tree.leaves(plain), strict=True)
         ]
         apart, path = max(rows)
         worst = max(worst, apart)

@@ -26,16 +26,16 @@ APART = 0.02  # nats that bf16, or 8 bits, may put between first losses on the s
 Part = tuple[str, dict[str, Any]]  # a recipe, and its settings
 PARTS: dict[str, Part] = {
     "1b": ("recipes/llama3.2-1b.yaml", {"batch.sequences": 8}),
-    "8b": ("recipes/llama3-8b.yaml", {"batch.sequences": 4, "model.layers": 10, "memory.remat": "none"}),
+    "8b": ("recipes/llama3-8b.yaml", {"batch.sequences": 4, "model.layers": 10, "compute.remat": "none"}),
 }
 PEERS = ("torch", "tuned")
 # Settings of our rows: logits in bf16, as transformers has them; the layers in fp8, and the head as well.
 FORMATS: dict[str, dict[str, str]] = {
     "headrace": {},
-    "bf16 logits": {"loss.split": "bf16"},
-    "and Triton": {"loss.split": "bf16"},
-    "fp8": {"memory.products": "fp8"},
-    "fp8, head too": {"memory.products": "fp8", "loss.split": "fp8"},
+    "bf16 logits": {"loss.backend": "bf16"},
+    "and Triton": {"loss.backend": "bf16"},
+    "fp8": {"compute.matmul": "fp8"},
+    "fp8, head too": {"compute.matmul": "fp8", "loss.backend": "fp8"},
 }
 ENVIRONMENT = {"and Triton": {"XLA_FLAGS": "--xla_gpu_enable_triton_gemm=true"}}
 BF16 = ("headrace", "bf16 logits", "and Triton")

@@ -78,7 +78,7 @@ def parse() -> argparse.Namespace:
 
 def load(name: str, remat: str, args: argparse.Namespace) -> Any:
     part = PARTS[name]
-    return steps.load(part.recipe, {"batch.sequences": 1, "memory.remat": remat} | part.settings, args.set)
+    return steps.load(part.recipe, {"batch.sequences": 1, "compute.remat": remat} | part.settings, args.set)
 
 
 def compare(name: str, args: argparse.Namespace) -> int:

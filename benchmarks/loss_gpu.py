@@ -171,7 +171,7 @@ def jax_rows(tokens: int, embed: int, vocab: int, unembed_dtype: str) -> list[Ro
     import jax
     import jax.numpy as jnp
 
-    from headrace.kernels.linear_cross_entropy.dispatch import cut
+    from headrace.kernels.linear_cross_entropy.dispatch import fused_cross_entropy
     from headrace.kernels.linear_cross_entropy.stats import Stats
 
     device = jax.devices()[0].device_kind
@@ -193,7 +193,9 @@ def jax_rows(tokens: int, embed: int, vocab: int, unembed_dtype: str) -> list[Ro
     def by(split: str, chunk: int | str = "auto", filter: float = 0.0) -> Row:
         how = dict(split=split, chunk=chunk, filter=filter)
         name = f"by {split}, " + (f"filter {filter:.1e}" if filter else str(chunk))
-        return attempt(name, lambda: row(name, lambda *arrays: cut(cross_entropy, *arrays, **how).loss))
+        return attempt(
+            name, lambda: row(name, lambda *arrays: fused_cross_entropy(cross_entropy, *arrays, **how).loss)
+        )
 
     arrays = hidden, unembed, targets, weights
 

@@ -11,9 +11,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from headrace.plan import hlo as program, timing
+from headrace.hardware.slices import parse_slice
+from headrace.plan import device_rates, hlo, timing
 from headrace.plan.aot import ENVIRONMENT
-from headrace.hardware.slices import parse
 
 WAYS = ("tokens", "vocabulary", "kernel")
 Row = dict[str, Any]
@@ -66,19 +66,21 @@ def compile_one(options: argparse.Namespace) -> None:
     from jax.experimental import topologies
     from jax.sharding import SingleDeviceSharding
 
-    from headrace.nn import sharding as mesh
-    from headrace.nn.stack import compile_fast
-    from headrace.kernels.linear_cross_entropy.dispatch import cut
+    from headrace.kernels.linear_cross_entropy.dispatch import fused_cross_entropy
+    from headrace.nn import sharding
+    from headrace.nn.compile import compile_fast
 
-    where = parse(options.slice)
-    chip = topologies.get_topology_desc(where.topology, "tpu", **where.options).devices[0]
+    where = parse_slice(options.slice)
+    chip = topologies.get_topology_desc(where.topology_name, "tpu", **where.topology_options).devices[0]
 
     def array(*shape: int, dtype: Any = jnp.bfloat16) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=SingleDeviceSharding(chip))
 
     def head(*arrays: Any) -> Any:
         def loss(*arrays: Any) -> Any:
-            return cut(lambda stats: stats.lse - stats.target, *arrays, split=options.way).loss
+            return fused_cross_entropy(
+                lambda stats: stats.lse - stats.target, *arrays, split=options.way
+            ).loss
 
         return jax.value_and_grad(loss, argnums=(0, 1))(*arrays)
 
@@ -89,11 +91,11 @@ def compile_one(options: argparse.Namespace) -> None:
         array(*tokens, dtype=jnp.int32),
         array(*tokens, dtype=jnp.float32),
     )
-    with jax.set_mesh(mesh.make(dict(data=1, fsdp=1, tensor=1, context=1), [chip])):
+    with jax.set_mesh(sharding.make_mesh(dict(data=1, fsdp=1, tensor=1, context=1), [chip])):
         memory: Any = compile_fast(jax.jit(head).lower(*shapes), "tpu").memory_analysis()
     dumped = next(Path(os.environ["LOSS_DUMP"]).glob("*jit_head*after_codegen.txt"))
-    found = timing.step(program.read(dumped), timing.rates(where))
-    assert not found.doubts, found.doubts
+    found = timing.time_step(hlo.read_program(dumped), device_rates.make_rates(where))
+    assert not found.caveats, found.caveats
     row = dict(
         name=options.way,
         ms=1000 * found.seconds,

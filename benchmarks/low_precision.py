@@ -76,11 +76,13 @@ def parse() -> argparse.Namespace:
 def train(args: argparse.Namespace, format: str) -> Row:
     import jax
 
-    from headrace.training import setup as build, metrics, compiled_step as programs, step
-    from headrace.nn import module
     from headrace.config import recipe
+    from headrace.model_wrappers import load_family
+    from headrace.nn import module
     from headrace.nn.sharding import row_sharding
-    from headrace.objectives import Batch, Vocabulary, file, make_task
+    from headrace.objectives import Batch, SpecialTokens
+    from headrace.training import compiled_step, metrics, setup, step
+    from headrace.training.task import make_task
 
     name = "demo" if args.small else "llama3.2-1b"
     cfg = recipe.load(ROOT / f"recipes/{name}.yaml", settings(args, format))
@@ -90,15 +92,17 @@ def train(args: argparse.Namespace, format: str) -> Row:
     length, batch = cfg.data.sequence_length, cfg.batch.sequences
     stream = text()
     learnt, held_out = split(stream, length)
-    devices = build.make_mesh(cfg)
-    task = make_task(cfg, Vocabulary(cfg.model.vocab, None, None, None, None))
+    devices = setup.make_mesh(cfg)
+    task = make_task(cfg, SpecialTokens(cfg.model.vocab, None, None, None, None))
     with jax.set_mesh(devices):
-        update = build.make_update(cfg, task)
-        abstract, fresh = build.make_state(cfg, task, update, devices)
-        axes = module.axes(file("models", task.model).Model, task.model)
+        update = setup.make_update(cfg, task)
+        abstract, fresh = setup.make_state(cfg, task, update, devices)
+        axes = module.axes(load_family(task.model).Model, task.model)
         begun = time.perf_counter()
-        traced = build.lowered(cfg, step.train_step(task, update, axes), abstract, devices)
-        train_step: Any = programs.compiled(traced, devices, None, lambda line: print(line, file=sys.stderr))
+        traced = setup.lower_step(cfg, step.train_step(task, update, axes), abstract, devices)
+        train_step: Any = compiled_step.load_or_compile(
+            traced, devices, None, lambda line: print(line, file=sys.stderr)
+        )
         compiling = time.perf_counter() - begun
         home = row_sharding(devices, (batch, length))
         ones = jax.device_put(np.ones((batch, length), np.int32), home)
@@ -118,7 +122,7 @@ def train(args: argparse.Namespace, format: str) -> Row:
     program = train_step.as_text() or ""
     return {
         "format": format,
-        "native": task.how.native,
+        "native": task.exec_opts.native_matmul,
         "device": jax.devices()[0].device_kind,
         "tokens_per_second": batch * length / statistics.median(seconds[3:]),
         "first_step": compiling + seconds[0],
@@ -133,10 +137,10 @@ def train(args: argparse.Namespace, format: str) -> Row:
 
 def settings(args: argparse.Namespace, format: str) -> list[str]:
     products = {"nudged": "compute", "fp8_head": "fp8"}.get(format, format)
-    chosen: dict[str, Any] = {"memory.products": products, "data.isolate": "false"}
-    chosen |= {"loss.split": "fp8"} if format == "fp8_head" else {}
+    chosen: dict[str, Any] = {"compute.matmul": products, "data.isolate_documents": "false"}
+    chosen |= {"loss.backend": "fp8"} if format == "fp8_head" else {}
     chosen |= {"schedule.steps": args.steps, "schedule.warmup": args.steps // 10}
-    chosen |= {"batch.accumulate": 1, "batch.sequences": args.batch or 8}
+    chosen |= {"batch.microbatches": 1, "batch.sequences": args.batch or 8}
     if args.small:
         # At the demo's 5e-3, with 8 rows, `nudged` alone ends up 0.13 away: too much to see anything by.
         chosen |= {"model.vocab": 256, "batch.sequences": args.batch or 16, "optimizer.learning_rate": 1e-3}

@@ -25,9 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.data_measure import measured
-from headrace.plan import hlo as instructions
 from headrace.hardware import slices
-from headrace.plan import timing
+from headrace.plan import device_rates, hlo, timing
 from headrace.plan.aot import ENVIRONMENT
 
 ROOT = Path(__file__).parent.parent
@@ -72,7 +71,7 @@ def gemma(where: str, mesh: str, more: str = "", *, fits: bool = True, by: str =
     """One row of 32,768 tokens for each part of the batch, all at once."""
     sizes = dict(zip(("fsdp", "tensor", "context"), mesh.split("x"), strict=True))
     split = " ".join(f"mesh.{axis}={size}" for axis, size in sizes.items())
-    batch = f"batch.sequences={sizes['fsdp']} batch.accumulate=1"
+    batch = f"batch.sequences={sizes['fsdp']} batch.microbatches=1"
     return Row("Gemma 2 9B, 32k", "gemma2-9b-32k", where, f"{split} {batch} {more}".strip(), fits, by)
 
 
@@ -94,15 +93,15 @@ class Published:
 WIDE = "model.embed=8192 model.heads=64 model.mlp=28672"
 # tpu-recipes of AI-Hypercomputer, commit c8cfe2f; Llama 2 70B from its 65 % MFU, with attention in full.
 PUBLISHED = [
-    Published("Llama 3.1 8B", "v6e-16", 32, 3.393, "batch.sequences=48 memory.remat=full"),
-    Published("Mistral 7B", "v6e-8", 32, 6.320, "batch.sequences=48 memory.remat=full", "model.vocab=32000"),
-    Published("Llama 3.1 70B", "v6e-256", 80, 42.66, "batch.sequences=1280 memory.remat=full", WIDE),
+    Published("Llama 3.1 8B", "v6e-16", 32, 3.393, "batch.sequences=48 compute.remat=full"),
+    Published("Mistral 7B", "v6e-8", 32, 6.320, "batch.sequences=48 compute.remat=full", "model.vocab=32000"),
+    Published("Llama 3.1 70B", "v6e-256", 80, 42.66, "batch.sequences=1280 compute.remat=full", WIDE),
     Published(
         "Llama 2 70B",
         "v5p-128",
         80,
         24.4,
-        "batch.sequences=256 memory.remat=full",
+        "batch.sequences=256 compute.remat=full",
         f"{WIDE} model.vocab=32000 data.sequence_length=4096",
     ),
     *(
@@ -111,7 +110,7 @@ PUBLISHED = [
             "v5p-1024",
             126,
             131.474,
-            f"mesh.fsdp=64 mesh.tensor=8 batch.sequences=1024 memory.remat={remat}",
+            f"mesh.fsdp=64 mesh.tensor=8 batch.sequences=1024 compute.remat={remat}",
             "model.embed=16384 model.heads=128 model.mlp=53248",
             near,
             depths,
@@ -126,46 +125,46 @@ TABLES: dict[str, list[Any]] = {
             "Llama 3 8B",
             "llama3-8b",
             where,
-            "batch.sequences=32 batch.accumulate=1 memory.remat=full",
+            "batch.sequences=32 batch.microbatches=1 compute.remat=full",
             most=most,
         )
         for where, most in (("v5p-32", 12e9), ("v6e-16", None), ("v4-32", None))
     ],
     "lunaris": [
-        lunaris("1B", "v3-8", "batch.accumulate=8"),
-        lunaris("3B", "v3-8", "batch.accumulate=8"),
-        lunaris("1B", "v4-8", "batch.accumulate=8"),
-        lunaris("3B", "v4-8", "batch.accumulate=8"),
-        lunaris("7B", "v4-32", "batch.accumulate=4"),
-        lunaris("13B", "v4-64", "batch.accumulate=2"),
-        lunaris("30B", "v4-128", "batch.accumulate=2"),
+        lunaris("1B", "v3-8", "batch.microbatches=8"),
+        lunaris("3B", "v3-8", "batch.microbatches=8"),
+        lunaris("1B", "v4-8", "batch.microbatches=8"),
+        lunaris("3B", "v4-8", "batch.microbatches=8"),
+        lunaris("7B", "v4-32", "batch.microbatches=4"),
+        lunaris("13B", "v4-64", "batch.microbatches=2"),
+        lunaris("30B", "v4-128", "batch.microbatches=2"),
     ],
     # The smallest slice of each generation, and the next smaller one with what comes nearest to fitting.
     "gemma": [
-        gemma("v2-128", "4x8x4", "loss.chunk=512"),
-        gemma("v2-32", "2x8x2", "loss.chunk=512", fits=False),
+        gemma("v2-128", "4x8x4", "loss.chunk_size=512"),
+        gemma("v2-32", "2x8x2", "loss.chunk_size=512", fits=False),
         gemma("v3-32", "2x8x2"),
         gemma("v3-8", "1x8x1", fits=False, by="arithmetic"),
         gemma("v4-16", "2x4x1"),
         gemma("v4-8", "1x4x1", fits=False, by="arithmetic"),
         gemma("v5e-32", "2x8x2"),
-        gemma("v5e-16", "2x8x1", "loss.chunk=512", fits=False),
+        gemma("v5e-16", "2x8x1", "loss.chunk_size=512", fits=False),
         gemma("v5p-8", "1x4x1"),
         gemma("v6e-8", "1x8x1"),
         gemma("v6e-4", "1x4x1", fits=False, by="arithmetic"),
         gemma("tpu7x-2", "1x2x1"),
     ],
     "large": [
-        Row("600B dense", "dense-600b", "v5p-512", "mesh.fsdp=64 mesh.tensor=4 batch.accumulate=32"),
+        Row("600B dense", "dense-600b", "v5p-512", "mesh.fsdp=64 mesh.tensor=4 batch.microbatches=32"),
         Row(
             "600B dense",
             "dense-600b",
             "v5p-256",
-            "mesh.fsdp=16 mesh.tensor=8 batch.accumulate=128",
+            "mesh.fsdp=16 mesh.tensor=8 batch.microbatches=128",
             fits=False,
         ),
         Row("600B dense", "dense-600b", "v4-32", "", fits=False, by="arithmetic"),
-        Row("Llama 3 8B", "llama3-8b", "2xv5e-256", "mesh.data=2 batch.accumulate=1"),
+        Row("Llama 3 8B", "llama3-8b", "2xv5e-256", "mesh.data=2 batch.microbatches=1"),
     ],
 }
 
@@ -253,7 +252,7 @@ def plan(row: Row) -> Line:
 
 def extended(row: Published) -> Line:
     """A line with the time alone."""
-    settings = f"{row.settings} batch.accumulate=1"
+    settings = f"{row.settings} batch.microbatches=1"
     lines = [
         plan(Row(row.what, "llama3-8b", row.slice, settings, model=f"{row.model} model.layers={depth}"))
         for depth in row.depths
@@ -303,7 +302,7 @@ def maxtext(where: str, compiler: str, library: str | None, tiling: str) -> Line
         int(size[part]) for part in ("generated_code", "argument", "output", "alias", "temp")
     )
     hbm = given + back - shared + temp + code
-    seconds, doubts = (time.seconds, time.doubts) if time else (None, ())
+    seconds, doubts = (time.seconds, time.caveats) if time else (None, ())
     return line(Found(True, "compiler", given, temp, hbm, step=seconds, doubts=doubts), cost.cpu)
 
 
@@ -313,10 +312,10 @@ def counted(program: Path, where: str) -> timing.Breakdown:
     os.environ.setdefault("TPU_LIBRARY_PATH", libtpu() or "")
     from jax.experimental import mesh_utils, topologies
 
-    one = slices.parse(where)
-    chips = topologies.get_topology_desc(one.topology, "tpu", **one.options).devices
+    one = slices.parse_slice(where)
+    chips = topologies.get_topology_desc(one.topology_name, "tpu", **one.topology_options).devices
     ring = mesh_utils.create_device_mesh((len(chips),), chips)
-    return timing.step(instructions.read(program), timing.rates(one, list(ring)))
+    return timing.time_step(hlo.read_program(program), device_rates.make_rates(one, list(ring)))
 
 
 def run(

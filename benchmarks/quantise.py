@@ -21,14 +21,14 @@ COMMON: dict[str, Any] = {
     "model.kv_heads": 32,
     "model.mlp": 11008,
     "batch.sequences": 1,
-    "model.bits": 4,
-    "memory.remat": "full",
+    "qat.bits": 4,
+    "compute.remat": "full",
     "data.sequence_length": 1024,
     "start": "unread",
 }
 SMALL: dict[str, Any] = {"model.embed": 128, "model.layers": 2, "model.heads": 4, "model.kv_heads": 2}
 SMALL |= {"model.mlp": 256, "model.vocab": 512, "model.head_dim": 32, "data.sequence_length": 64}
-KINDS: dict[str, dict[str, Any]] = {"all weights": {}, "low rank": {"model.bits_rank": 32}}
+KINDS: dict[str, dict[str, Any]] = {"all weights": {}, "low rank": {"qat.rank": 32}}
 METHODS = {"rtn": ["bits=4"], "gptq": ["bits=4"], "vptq": ["bits=2"]}
 LAYER = {"4096 x 4096": (4096, 4096), "4096 x 14336": (4096, 14336), "14336 x 4096": (14336, 4096)}
 
@@ -67,7 +67,7 @@ def rounded(method: str, small: bool) -> steps.Row:
     import jax
 
     from headrace.config import recipe
-    from headrace.quantize import run as command
+    from headrace.quantize import run as quantize_run
 
     cfg = recipe.load_method(method, METHODS[method])
     told = {}
@@ -79,7 +79,7 @@ def rounded(method: str, small: bool) -> steps.Row:
         hessian = x.T @ x / len(x) if method != "rtn" else None
         for _ in range(2):  # the second time it is compiled
             begun = time.perf_counter()
-            jax.block_until_ready(command.by_method(cfg, w, hessian, keys[2]))
+            jax.block_until_ready(quantize_run.run_method(cfg, w, hessian, keys[2]))
         told[name] = f"{time.perf_counter() - begun:.2f} s"
     return told
 

@@ -4,7 +4,7 @@
     python -m benchmarks.scaling --plot scaling.json docs/performance/scaling.png
 
 Random tokens, as many in every batch of a sweep. Layers are compiled side by side (unrolled) and as the body
-of one loop (scanned, memory.unroll=1): the program of a loop has one size whatever its depth. A curve is a
+of one loop (scanned, compute.unroll=1): the program of a loop has one size whatever its depth. A curve is a
 list of points in the JSON it writes, and a picture where matplotlib is installed, here or on another
 machine."""
 
@@ -48,7 +48,7 @@ LARGE = Shape(
 )
 SMALL = Shape(
     {"model.embed": 64, "model.heads": 4, "model.kv_heads": 2, "model.mlp": 192, "model.vocab": 1024}
-    | {"model.head_dim": 16, "memory.compute": "float32"},
+    | {"model.head_dim": 16, "compute.dtype": "float32"},
     tokens=1024,
     length=128,
     depth=2,
@@ -121,9 +121,9 @@ def sweeps(shape: Shape, wanted: list[str]) -> Iterator[tuple[str, int, dict[str
     usual = {"data.sequence_length": shape.length, "model.layers": shape.depth}
     if "layers" in wanted:
         for layers in shape.layers:
-            yield "scanned", layers, usual | {"model.layers": layers, "memory.unroll": 1}
+            yield "scanned", layers, usual | {"model.layers": layers, "compute.unroll": 1}
         for layers in shape.layers:
-            yield "unrolled", layers, usual | {"model.layers": layers, "memory.unroll": layers}
+            yield "unrolled", layers, usual | {"model.layers": layers, "compute.unroll": layers}
     if "lengths" in wanted:
         for length in shape.lengths:
             yield "length", length, usual | {"data.sequence_length": length}

@@ -9,7 +9,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
-from headrace.data.sources.python_library import files
+from headrace.data.sources.python_library import list_files
 
 PACKAGES = ("asyncio", "concurrent", "ctypes", "email", "importlib", "logging", "multiprocessing", "tkinter",
             "unittest", "xml")  # fmt: skip
@@ -20,7 +20,7 @@ MOST = 300  # snippets of a package
 def snippets(seed: int = 0) -> list[dict[str, str]]:
     named = re.compile("|".join((*PACKAGES, r"^\s*(from|import)\s")))
     found: dict[str, list[str]] = {name: [] for name in PACKAGES}
-    for name, path in files(Path(sysconfig.get_path("stdlib"))):
+    for name, path in list_files(Path(sysconfig.get_path("stdlib"))):
         package = name.split("/")[0]
         if package in found:
             lines = path.read_text(encoding="utf-8", errors="replace").splitlines()

@@ -107,7 +107,7 @@ def load(recipe: str, settings: dict[str, Any], overrides: Sequence[str] = ()) -
     from the first step; the rest by `settings`, and by what the command line says."""
     from headrace.config.recipe import load
 
-    common: dict[str, Any] = {"batch.accumulate": 1, "data.isolate": "false"}
+    common: dict[str, Any] = {"batch.microbatches": 1, "data.isolate_documents": "false"}
     common |= {"batch.ramp": 0, "batch.ramp_from": 0}
     common |= {"schedule.warmup": 0, "schedule.steps": 1000, "optimizer.learning_rate": 1e-4}
     chosen = common | settings | dict(item.split("=", 1) for item in overrides)
@@ -116,9 +116,9 @@ def load(recipe: str, settings: dict[str, Any], overrides: Sequence[str] = ()) -
 
 def flops(cfg: Any) -> float:
     """Of a token, forward and backward, by shapes alone."""
-    from headrace import objectives as objective
+    from headrace.training import task
 
-    return objective.flops(cfg)
+    return task.recipe_flops_per_token(cfg)
 
 
 @dataclass(frozen=True)
@@ -137,19 +137,20 @@ class Ready:
 def ready(cfg: Any, vocabulary: Any) -> Ready:
     import jax
 
-    from headrace.training import setup as build, compiled_step as programs, step
+    from headrace.model_wrappers import load_family
     from headrace.nn import module
-    from headrace.objectives import file, make_task
+    from headrace.training import compiled_step, setup, step
+    from headrace.training.task import make_task
 
-    devices, task = build.make_mesh(cfg), make_task(cfg, vocabulary)
+    devices, task = setup.make_mesh(cfg), make_task(cfg, vocabulary)
     with jax.set_mesh(devices):
-        update = build.make_update(cfg, task)
-        abstract, fresh = build.make_state(cfg, task, update, devices)
-        axes = module.axes(file("models", task.model).Model, task.model)
+        update = setup.make_update(cfg, task)
+        abstract, fresh = setup.make_state(cfg, task, update, devices)
+        axes = module.axes(load_family(task.model).Model, task.model)
         begun, cpu = time.perf_counter(), time.process_time()
-        lowered = build.lowered(cfg, step.train_step(task, update, axes), abstract, devices)
+        lowered = setup.lower_step(cfg, step.train_step(task, update, axes), abstract, devices)
         traced = time.perf_counter()
-        train_step = programs.compiled(lowered, devices, None, print)
+        train_step = compiled_step.load_or_compile(lowered, devices, None, print)
         times = {"tracing": traced - begun, "compiling": time.perf_counter() - traced}
         times["making_cpu"] = time.process_time() - cpu
         state = jax.block_until_ready(fresh())
@@ -164,7 +165,7 @@ def random_batches(made: Ready) -> list[Any]:
     from headrace.objectives import Batch
 
     shape = (made.cfg.batch.sequences, made.cfg.data.sequence_length)
-    mask = made.task.vocabulary.mask
+    mask = made.task.special_tokens.mask
     put = lambda rows: jax.device_put(rows, row_sharding(made.devices, shape))
     ones = put(jax.numpy.ones(shape, "int32"))
     keys = jax.random.split(jax.random.key(1), DIFFERENT)
@@ -177,10 +178,10 @@ def headrace_steps(cfg: Any, steps: int, *, mask: int | None = None, folder: Pat
     these steps begin from."""
     import jax
 
+    from headrace.objectives import SpecialTokens
     from headrace.training import metrics
-    from headrace.objectives import Vocabulary
 
-    made = ready(cfg, Vocabulary(cfg.model.vocab, None, None, None, mask))
+    made = ready(cfg, SpecialTokens(cfg.model.vocab, None, None, None, mask))
     batches, state = random_batches(made), made.state
     if folder is not None:
         keep(made, batches[0], folder)
@@ -201,13 +202,14 @@ def keep(made: Ready, batch: Any, folder: Path) -> None:
     """Fresh weights, and what the first step makes of its batch: inputs, targets and which of them count."""
     import jax
 
-    from headrace.model_formats.hf_tensors import table_of, to_tensors
-    from headrace.objectives import file
+    from headrace.model_formats.hf_tensors import to_tensors
+    from headrace.model_wrappers import load_family
+    from headrace.objectives import load_objective
 
     state = made.state
     key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
-    examples = file("objectives", made.task.objective).prepare(made.task, batch, key)
-    table = table_of(file("models", made.task.model), made.task.model)
+    examples = load_objective(made.task.objective).prepare(made.task, batch, key)
+    table = load_family(made.task.model).tensor_table(made.task.model)
     np.savez(folder / "weights.npz", **dict(to_tensors(table, state.params, "float32")))
     rows = {name: np.asarray(getattr(examples, name)) for name in ("inputs", "targets", "weights")}
     np.savez(folder / "examples.npz", **rows)
@@ -224,13 +226,13 @@ def transformers_model(cfg: Any, attention: str = "sdpa", **more: Any) -> Any:
     import transformers
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    from headrace.objectives import file
+    from headrace.model_wrappers import load_family
 
-    assert attention != UNMASKED or not cfg.data.isolate
+    assert attention != UNMASKED or not cfg.data.isolate_documents
     transformers.AttentionInterface.register(UNMASKED, sdpa_attention_forward)
     transformers.AttentionMaskInterface.register(UNMASKED, lambda *_, **__: None)
 
-    settings = file("models", cfg.model).to_hf(cfg.model, cfg.data.sequence_length)
+    settings = load_family(cfg.model).hf_naming.to_config(cfg.model, cfg.data.sequence_length)
     settings |= dict.fromkeys(
         ("bos_token_id", "eos_token_id", "pad_token_id")
     )  # else those of a published one

@@ -22,8 +22,8 @@ CHUNKS = (64, 256)  # of transformers' mLSTM
 # Settings of our rows.
 OURS: dict[str, dict[str, str]] = {
     "headrace": {},
-    "fp8": {"memory.products": "fp8"},
-    "fp8, head too": {"memory.products": "fp8", "loss.split": "fp8"},
+    "fp8": {"compute.matmul": "fp8"},
+    "fp8, head too": {"compute.matmul": "fp8", "loss.backend": "fp8"},
 }
 
 
@@ -53,7 +53,7 @@ def parse() -> argparse.Namespace:
 
 def load(args: argparse.Namespace) -> Any:
     settings = {"batch.sequences": args.sequences, "data.sequence_length": args.length}
-    settings |= {"model.layers": args.layers, "memory.remat": "none", "optimizer.clip": 1.0}
+    settings |= {"model.layers": args.layers, "compute.remat": "none", "optimizer.max_grad_norm": 1.0}
     return steps.load("recipes/xlstm-7b.yaml", settings | OURS.get(args.only, {}), args.set)
 
 

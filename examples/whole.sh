@@ -14,7 +14,7 @@ say "Text to tokens"
 headrace data prepare recipes/data/demo.yaml path="$folder/data"
 
 say "Pre-training"
-headrace train recipes/demo.yaml run="$folder/base" data.path="$folder/data" schedule.steps="$steps" schedule.warmup=10
+headrace train recipes/demo.yaml run_dir="$folder/base" data.path="$folder/data" schedule.steps="$steps" schedule.warmup=10
 
 say "Instructions, in the tokens of that model"
 python -c 'import json
@@ -28,7 +28,7 @@ say "What the model makes of them before"
 headrace eval "$folder/base" data.path="$folder/instructions"
 
 say "Fine-tuning: adapters beside frozen weights"
-headrace train recipes/lora-demo.yaml run="$folder/tuned" start="$folder/base" data.path="$folder/instructions" \
+headrace train recipes/lora-demo.yaml run_dir="$folder/tuned" init_from="$folder/base" data.path="$folder/instructions" \
     schedule.steps="$((steps / 5 + 10))" schedule.warmup=5
 
 say "And after"
@@ -36,7 +36,7 @@ headrace eval "$folder/tuned"
 
 say "Quantising to 4 bits a weight"
 rm -rf "$folder"/four "$folder"/four.unfinished "$folder"/{base-hf,merged-hf,adapter,merged.gguf}
-headrace quantize "$folder/tuned" --method gptq --bits 4 --samples 32 --to "$folder/four" group=64
+headrace quantize "$folder/tuned" --method gptq --bits 4 --samples 32 --to "$folder/four" group_size=64
 headrace eval "$folder/four"
 headrace generate "$folder/four" --prompt "def " --tokens 20 --temperature 0
 

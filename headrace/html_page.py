@@ -1,5 +1,6 @@
-"""The frame of the pages that Headrace writes: one HTML file each, which needs no network and follows the
-reader's light or dark setting."""
+"""Parts of the HTML pages that Headrace writes.
+
+Each page is one file, needs no network, and follows the reader's light or dark mode."""
 
 import html
 from collections.abc import Iterable, Sequence
@@ -37,8 +38,8 @@ ul { margin: 8px 0 0; padding-left: 18px; overflow-wrap: anywhere; color: var(--
 """
 
 
-def page(title: str, subtitle: str, body: str, style: str = "") -> bytes:
-    """The file. The title and the subtitle are text, the rest is HTML already."""
+def render_page(title: str, subtitle: str, body: str, style: str = "") -> bytes:
+    """Render a page as the bytes of a file. Title and subtitle are plain text, the other arguments HTML."""
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -47,32 +48,37 @@ def page(title: str, subtitle: str, body: str, style: str = "") -> bytes:
     ).encode("utf-8", "replace")
 
 
-def section(title: str, body: str) -> str:
+def render_section(title: str, body: str) -> str:
     return f"<section><h2>{title}</h2>{body}</section>"
 
 
-def lines(parts: Iterable[str]) -> str:
+def join_lines(parts: Iterable[str]) -> str:
+    """Join all parts that are not empty, each with a newline."""
     return "".join(f"{part}\n" for part in parts if part)
 
 
-def tiles(named: dict[str, str]) -> str:
-    """Values under their names."""
-    shown = "".join(
-        f'<section class="tile"><b>{value}</b><span>{name}</span></section>' for name, value in named.items()
+def render_tiles(values: dict[str, str]) -> str:
+    """Render values with their names below, both HTML."""
+    tiles = "".join(
+        f'<section class="tile"><b>{value}</b><span>{name}</span></section>' for name, value in values.items()
     )
-    columns = len(named) if len(named) <= 6 else -(-len(named) // 2)
-    return f'<div class="tiles" style="--columns: {columns}">{shown}</div>'
+    columns = len(values) if len(values) <= 6 else -(-len(values) // 2)
+    return f'<div class="tiles" style="--columns: {columns}">{tiles}</div>'
 
 
-def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Cells are HTML already."""
+def render_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Render a table. Heads and cells are HTML."""
     top = "".join(f"<th>{head}</th>" for head in heads)
-    cell = lambda html: f'<td class="share">{html}</td>' if "meter" in html else f"<td>{html}</td>"
-    body = "".join(f"<tr>{''.join(map(cell, row))}</tr>" for row in rows)
+    body = "".join(f"<tr>{''.join(map(_render_cell, row))}</tr>" for row in rows)
     return f"<table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>"
 
 
-def meter(share: float) -> str:
+def _render_cell(content: str) -> str:
+    return f'<td class="share">{content}</td>' if "meter" in content else f"<td>{content}</td>"
+
+
+def render_meter(share: float) -> str:
+    """Render a bar that is filled to a share from 0 to 1."""
     return f'<span class="meter"><i style="width: {100 * min(max(share, 0), 1):.1f}%"></i></span>'
 
 
@@ -80,18 +86,21 @@ def escape(text: object) -> str:
     return html.escape(str(text), quote=True)
 
 
-def count(value: float) -> str:
+def format_count(value: float) -> str:
+    """Format with three digits and k, M, G or T: 12.3 k."""
     for limit, letter in ((1e12, " T"), (1e9, " G"), (1e6, " M"), (1e3, " k")):
         if value >= limit:
             return f"{value / limit:.3g}{letter}"
     return f"{value:.3g}"
 
 
-def size(value: float) -> str:
-    return f"{count(value)}B" if value >= 1000 else f"{value:.0f} B"
+def format_bytes(value: float) -> str:
+    """Format bytes in decimal units: 12.3 kB."""
+    return f"{format_count(value)}B" if value >= 1000 else f"{value:.0f} B"
 
 
-def percent(share: float) -> str:
+def format_percent(share: float) -> str:
+    """Format a share from 0 to 1, with more digits near 0 and 1."""
     if 0 < share < 1e-4:
         return "under 0.01 %"
     return f"{100 * share:.2f} %" if share < 0.1 or 0.99 < share < 1 else f"{100 * share:.1f} %"

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import shutil
 import signal
 from collections import Counter
 from pathlib import Path
@@ -28,6 +29,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="run the tests marked slow as well")
 
 
+def quarantined() -> set[str]:
+    """Files of tests that may fail for now (tests/quarantine.txt)."""
+    lines = (Path(__file__).parent / "quarantine.txt").read_text().splitlines()
+    return {line for line in lines if line and not line.startswith("#")}
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
     """One more than there are cores, since many tests wait for processes."""
@@ -45,6 +52,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 variants[name] += 1
             if "slow" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="slow: run with --slow (make test-all)"))
+    files = quarantined()
+    for item in items:
+        if item.nodeid.partition("::")[0] in files:
+            item.add_marker(pytest.mark.xfail(reason="tests/quarantine.txt", strict=False))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -52,7 +63,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """With `-m fault`, the table of what was injected and what came of it."""
+    """Failures in quarantine; with `-m fault`, the table of what was injected and what came of it."""
+    for report in terminalreporter.stats.get("xfailed", []):
+        terminalreporter.write_line(f"failed in quarantine: {report.nodeid}")
     if config.getoption("markexpr") != "fault":
         return
     seen: dict[int, list[Any]] = {number: [] for number in FAULTS}
@@ -97,7 +110,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> str:
         (root / "texts" / f"{number:03}.txt").write_text(f"Text {number}: {words}.\n")
     (root / "data.yaml").write_text(
         f"path: {root}/data\nsources: {{test: {{path: {root}/texts}}}}\ntokenizer: {{use: bpe, vocab: 300}}\n"
-        "pack: {sequence_length: 64, evaluation: 0.1}\n"
+        "pack: {sequence_length: 64, eval_fraction: 0.1}\n"
     )
     prepare(recipe.load_data(root / "data.yaml"), lambda line: None)
     return f"{root}/data"
@@ -108,29 +121,29 @@ def library(tmp_path_factory: pytest.TempPathFactory):
     """Loads the recipe of a run that has learnt Python's library a little, with overrides: a model whose
     weights all count. For slow tests."""
     from headrace.config import recipe
-    from headrace.training import run as train
     from headrace.data.pipeline.prepare import prepare
+    from headrace.training import run as training_run
 
     root = tmp_path_factory.mktemp("library")
     (root / "data.yaml").write_text(
         f"path: {root}/data\nsources: {{python: {{use: python_library}}}}\n"
-        "tokenizer: {use: bpe, vocab: 1024}\npack: {sequence_length: 128, evaluation: 0.02}\n"
+        "tokenizer: {use: bpe, vocab: 1024}\npack: {sequence_length: 128, eval_fraction: 0.02}\n"
     )
     prepare(recipe.load_data(root / "data.yaml"), lambda line: None)
     (root / "recipe.yaml").write_text(f"""
-run: {root}/run
+run_dir: {root}/run
 model: {{use: llama, layers: 2, embed: 128, heads: 4, kv_heads: 2, mlp: 384, rope_theta: 10000.0}}
 data: {{path: {root}/data, sequence_length: 128}}
 optimizer: {{use: adamw, learning_rate: 5e-3, weight_decay: 0.1}}
 schedule: {{use: cosine, steps: 200, warmup: 20}}
 batch: {{sequences: 16}}
 mesh: {{fsdp: 1, data: auto}}
-memory: {{compute: float32}}
+compute: {{dtype: float32}}
 eval: {{every: 0, batches: 8}}
 log: {{every: 50, tensorboard: false}}
 """)
     load = lambda *overrides: recipe.load(root / "recipe.yaml", list(overrides))
-    assert train.run(load()) == 0
+    assert training_run.run(load()) == 0
     return load
 
 
@@ -140,17 +153,26 @@ def tiny(packed: str, tmp_path):
     from headrace.config import recipe
 
     text = f"""
-run: {tmp_path}/run
+run_dir: {tmp_path}/run
 model: {{use: llama, layers: 2, embed: 32, heads: 4, kv_heads: 2, mlp: 64, rope_theta: 10000.0}}
 data: {{path: {packed}, sequence_length: 64}}
 optimizer: {{use: adamw, learning_rate: 1e-2, weight_decay: 0.1}}
 schedule: {{use: cosine, steps: 12, warmup: 2}}
 batch: {{sequences: 8}}
 mesh: {{fsdp: 1, data: auto}}
-memory: {{compute: float32}}
+compute: {{dtype: float32}}
 checkpoint: {{every: 6}}
 eval: {{every: 0, batches: 2}}
 log: {{every: 1, tensorboard: false}}
 """
     (tmp_path / "recipe.yaml").write_text(text)
     return lambda *overrides: recipe.load(tmp_path / "recipe.yaml", list(overrides))
+
+
+@pytest.fixture
+def demo_run(tmp_path, monkeypatch):
+    """A working directory with a run folder `runs/demo`, which recipes/lora-demo.yaml starts from."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs/demo").mkdir(parents=True)
+    demo = Path(__file__).parent.parent / "recipes/demo.yaml"
+    shutil.copyfile(demo, tmp_path / "runs/demo/recipe.yaml")

@@ -7,11 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from headrace.data.tokenizer import encoders, train as learn, tokenizer as tokenise
 from headrace.data.documents import Ragged
+from headrace.data.tokenizer import encoders
+from headrace.data.tokenizer import tokenizer as tokenizer_io
+from headrace.data.tokenizer import train as tokenizer_train
 
 WORDS = ["river", "mill", "wheel", "grain", "sluice", "größe", "naïve", "水車", "🌊", "if", "x", "==", "1:"]
-SPECIAL = list(learn.OURS.values())
+SPECIAL = list(tokenizer_train.SPECIAL_TOKENS.values())
 
 
 @cache
@@ -22,13 +24,13 @@ def code(count: int = 12) -> tuple[str, ...]:
 
 
 @cache
-def trained(kind: Any = "bpe", vocab: int = 1000) -> tokenise.Tokenizer:
-    return learn.train(code() if kind == "bpe" else code()[-3:], kind=kind, vocab=vocab)
+def trained(kind: Any = "bpe", vocab: int = 1000) -> tokenizer_io.Tokenizer:
+    return tokenizer_train.train_tokenizer(code() if kind == "bpe" else code()[-3:], kind=kind, vocab=vocab)
 
 
 @cache
 def hostile() -> list[str]:
-    return encoders.hostile(trained().inner)
+    return encoders.adversarial_texts(trained().inner)
 
 
 def texts_of(ragged: Ragged) -> list[list[int]]:

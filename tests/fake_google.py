@@ -14,6 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from headrace.tpu import clock
 from tests import soon
 from tests.fake_machine import SCRIPTS, end_processes, free_port
 
@@ -194,7 +195,7 @@ class Google:
         if one["ends"] is not None:
             state = {"state": "DELETING"}
         elif one["fixed"] is None:
-            at = min(int((time.monotonic() - one["begun"]) / self.step), len(QUEUE) - 1)
+            at = min(int((clock.monotonic() - one["begun"]) / self.step), len(QUEUE) - 1)
             if name.split("/")[3] in self.stockout:
                 at = min(at, 1)
             if QUEUE[at] == "ACTIVE" and not one["active"]:
@@ -218,7 +219,7 @@ class Google:
 
     def bury(self) -> None:
         """What was asked to be deleted a moment ago is gone."""
-        for name in [name for name, one in self.queued.items() if (one["ends"] or 1e99) < time.monotonic()]:
+        for name in [name for name, one in self.queued.items() if (one["ends"] or 1e99) < clock.monotonic()]:
             for node in self.own(name):
                 self.switch_off(node)
                 del self.nodes[node]
@@ -267,7 +268,7 @@ class Google:
         name = f"{parent}/queuedResources/{query.get('queuedResourceId') or query['queued_resource_id']}"
         if name in self.queued:
             return wrong(409, f"{name} already exists")
-        self.queued[name] = dict(told=body, begun=time.monotonic(), fixed=None, active=False, ends=None)
+        self.queued[name] = dict(told=body, begun=clock.monotonic(), fixed=None, active=False, ends=None)
         return 200, self.operation(parent, self.tick(name), TYPE + "QueuedResource")
 
     def queued_resource(self, method: str, parts: Any, query: dict[str, str], body: Any) -> tuple[int, Any]:
@@ -285,7 +286,7 @@ class Google:
             del told["response"]
             return 200, told | {"done": False}
         if self.queued[name]["ends"] is None:
-            self.queued[name]["ends"] = time.monotonic() + ENDING
+            self.queued[name]["ends"] = clock.monotonic() + ENDING
         return 200, self.operation(parts[0], {}, "type.googleapis.com/google.protobuf.Empty")
 
     def permissions(self, method: str, parts: Any, query: dict[str, str], body: Any) -> tuple[int, Any]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 # What stands for ssh: goes to the folder that the address names, unless the machine is gone.
 SSH = """\
-#!{python}
+#!{python} -IS
 import os, subprocess, sys, time
 target = next(word for word in sys.argv if "@127." in word).partition("@")[2]
 place = os.path.realpath(os.path.join("{root}", "machines", target))

@@ -12,15 +12,15 @@ import numpy as np
 import torch
 import transformers
 
-from headrace.config import reader as config, sections
+from headrace import objectives
+from headrace.checkpoint import open_hf
+from headrace.config import reader, sections, source_model
+from headrace.convert import to_huggingface
 from headrace.nn import module
-from headrace import objectives as objective
-from headrace.training import step
-from headrace.nn.stack import Execution
-from headrace.convert import to_huggingface as huggingface
-from headrace.model_formats.hf_tensors import table_of
-from headrace.objectives import Batch, Task, Vocabulary
 from headrace.nn.linear import project
+from headrace.nn.stack import Execution
+from headrace.objectives import Batch, SpecialTokens, TrainTask
+from headrace.training import step
 
 # New configurations with every run, few of them, since each is compiled; a failing one is printed as it is.
 # The first of them is not new, but the simplest there is.
@@ -58,33 +58,36 @@ def check(
     training step. The config is read from `folder`, so an import is tested on the way. Gradients smaller than
     `least` are compared as if they were that large."""
     theirs.save_pretrained(folder)
-    settings = huggingface.read_config(folder)
-    family = huggingface.family_of(settings)
-    section = family.from_hf(settings)
-    cfg = config.part_class("models", section.pop("use"))(**section)
-    read = huggingface.from_tensors(table_of(family, cfg), module.shapes(family.Model, cfg), folder)
+    settings = source_model.read_hf_config(folder)
+    family = open_hf.find_family(settings)
+    section = family.hf_naming.from_config(settings)
+    cfg = reader.part_class("models", section.pop("use"))(**section)
+    read = open_hf.read_params(family.tensor_table(cfg), module.shapes(family.Model, cfg), folder)
     params = jax.tree.map(jnp.asarray, read)
-    cap = settings.get(huggingface.soft_cap_name(family) or "")
+    cap = settings.get(family.hf_naming.soft_cap or "")
     vocab = cfg.vocab
     tokens = np.random.default_rng(length).integers(4, vocab, (rows, length))
     positions = np.broadcast_to(np.arange(length), tokens.shape)
     batch = Batch(jnp.asarray(tokens), jnp.ones_like(tokens), jnp.asarray(positions))
-    job = Task(
+    job = TrainTask(
         model=cfg,
-        objective=config.part_class("objectives", "causal" if cfg.causal else "masked")(),
-        loss=config.part_class("losses", "cross_entropy", sections.Loss)(chunk=32, soft_cap=cap),
-        how=Execution(config.part_class("attention", "auto")(), "float32"),
-        vocabulary=Vocabulary(vocab, pad=0, bos=1, eos=2, mask=3),
+        objective=reader.part_class("objectives", "causal" if cfg.causal else "masked")(),
+        loss=reader.part_class("losses", "cross_entropy", sections.LossKeys)(chunk_size=32, soft_cap=cap),
+        exec_opts=Execution(reader.part_class("attention", "auto")(), "float32"),
+        special_tokens=SpecialTokens(vocab, pad=0, bos=1, eos=2, mask=3),
+        family=family,
     )
     axes = module.axes(family.Model, cfg)
-    prepare = objective.file("objectives", job.objective).prepare
+    prepare = objectives.load_objective(job.objective).prepare
 
     @jax.jit
     def run(params: Any, batch: Batch) -> Any:
         examples = prepare(job, batch, jax.random.key(0))
-        grads, sums = step.gradients(job, axes, params, step.split(examples, 1))
+        grads, sums = step.accumulate_gradients(job, axes, params, step.to_microbatches(examples, 1))
         seen = dict(segments=examples.segments, positions=examples.positions)
-        logits = project(params.unembed, params(cfg, examples.inputs, how=job.how, **seen), "bsd,vd->bsv")
+        logits = project(
+            params.unembed, params(cfg, examples.inputs, exec_opts=job.exec_opts, **seen), "bsd,vd->bsv"
+        )
         logits = logits if cap is None else cap * jnp.tanh(logits / cap)
         mean = jax.tree.map(lambda g: g / sums["count"], grads)
         return examples, logits, sums["loss"] / sums["count"], mean
@@ -99,13 +102,13 @@ def check(
     assert np.abs(wanted).max() > 2  # small logits would agree whatever the model
     assert np.abs(logits - wanted).max() <= 2e-5
     assert abs(float(loss) - answer.loss.item()) <= 1e-5
-    table = table_of(family, cfg)
+    table = family.tensor_table(cfg)
     named = {path: weight.grad for path, weight in theirs.named_parameters()}
     if fused:  # their tensors of all experts in one are taken apart on the way to a file, and here as well
         there = stored_gradients(theirs, folder.with_name(folder.name + "-grads"))
-        named = dict(huggingface.to_tensors(table, from_files(table, params, there), "float32"))
+        named = dict(to_huggingface.to_tensors(table, from_files(table, params, there), "float32"))
         named = {path: torch.tensor(gradient) for path, gradient in named.items()}
-    ours = dict(huggingface.to_tensors(table, grads, "float32"))
+    ours = dict(to_huggingface.to_tensors(table, grads, "float32"))
     if fused:  # what is moved by a rule has none there
         named = {path: gradient for path, gradient in named.items() if "correction_bias" not in path}
         ours = {path: gradient for path, gradient in ours.items() if "correction_bias" not in path}
@@ -132,7 +135,7 @@ def stored_gradients(theirs: Any, folder: Path) -> Path:
 
 def from_files(table: Any, params: Any, folder: Path) -> Any:
     shapes = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, w.dtype), params)
-    return huggingface.from_tensors(table, shapes, folder)
+    return open_hf.read_params(table, shapes, folder)
 
 
 def check_export(
@@ -140,13 +143,13 @@ def check_export(
 ) -> None:
     """transformers finds every weight of an export, and computes what the model it was made of did."""
     folder.mkdir()
-    settings = family.to_hf(cfg, 64) | {huggingface.soft_cap_name(family) or "no_cap": cap}
+    settings = family.hf_naming.to_config(cfg, 64) | {family.hf_naming.soft_cap or "no_cap": cap}
     (folder / "config.json").write_text(json.dumps(settings | {"dtype": "float32", "pad_token_id": 0}))
-    huggingface.save_shards(huggingface.to_tensors(table_of(family, cfg), params, "float32"), folder)
+    to_huggingface.save_shards(to_huggingface.to_tensors(family.tensor_table(cfg), params, "float32"), folder)
     auto = transformers.AutoModelForCausalLM if cfg.causal else transformers.AutoModelForMaskedLM
     loaded, info = auto.from_pretrained(folder, output_loading_info=True, **how)
     assert not any(info.values()), info
     with torch.no_grad():
         np.testing.assert_array_equal(loaded.eval()(inputs).logits.numpy(), wanted)
-    section = family.from_hf(json.loads((folder / "config.json").read_text()))
-    assert config.part_class("models", section.pop("use"))(**section) == cfg
+    section = family.hf_naming.from_config(json.loads((folder / "config.json").read_text()))
+    assert reader.part_class("models", section.pop("use"))(**section) == cfg

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from headrace.nn import activations, mlp
-from headrace.nn.mlp import Activation, activate, gated, glu
-from headrace.models import deberta
-from headrace.nn.module import Axes
-from headrace.plan.activations import Layer
 from headrace.low_precision.weight import round_weight
+from headrace.models import deberta
+from headrace.nn import activations, mlp
+from headrace.nn.mlp import Activation, activate, glu, project_gated
+from headrace.nn.module import Axes
+from headrace.plan.activations import LayerSpec
 
 SPECIAL = [0.0, -0.0, 1e-3, -1e-3, 3.5, -3.5, np.inf, -np.inf, np.nan]
 PLAIN: dict[str, tuple[Callable[..., jax.Array], Callable[..., jax.Array]]] = {
@@ -121,7 +121,7 @@ def test_a_gated_mlp_has_the_gradients_of_the_plain_formula(kind: Activation, me
         gate, up, d = (jnp.asarray(numbers(2, 5, 7, seed=n)) for n in range(3))
         gate = gate.at[0, 0, 0].set(0.0)
         w, d = jnp.asarray(numbers(7, 3)), d[..., :3]
-        ours = jax.vjp(lambda *inputs: gated(kind, *inputs, merges=merges), gate, up, w)
+        ours = jax.vjp(lambda *inputs: project_gated(kind, *inputs, prevent_cse=merges), gate, up, w)
         plain = jax.vjp(lambda gate, up, w: (activate(kind, gate) * up) @ w, gate, up, w)
         for one, other in zip((ours[0], *ours[1](d)), (plain[0], *plain[1](d)), strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-12)
@@ -133,7 +133,7 @@ def test_a_gated_mlp_keeps_gate_and_up_and_not_its_hidden_units(kind: Activation
     w = jax.ShapeDtypeStruct((64, 8), jnp.bfloat16)
 
     def ours(gate: Any, up: Any, w: Any) -> jax.Array:
-        return gated(kind, gate * 2, up * 2, w, merges=False)
+        return project_gated(kind, gate * 2, up * 2, w, prevent_cse=False)
 
     assert kept(ours, wide, wide, w) == {("bfloat16", (2, 16, 64)): 2, ("bfloat16", (64, 8)): 1}
     separate = kept(lambda gate, up, w: glu(kind, gate * 2, up * 2) @ w, wide, wide, w)
@@ -164,7 +164,7 @@ def test_the_compiler_takes_less_memory_for_each() -> None:
         assert temporaries(mlp(bits), one, x, trained=(0,)) <= frozen - 0.5 * tensor / 4
 
     def swiglu(x: Any, w_gate: Any, w_up: Any, w_down: Any) -> jax.Array:
-        return gated("swiglu", x @ w_gate, x @ w_up, w_down, merges=False)
+        return project_gated("swiglu", x @ w_gate, x @ w_up, w_down, prevent_cse=False)
 
     separate = temporaries(lambda x, g, u, w: glu("swiglu", x @ g, x @ u) @ w, two, x)
     assert temporaries(swiglu, two, x) <= separate - 0.9 * tensor
@@ -185,30 +185,30 @@ def test_without_a_loop_the_compiler_is_held_back_from_keeping_hidden_units() ->
         found: Any = jax.jit(jax.grad(loss)).lower(weights, x).compile().memory_analysis()
         return found.temp_size_in_bytes
 
-    guarded = unrolled(lambda x, g, u, w: gated("swiglu", x @ g, x @ u, w, merges=True))
+    guarded = unrolled(lambda x, g, u, w: project_gated("swiglu", x @ g, x @ u, w, prevent_cse=True))
     assert guarded < unrolled(lambda x, g, u, w: glu("swiglu", x @ g, x @ u) @ w) - 2 * 128 * hidden * 4
 
 
 @pytest.mark.parametrize(("kind", "bits"), [("relu_bits", 1), ("gelu_bits", 2), ("silu_bits", 2)])
 def test_an_mlp_whose_second_matrix_is_frozen_keeps_bits_alone(kind: Any, bits: int) -> None:
     up, w = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((2, 64, 96), (96, 32)))
-    frozen = lambda up, w: mlp.plain(kind, up, jax.lax.stop_gradient(w), merges=True)
+    frozen = lambda up, w: mlp.project_plain(kind, up, jax.lax.stop_gradient(w), prevent_cse=True)
     found = kept(frozen, up, w)
     assert found.pop(("float32", (96, 32))) == 1  # the matrix itself
     assert found == {("uint8", (2, 64 * bits // 8, 96)): 1}
-    trained = kept(lambda up, w: mlp.plain(kind, up, w, merges=True), up, w)
+    trained = kept(lambda up, w: mlp.project_plain(kind, up, w, prevent_cse=True), up, w)
     assert ("float32", (2 * 64, 96)) in trained  # the hidden units, for its gradient
 
 
 @pytest.mark.parametrize("kind", ["gelu", "silu"])
 def test_an_mlp_keeps_of_a_smooth_activation_its_input_alone(kind: Any) -> None:
     x, up, w = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((2, 64, 8), (8, 96), (96, 32)))
-    ours = lambda x, up, w: mlp.plain(kind, x @ up, w, merges=False)
+    ours = lambda x, up, w: mlp.project_plain(kind, x @ up, w, prevent_cse=False)
     assert kept(ours, x, up, w)["float32", (2, 64, 96)] == 1
 
 
 def test_every_activation_of_an_mlp_without_a_gate_is_a_choice_of_deberta() -> None:
-    names = {*typing.get_args(mlp.Plain)}
+    names = {*typing.get_args(mlp.PlainActivation)}
     assert names == {*activations.PLAIN}
     assert names == {*typing.get_args(typing.get_type_hints(deberta.Config)["activation"])}
     assert {f"{kind}_bits" for kind in ("relu", *activations.STEPS)} <= names
@@ -228,11 +228,11 @@ def test_a_plan_counts_what_jax_keeps_of_an_mlp(kind: Any, products: str, frozen
         *hidden, down = [x * 2 for x in inputs]
         down = jax.lax.stop_gradient(down) if frozen else down
         if products != "compute":
-            axes = Axes(("mlp", "embed"), stacked=0, inputs=1)
+            axes = Axes(("mlp", "embed"), stacked=0, num_input_axes=1)
             down = round_weight(down, axes, dtype=jnp.bfloat16, format=products, native=False)
         if gates == 2:
-            return gated(kind, *hidden, down, merges=True)
-        return mlp.plain(kind, *hidden, down, merges=True)
+            return project_gated(kind, *hidden, down, prevent_cse=True)
+        return mlp.project_plain(kind, *hidden, down, prevent_cse=True)
 
     counts: dict[tuple[str, int], int] = {}
     for (dtype, shape), often in kept(run, *wide, w).items():
@@ -240,5 +240,5 @@ def test_a_plan_counts_what_jax_keeps_of_an_mlp(kind: Any, products: str, frozen
         if size > 96 * 8 and size != 96 * 40:  # neither scales nor the weight
             counts[dtype, size] = max(counts.get((dtype, size), 0), often)
     found = sum(jnp.dtype(dtype).itemsize * size * often for (dtype, size), often in counts.items())
-    layer = Layer(item=2, products=products, activation=kind, gates=gates, frozen=frozen)
-    assert 2 * layer.kept_of_mlp() * 2 * 64 * 96 == found
+    layer = LayerSpec(itemsize=2, matmul=products, activation=kind, up_matrices=gates, is_down_frozen=frozen)
+    assert 2 * layer.saved_mlp_units() * 2 * 64 * 96 == found

@@ -9,12 +9,12 @@ import pytest
 FAULTS = """
 import resource, sys, threading
 import numpy as np
-from headrace import allocator
+from headrace.runtime import malloc
 
 if sys.argv[1] == "kept":
-    allocator.one_arena()
-    allocator.keep_freed(1 << 30)
-    allocator.keep_freed(32 << 20)  # a smaller wish takes nothing back
+    malloc.one_arena()
+    malloc.keep_freed(1 << 30)
+    malloc.keep_freed(32 << 20)  # a smaller wish takes nothing back
 
 def work():
     for number in range(10):
@@ -40,10 +40,11 @@ def test_freed_memory_of_a_thread_stays_for_the_next_block() -> None:
 
 SOON = """
 import sys
-from headrace import allocator, cli
+from headrace.runtime import malloc
+from headrace.cli import main as cli_main
 
-allocator.one_arena = lambda: sys.exit("late" if "jax" in sys.modules else "in time")
-cli.main(["train", sys.argv[1], "--once"])
+malloc.one_arena = lambda: sys.exit("late" if "jax" in sys.modules else "in time")
+cli_main.main(["train", sys.argv[1], "--once"])
 """
 
 

@@ -18,10 +18,10 @@ import pytest
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
-from headrace.nn import sharding as mesh
-from headrace.attention import band, xla
-from headrace.kernels import band_tpu as band_mosaic
-from headrace.attention import Mask, attend, choose
+from headrace.attention import attend, band, choose, xla
+from headrace.kernels import band_tpu
+from headrace.nn import sharding
+from headrace.nn.attention_mask import Mask
 
 AUTO = SimpleNamespace(use="auto")
 XLA = SimpleNamespace(use="xla")
@@ -123,8 +123,8 @@ def computed(cfg: Any, inputs: Inputs, case: Case) -> list[np.ndarray]:
     @jax.jit
     def run(q: Any, k: Any, v: Any, d_out: Any, segments: Any) -> Any:
         def forward(q: Any, k: Any, v: Any) -> Any:
-            q, k, v, ids = (mesh.balance(x) for x in (q, k, v, segments))
-            return mesh.restore(call(cfg, q, k, v, ids, case))
+            q, k, v, ids = (sharding.to_balanced_order(x) for x in (q, k, v, segments))
+            return sharding.from_balanced_order(call(cfg, q, k, v, ids, case))
 
         out, pull = jax.vjp(forward, q, k, v)
         return out, *pull(d_out)
@@ -172,7 +172,7 @@ def test_the_kernels_of_a_band_give_what_a_window_lets_see(
     monkeypatch: pytest.MonkeyPatch, case: Case, length: int
 ) -> None:
     monkeypatch.setattr(band, "device", lambda: V5E)
-    monkeypatch.setattr(band_mosaic, "TILE", 256)
+    monkeypatch.setattr(band_tpu, "TILE", 256)
     inputs = Inputs(length=length, heads=case.heads)
     assert_same(computed(BAND, inputs, case), definition(inputs, case), 2e-5)
 
@@ -422,7 +422,7 @@ MESHES = {
 @pytest.mark.parametrize("cfg", BACKENDS[:2])
 def test_a_mesh_changes_neither_output_nor_gradients(cfg: Any, sizes: dict[str, int], name: str) -> None:
     inputs, case = Inputs(batch=4), CASES[name]
-    with jax.set_mesh(mesh.make(sizes)):
+    with jax.set_mesh(sharding.make_mesh(sizes)):
         assert_same(computed(cfg, inputs, case), definition(inputs, case), 2e-5)
 
 
@@ -437,7 +437,7 @@ def test_splash_sees_from_the_right_place_when_the_sequence_is_split(
     sizes: dict[str, int], name: str
 ) -> None:
     inputs, case = Inputs(batch=2, length=512), CASES[name]
-    with jax.set_mesh(mesh.make(sizes)):
+    with jax.set_mesh(sharding.make_mesh(sizes)):
         assert_same(computed(SPLASH, inputs, case), definition(inputs, case), 2e-5)
 
 
@@ -445,7 +445,7 @@ def test_splash_sees_from_the_right_place_when_the_sequence_is_split(
 @pytest.mark.parametrize("name", ["bidirectional", "causal window", "packed", "packed bidirectional"])
 def test_eight_parts_of_a_sequence_give_the_output_and_gradients_of_the_whole(name: str) -> None:
     inputs, case = Inputs(batch=1), CASES[name]
-    with jax.set_mesh(mesh.make(dict(data=1, fsdp=1, tensor=1, context=8))):
+    with jax.set_mesh(sharding.make_mesh(dict(data=1, fsdp=1, tensor=1, context=8))):
         assert_same(computed(BLOCKWISE, inputs, case), definition(inputs, case), 2e-5)
 
 
@@ -453,7 +453,7 @@ def test_eight_parts_of_a_sequence_give_the_output_and_gradients_of_the_whole(na
 @pytest.mark.parametrize("name", ["packed", "packed bidirectional", "causal window"])
 def test_splash_gives_the_whole_from_four_parts(name: str) -> None:
     inputs, case = Inputs(batch=1, length=1024), CASES[name]
-    with jax.set_mesh(mesh.make(dict(data=1, fsdp=1, tensor=1, context=4), jax.devices()[:4])):
+    with jax.set_mesh(sharding.make_mesh(dict(data=1, fsdp=1, tensor=1, context=4), jax.devices()[:4])):
         assert_same(computed(SPLASH, inputs, case), definition(inputs, case), 2e-5)
 
 
@@ -533,7 +533,7 @@ def test_the_kernels_of_a_band_fit_the_chip(libtpu: None, slice_name: str) -> No
     """With the longest rows and the widest window that they take, and keys that heads share."""
     more = dict(chip_config_name="megacore") if slice_name.startswith("v4") else {}
     chip = topologies.get_topology_desc(topology_name=slice_name, platform="tpu", **more).devices[0]
-    with jax.set_mesh(mesh.make(dict(data=1, fsdp=1, tensor=1, context=1), [chip])):
+    with jax.set_mesh(sharding.make_mesh(dict(data=1, fsdp=1, tensor=1, context=1), [chip])):
         for window, length, head_dim in ((512, 4096, 128), (512, 8192, 64), (128, 640, 64), (128, 128, 32)):
             one = SingleDeviceSharding(chip)
             q, k = (
@@ -554,7 +554,7 @@ def test_auto_compiles_splash_for_a_tpu_slice_and_splits_the_sequence(
 ) -> None:
     slice_ = topologies.get_topology_desc(topology_name="v5e:2x2", platform="tpu")
     devices = slice_.devices[: math.prod(sizes)]
-    compile_for(devices, dict(zip(mesh.AXES, sizes, strict=False)), CASES["packed"], 128)
+    compile_for(devices, dict(zip(sharding.AXES, sizes, strict=False)), CASES["packed"], 128)
 
 
 def compile_for(devices: Any, sizes: dict[str, int] | None, case: Case, head_dim: int) -> None:
@@ -571,7 +571,7 @@ def compile_for(devices: Any, sizes: dict[str, int] | None, case: Case, head_dim
     if sizes is None:
         lowered = gradient.lower(*arrays, segments)
     else:
-        with jax.set_mesh(mesh.make(sizes, devices)):
+        with jax.set_mesh(sharding.make_mesh(sizes, devices)):
             lowered = gradient.lower(*arrays, segments)
     assert lowered.as_text().count("tpu_custom_call") >= 2  # forward, backward
     lowered.compile()

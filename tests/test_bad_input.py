@@ -1,4 +1,4 @@
-"""Bad input in files of every format: told with its place, or left out and counted."""
+"""Bad input in files of every format: reported with its location, or skipped and counted."""
 
 import gzip
 import os
@@ -24,14 +24,14 @@ from test_sources import (
     texts,
 )
 
-from headrace.data.documents import Part, Problems
+from headrace.data.documents import FilePart, Problems
 from headrace.data.formats import delimited, jsonl, text
-from headrace.data.formats.columns import Wanted
+from headrace.data.formats.columns import SourceColumns
 from headrace.errors import UserError
 
 
 def skipped(path: Path, **keys: str) -> tuple[list[str], dict[str, int], list[str]]:
-    """What is left with `errors: skip`, what was counted, and what is said about it."""
+    """The remaining texts with `on_error: skip`, the counts, and the samples of the report."""
     problems = Problems("skip")
     return texts(path, problems, **keys), dict(problems.counts), problems.samples
 
@@ -51,13 +51,16 @@ BAD_LINES = {
     b'{"text": "a\xff"}': ("not UTF-8", "not UTF-8 at byte 12 of the line"),
     b'{"text": "\xed\xa0\x80"}': ("not UTF-8", "not UTF-8 at byte 11"),
     b'{"text": "a\\ud800b"}': ("lone surrogate", "half a surrogate pair at its character 1"),
-    b'{"messages": [{"role": "user", "content": "\\udc00"}]}': ("bad messages", "the assistant says nothing"),
+    b'{"messages": [{"role": "user", "content": "\\udc00"}]}': (
+        "bad messages",
+        "no message of the assistant",
+    ),
     b'{"messages": []}': ("bad messages", "no messages"),
 }
 
 
 @pytest.mark.parametrize("line", BAD_LINES, ids=lambda line: line[:20].decode("latin-1"))
-def test_a_bad_line_is_told_with_its_number_or_left_out(line: bytes, tmp_path: Path) -> None:
+def test_a_bad_line_is_reported_with_its_number_or_skipped(line: bytes, tmp_path: Path) -> None:
     kind, message = BAD_LINES[line]
     good = lines([{"text": "first"}]) + b"\n \r\n"
     for name, content in {
@@ -65,7 +68,7 @@ def test_a_bad_line_is_told_with_its_number_or_left_out(line: bytes, tmp_path: P
         "x.jsonl.gz": gzip.compress(good + line + b"\n" + lines([{"text": "last"}])),
     }.items():
         (tmp_path / name).write_bytes(content)
-        with pytest.raises(UserError, match=f"{re.escape(name)}:4: .*{message}.*errors: skip"):
+        with pytest.raises(UserError, match=f"{re.escape(name)}:4: .*{message}.*on_error: skip"):
             documents(tmp_path / name)
         found, counts, samples = skipped(tmp_path / name)
         assert found == ["first", "last"] and counts == {kind: 1}
@@ -79,13 +82,13 @@ def test_lines_are_numbered_from_the_beginning_in_every_range(tmp_path: Path) ->
         places: list[str] = []
         for start in range(0, len(content), size):
             problems = Problems("skip")
-            part = Part(str(tmp_path / "x.jsonl"), start, start + size)
-            list(jsonl.read(part, "x", wanted=Wanted(), problems=problems))
+            part = FilePart(str(tmp_path / "x.jsonl"), start, start + size)
+            list(jsonl.read(part, "x", columns=SourceColumns(), problems=problems))
             places += [sample.split(": ")[0] for sample in problems.samples]
         assert places == [f"{tmp_path}/x.jsonl:{4 * n}" for n in range(1, 10)]
 
 
-def test_a_missing_column_is_told_with_the_nearest(tmp_path: Path) -> None:
+def test_a_missing_column_is_reported_with_the_closest_name(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_bytes(lines([{"contents": "x", "url": "y"}]))
     (tmp_path / "x.csv").write_bytes(as_csv({"contents": ["x"], "url": ["y"]}))
     (tmp_path / "x.parquet").write_bytes(as_parquet(pa.table({"contents": ["x"], "url": ["y"]})))
@@ -94,15 +97,15 @@ def test_a_missing_column_is_told_with_the_nearest(tmp_path: Path) -> None:
         with pytest.raises(
             UserError, match=r"no column content, found contents, url \(did you mean contents\?\)"
         ):
-            documents(tmp_path / name, column="content")
+            documents(tmp_path / name, text_column="content")
         with pytest.raises(UserError, match="no column key, found contents, url;"):
-            documents(tmp_path / name, column="contents", id="key")
-        assert skipped(tmp_path / name, column="content")[:2] == ([], {"missing column": 1})
+            documents(tmp_path / name, text_column="contents", id_column="key")
+        assert skipped(tmp_path / name, text_column="content")[:2] == ([], {"missing column": 1})
 
 
-def test_nan_beside_the_text_does_no_harm(tmp_path: Path) -> None:
+def test_nan_in_another_column_does_no_harm(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_bytes(b'{"text": "a", "score": NaN}\n{"text": "b", "score": 2}\n')
-    assert [d["meta"] for d in documents(tmp_path / "x.jsonl", meta="score")] == [
+    assert [d["meta"] for d in documents(tmp_path / "x.jsonl", meta_columns="score")] == [
         '{"score":null}',
         '{"score":2}',
     ]
@@ -138,7 +141,7 @@ def test_a_cut_compressed_file_gives_what_came_before(suffix: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("name", [*ROWS, "x.jsonl.gz", "x.csv.zst"])
-def test_an_empty_file_is_told(name: str, tmp_path: Path) -> None:
+def test_an_empty_file_is_reported(name: str, tmp_path: Path) -> None:
     content = (
         COMPRESS[name[-3:] if name.endswith("gz") else ".zst"](b"") if name.endswith(("gz", "zst")) else b""
     )
@@ -148,7 +151,7 @@ def test_an_empty_file_is_told(name: str, tmp_path: Path) -> None:
     assert skipped(tmp_path / name)[:2] == ([], {"empty file": 1})
 
 
-def test_tables_without_rows_are_told(tmp_path: Path) -> None:
+def test_tables_without_rows_are_reported(tmp_path: Path) -> None:
     empty = table().slice(0, 0)
     for name, content in {
         "x.parquet": as_parquet(empty),
@@ -168,7 +171,7 @@ def test_an_empty_text_is_an_empty_document(tmp_path: Path) -> None:
     assert texts(tmp_path) == [""]
 
 
-def test_text_that_is_not_utf8_is_told_with_line_and_byte(tmp_path: Path) -> None:
+def test_text_that_is_not_utf8_is_reported_with_line_and_byte(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes("Zeile\nGrüße".encode("latin-1"))
     (tmp_path / "b.txt").write_bytes("\ufeffGrüße".encode())
     with pytest.raises(UserError, match="a.txt:2: not UTF-8 at byte 8 of the file"):
@@ -177,7 +180,7 @@ def test_text_that_is_not_utf8_is_told_with_line_and_byte(tmp_path: Path) -> Non
 
 
 def test_a_text_file_that_is_too_long_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text, "LONGEST", 1000)
+    monkeypatch.setattr(text, "MAX_BYTES", 1000)
     (tmp_path / "a.txt").write_text("x" * 1000)
     (tmp_path / "b.txt").write_text("x" * 1001)
     found, counts, _ = skipped(tmp_path)
@@ -185,8 +188,8 @@ def test_a_text_file_that_is_too_long_is_refused(tmp_path: Path, monkeypatch: py
 
 
 def test_a_line_that_is_too_long_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jsonl, "LONGEST", 5000)
-    monkeypatch.setattr(jsonl, "BLOCK", 512)
+    monkeypatch.setattr(jsonl, "MAX_LINE_BYTES", 5000)
+    monkeypatch.setattr(jsonl, "BLOCK_BYTES", 512)
     content = lines(
         [{"text": "a"}, {"text": "x" * 20_000}, {"text": "b"}, {"text": "y" * 4_000}, {"text": 1}]
     )
@@ -196,11 +199,11 @@ def test_a_line_that_is_too_long_is_passed_over(tmp_path: Path, monkeypatch: pyt
     found, counts, samples = skipped(tmp_path / "x.jsonl")
     assert found == ["a", "b", "y" * 4000] and counts == {"line too long": 1, "missing column": 1}
     assert ["x.jsonl:5: " in sample for sample in samples] == [False, True]
-    for size in (1000, 3000, 7000):  # whoever has its beginning tells
+    for size in (1000, 3000, 7000):  # the part in which it starts reports it
         problems, ids = Problems("skip"), []
         for start in range(0, len(content), size):
-            part = Part(str(tmp_path / "x.jsonl"), start, start + size)
-            for some in jsonl.read(part, "x.jsonl", wanted=Wanted(), problems=problems):
+            part = FilePart(str(tmp_path / "x.jsonl"), start, start + size)
+            for some in jsonl.read(part, "x.jsonl", columns=SourceColumns(), problems=problems):
                 ids += some["text"].to_pylist()
         assert ids == found and problems.counts == counts
 
@@ -217,7 +220,7 @@ def test_a_line_of_a_gigabyte_does_not_fill_the_memory(tmp_path: Path) -> None:
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 700_000  # KB
 
 
-def test_rows_of_another_width_are_told_with_their_line(tmp_path: Path) -> None:
+def test_rows_of_another_width_are_reported_with_their_line(tmp_path: Path) -> None:
     (tmp_path / "x.csv").write_bytes(
         b'\xef\xbb\xbfn,text\r\n1,"a\r\nb"\r\n2\r\n3,c\r\n4,d,e\r\n5,\xff\r\n6,"say ""f"""\r\n7\r\n'
     )
@@ -232,7 +235,7 @@ def test_rows_of_another_width_are_told_with_their_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".tsv"])
-def test_a_quote_that_is_never_closed_is_told_with_its_line(tmp_path: Path, suffix: str) -> None:
+def test_a_quote_that_is_never_closed_is_reported_with_its_line(tmp_path: Path, suffix: str) -> None:
     file, mark = tmp_path / f"x{suffix}", "," if suffix == ".csv" else "\t"
     file.write_text('n,text\n1,5" pipe\n2,b\n'.replace(",", mark))  # amid a value, it is nothing but itself
     assert [d["text"] for d in documents(file)] == ['5" pipe', "b"]
@@ -241,9 +244,9 @@ def test_a_quote_that_is_never_closed_is_told_with_its_line(tmp_path: Path, suff
         documents(file)
 
 
-def test_columns_with_another_mark_between_them_are_told(tmp_path: Path) -> None:
+def test_columns_with_another_mark_between_them_are_reported(tmp_path: Path) -> None:
     (tmp_path / "x.csv").write_text("id;text\n1;a\n2;b\n")
-    with pytest.raises(UserError, match="have ';' between them, expected ','"):
+    with pytest.raises(UserError, match="are separated by ';', expected ','"):
         documents(tmp_path / "x.csv")
 
 
@@ -264,7 +267,7 @@ def test_lines_are_counted_as_an_editor_counts_them(tmp_path: Path) -> None:
 def test_rows_keep_their_numbers_across_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [f"{n},text {n}" if n % 10 else f"{n}" for n in range(1, 400)]
     (tmp_path / "x.csv").write_text("n,text\n" + "\n".join(rows) + "\n")
-    monkeypatch.setattr(delimited, "LONGEST", 100)
+    monkeypatch.setattr(delimited, "MAX_ROW_BYTES", 100)
     problems = Problems("skip")
     found = documents(tmp_path / "x.csv", problems)
     assert {d["id"]: d["text"] for d in found} == {f"x.csv:{n}": f"text {n}" for n in range(1, 400) if n % 10}
@@ -272,8 +275,8 @@ def test_rows_keep_their_numbers_across_blocks(tmp_path: Path, monkeypatch: pyte
     assert [sample.split(":")[1] for sample in problems.samples[:3]] == ["11", "21", "31"]
 
 
-def test_a_row_that_is_too_long_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(delimited, "LONGEST", 1000)
+def test_a_row_that_is_too_long_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delimited, "MAX_ROW_BYTES", 1000)
     (tmp_path / "x.csv").write_text("n,text\n" + "1,a\n" * 10 + f"2,{'x' * 5000}\n3,b\n")
     with pytest.raises(UserError, match="a row of more than .*or a quote that is never closed"):
         documents(tmp_path / "x.csv")
@@ -281,7 +284,7 @@ def test_a_row_that_is_too_long_is_told(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("name", ["x.parquet", "x.arrow", "y.arrow", "x.feather"])
-def test_a_damaged_table_is_told(name: str, tmp_path: Path) -> None:
+def test_a_damaged_table_is_reported(name: str, tmp_path: Path) -> None:
     whole = ROWS[name]()
     for content in (
         whole[: len(whole) // 2],
@@ -300,7 +303,7 @@ def test_a_damaged_table_is_told(name: str, tmp_path: Path) -> None:
         assert found == TEXTS[: len(found)]
 
 
-def test_damage_amid_a_parquet_file_is_told(tmp_path: Path) -> None:
+def test_damage_within_a_parquet_file_is_reported(tmp_path: Path) -> None:
     values = [f"{n} " + "x" * 1000 for n in range(1000)]
     whole = bytearray(as_parquet(pa.table({"text": values}), row_group_size=100, use_dictionary=False))
     start = (
@@ -314,7 +317,7 @@ def test_damage_amid_a_parquet_file_is_told(tmp_path: Path) -> None:
     assert counts == {"damaged file": 1} and found == values[: len(found)]
 
 
-def test_bad_values_in_tables_are_told_with_their_row(tmp_path: Path) -> None:
+def test_bad_values_in_tables_are_reported_with_their_row(tmp_path: Path) -> None:
     offsets, content = np.array([0, 1, 2, 3], np.int32), b"a\xffb"
     broken = pa.StringArray.from_buffers(3, pa.py_buffer(offsets), pa.py_buffer(content))
     for kind, column in {"not UTF-8": broken, "missing column": pa.array(["a", None, "b"])}.items():
@@ -325,7 +328,7 @@ def test_bad_values_in_tables_are_told_with_their_row(tmp_path: Path) -> None:
             assert skipped(tmp_path / name)[:2] == (["a", "b"], {kind: 1})
     (tmp_path / "x.parquet").write_bytes(as_parquet(pa.table({"text": [1, 2]})))
     with pytest.raises(UserError, match="x.parquet: column text holds int64, expected text or messages"):
-        documents(tmp_path / "x.parquet", column="text")
+        documents(tmp_path / "x.parquet", text_column="text")
 
 
 def test_a_list_of_records_tells_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -337,6 +340,6 @@ def test_a_list_of_records_tells_what_is_wrong(tmp_path: Path, monkeypatch: pyte
     assert skipped(tmp_path / "x.json")[:2] == ([], {"bad JSON": 1})
     (tmp_path / "x.json").write_bytes(b"\n".join([b'{"text": "a"}', b'{"text": "b"}']))
     assert texts(tmp_path / "x.json") == ["a", "b"]
-    monkeypatch.setattr(jsonl, "LONGEST_LIST", 10)
+    monkeypatch.setattr(jsonl, "MAX_LIST_BYTES", 10)
     (tmp_path / "x.json").write_text('[{"text": "a"}]')
     assert skipped(tmp_path / "x.json")[:2] == ([], {"file too long": 1})

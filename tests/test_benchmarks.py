@@ -26,7 +26,7 @@ from benchmarks import (
 from benchmarks.data_measure import Cost, Rate, compare, measured, spent
 
 SMALL = ["model.layers=1", "model.embed=32", "model.heads=4", "model.kv_heads=2", "model.mlp=64"]
-SMALL += ["model.vocab=300", "memory.compute=float32", "data.sequence_length=32", "batch.sequences=8"]
+SMALL += ["model.vocab=300", "compute.dtype=float32", "data.sequence_length=32", "batch.sequences=8"]
 
 
 def test_packing_fills_rows_of_all_documents(tmp_path: Path) -> None:
@@ -96,13 +96,17 @@ def test_cpu_time_of_ended_and_running_processes_is_counted() -> None:
 @pytest.mark.parametrize("name, attention", [("eurobert-210m", steps.UNMASKED), ("modernbert-base", "sdpa")])
 def test_the_peers_first_masked_step_has_the_loss_of_ours(tmp_path: Path, name: str, attention: str) -> None:
     small = [*SMALL[1:3], *SMALL[4:], "model.layers=2"] if name == "modernbert-base" else SMALL
-    cfg = steps.load(f"recipes/{name}.yaml", {"objective.masked": 1.0, "objective.random": 0.0}, small)
+    cfg = steps.load(
+        f"recipes/{name}.yaml",
+        {"objective.mask_token_share": 1.0, "objective.random_token_share": 0.0},
+        small,
+    )
     ours = steps.headrace_steps(cfg, 2, mask=299, folder=tmp_path)
     model = steps.transformers_model(cfg, attention)
     steps.take_weights(model, tmp_path)
     examples = steps.take_examples(tmp_path)
     share = (examples["labels"] >= 0).float().mean().item()
-    assert share == pytest.approx(cfg.objective.rate, abs=0.1)
+    assert share == pytest.approx(cfg.objective.mask_rate, abs=0.1)
     assert (examples["input_ids"] == 299).sum() == (examples["labels"] >= 0).sum()
     assert model(**examples).loss.item() == pytest.approx(ours["first_loss"], abs=1e-5)
     assert ours["loss"] != ours["first_loss"]
@@ -138,7 +142,7 @@ def test_the_peer_masks_by_itself_where_ours_failed() -> None:
     tokens = torch.randint(0, 299, (8, 320))
     batch = encoder_gpu.masked(tokens, cfg)
     chosen = batch["labels"] >= 0
-    assert chosen.float().mean().item() == pytest.approx(cfg.objective.rate, abs=0.05)
+    assert chosen.float().mean().item() == pytest.approx(cfg.objective.mask_rate, abs=0.05)
     assert torch.equal(batch["input_ids"] == 299, chosen)
     assert torch.equal(torch.where(chosen, batch["labels"], batch["input_ids"]), tokens)
 
@@ -146,7 +150,7 @@ def test_the_peer_masks_by_itself_where_ours_failed() -> None:
 @pytest.mark.thin(2)
 @pytest.mark.parametrize("isolate", ["true", "false"])
 def test_the_peers_first_step_on_packed_rows_has_the_loss_of_ours(isolate, tiny, tmp_path: Path) -> None:
-    cfg = tiny(f"data.isolate={isolate}", "model.rope_theta=500.0")
+    cfg = tiny(f"data.isolate_documents={isolate}", "model.rope_theta=500.0")
     take, ours = cpu.headrace_step(cfg, tmp_path)
     peer, theirs = cpu.torch_step(cfg, tmp_path, compiled=False)
     assert theirs == pytest.approx(ours, abs=1e-5)
@@ -264,18 +268,20 @@ def test_ratios_of_steps_say_whether_they_are_what_is_wanted() -> None:
 
 
 def test_the_program_of_scanned_layers_has_one_size() -> None:
-    from headrace.training import setup as build, step
+    from headrace.model_wrappers import load_family
     from headrace.nn import module
-    from headrace.objectives import Vocabulary, file, make_task
+    from headrace.objectives import SpecialTokens
+    from headrace.training import setup, step
+    from headrace.training.task import make_task
 
     def lines(settings: dict[str, Any]) -> int:
         cfg = steps.load(scaling.RECIPE, scaling.SMALL.settings | settings | {"batch.sequences": 8})
-        devices, task = build.make_mesh(cfg), make_task(cfg, Vocabulary(cfg.model.vocab, *[None] * 4))
-        update = build.make_update(cfg, task)
-        axes = module.axes(file("models", task.model).Model, task.model)
-        abstract, _ = build.make_state(cfg, task, update, devices)
+        devices, task = setup.make_mesh(cfg), make_task(cfg, SpecialTokens(cfg.model.vocab, *[None] * 4))
+        update = setup.make_update(cfg, task)
+        axes = module.axes(load_family(task.model).Model, task.model)
+        abstract, _ = setup.make_state(cfg, task, update, devices)
         one = step.train_step(task, update, axes)
-        return len(build.lowered(cfg, one, abstract, devices).as_text().splitlines())
+        return len(setup.lower_step(cfg, one, abstract, devices).as_text().splitlines())
 
     sizes: dict[str, list[int]] = {}
     for curve, layers, settings in scaling.sweeps(scaling.SMALL, ["layers"]):

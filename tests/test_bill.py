@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from headrace.cli.main import main
-from headrace.tpu import job_ledger as place
+from headrace.tpu import clock, job_ledger, timeouts
+from tests import fast_clock
 from tests.test_launch import RECIPE, Story
 
 pytest.importorskip("google.cloud.tpu_v2", reason="needs google-cloud-tpu: pip install -e '.[cloud]'")
@@ -24,19 +25,24 @@ NODE = f"{ZONE}/nodes/job"
 SPOT = {"acceleratorType": "v4-16", "metadata": {}, "schedulingConfig": {"spot": True}}
 FOREIGN = SPOT | {"labels": {}}
 OURS = SPOT | {"labels": {"headrace": "yes"}}
-TIMES = {"POLL": 0.1, "REACH": 5.0, "DENIED": 2.0, "REST": 1.5, "GIVE_UP": 20.0, "PATIENCE": 1.0}
+TIMES = {
+    "POLL": 0.1,
+    "MAX_BACKOFF": 1.0,
+    "CONNECT_TIMEOUT": 5.0,
+    "AUTH_RETRY": 2.0,
+    "SHUTDOWN_GRACE": 1.5,
+    "DELETE_TIMEOUT": 20.0,
+}
 
 
 class Here(Story):
     """A story whose launcher is this process."""
 
     def quick(self, monkeypatch) -> None:
-        from headrace.cli import tpu as command, tpu_status as look_command
-        from headrace.tpu import outcome as ending, launch, provision as rent, workers
-
-        for module in (command, ending, launch, look_command, rent, workers):
-            for name in TIMES.keys() & vars(module).keys():
-                monkeypatch.setattr(module, name, TIMES[name])
+        fast_clock.install(monkeypatch)
+        monkeypatch.setattr("headrace.tpu.bundle.find_repository", lambda: self.tree)
+        for name, seconds in TIMES.items():
+            monkeypatch.setattr(timeouts, name, seconds)
         for name, value in self.google.env().items():
             monkeypatch.setenv(name, value)
         monkeypatch.chdir(self.root)
@@ -95,15 +101,13 @@ def alive(pids: list[int]) -> list[bool]:
 
 
 @pytest.mark.fault(30)
-def test_slices_that_are_lost_as_soon_as_they_are_there_are_counted_and_have_an_end(
-    here, capsys, monkeypatch
-):
-    monkeypatch.setattr("headrace.tpu.provision.LOSSES", 3)
+def test_slices_lost_before_training_are_counted_and_given_up(here, capsys, monkeypatch):
+    monkeypatch.setattr("headrace.tpu.provision.MAX_LOSSES", 3)
     here.google.born = ["gone"]
     assert here.run() == 2
     said = capsys.readouterr()
-    assert "3 slices in a row were lost before anything trained" in said.err, said
-    assert "ACTIVE, but 1 of 1 nodes are gone: deletes it and asks again" in said.out
+    assert "3 slices in a row were lost before training started" in said.err, said
+    assert "ACTIVE, but 1 of 1 nodes are gone: deleting it and requesting another" in said.out
     assert here.nothing_left() and len(here.created()) == 3
     lives = json.loads((here.root / "launcher/tpu/project/job/lives.json").read_text())["lives"]
     assert len(lives) == 3 and not any(life["open"] for life in lives)
@@ -126,7 +130,7 @@ def test_a_foreign_slice_that_cannot_be_reached_is_left_alone(here, capsys, why)
 
 
 @pytest.mark.fault(31)
-def test_a_training_that_cannot_be_reached_is_never_ended_by_who_would_adopt_it(here, capsys):
+def test_a_launcher_that_cannot_reach_a_running_training_never_ends_it(here, capsys):
     pids = here.trains_alone()
     here.google.block()
     assert here.run() == 1
@@ -143,7 +147,7 @@ def test_a_training_that_cannot_be_reached_is_never_ended_by_who_would_adopt_it(
     assert alive(pids) == [True, True] and len(here.created()) == 1 and len(here.google.queued) == 1
 
 
-def test_a_slice_made_here_that_nobody_ever_reached_is_given_back(here, capsys):
+def test_a_new_slice_that_was_never_reached_is_deleted(here, capsys):
     here.google.born = ["denied", "denied"]
     assert here.run() == 1 and here.nothing_left() and len(here.created()) == 1
     said = capsys.readouterr().out
@@ -151,17 +155,17 @@ def test_a_slice_made_here_that_nobody_ever_reached_is_given_back(here, capsys):
 
 
 @pytest.mark.fault(30)
-def test_a_new_slice_of_which_one_machine_does_not_answer_is_changed_for_another(here, capsys):
+def test_a_new_slice_with_an_unreachable_machine_is_replaced(here, capsys):
     here.google.born = ["blocked"]
     assert here.run() == 0 and here.nothing_left() and len(here.created()) == 2
-    assert "a machine of the slice is faulty" in capsys.readouterr().out
+    assert "a worker is faulty" in capsys.readouterr().out
 
 
-def test_a_faulty_machine_of_a_slice_that_is_kept_is_told_and_the_slice_stays(here, capsys):
+def test_a_faulty_machine_of_a_kept_slice_is_reported_and_the_slice_stays(here, capsys):
     here.trainer("77")
     here.google.make_node(NODE, OURS)
     assert here.run("--keep") == 77
-    assert "job is kept: delete it to take another" in capsys.readouterr().out
+    assert "job is kept: delete it to rent another" in capsys.readouterr().out
     assert NODE in here.google.nodes and not here.created()
 
 
@@ -169,7 +173,8 @@ def test_a_foreign_slice_that_is_lost_or_waits_is_not_deleted(here, capsys):
     here.google.make_node(NODE, FOREIGN)
     here.google.nodes[NODE]["state"] = "PREEMPTED"
     assert here.run("--keep") == 2
-    assert "found it PREEMPTED in us-central2-b, and Headrace did not make it" in capsys.readouterr().err
+    reason = "found it PREEMPTED in us-central2-b, and it is not replaced, since Headrace did not make it"
+    assert reason in capsys.readouterr().err
     assert NODE in here.google.nodes
     here.google.nodes[NODE]["state"] = "CREATING"
     argv = ["tpu", "create", "--slice", "v4-16", "--name", "job", "--spot", "--zone", "us-central2-b"]
@@ -178,7 +183,7 @@ def test_a_foreign_slice_that_is_lost_or_waits_is_not_deleted(here, capsys):
     assert NODE in here.google.nodes and not [call for call in here.google.calls if call[0] == "DELETE"]
 
 
-def test_one_who_is_refused_has_changed_nothing_of_the_job_that_is_there(here, capsys):
+def test_a_refused_launcher_changes_nothing_of_the_running_job(here, capsys):
     pids = here.trains_alone()
     ledger = here.root / "launcher/tpu/project/job/lives.json"
     before = ledger.read_text(), dict(here.google.nodes[NODE]["metadata"])
@@ -191,16 +196,16 @@ def test_one_who_is_refused_has_changed_nothing_of_the_job_that_is_there(here, c
 
 
 @pytest.mark.fault(30)
-def test_a_worker_that_ends_well_does_not_leave_the_others_running_for_ever(here, capsys):
+def test_a_worker_that_ends_early_does_not_leave_the_others_running(here, capsys):
     half = f'count="{here.root}/count"; echo >> "$count"; [ "$(wc -l < "$count")" -gt 2 ] && exit 0; '
     half += "[ $HEADRACE_PROCESS = 0 ] && exit 0; exec sleep 1000"
     here.google.python(f'case "$*" in *"-m headrace train"*) {half};; *) exec "{sys.executable}" "$@";; esac')
     assert here.run() == 0 and here.nothing_left()
-    assert "the trainer ended and can go on (w1: 137)" in capsys.readouterr().out
+    assert "training stopped and can be restarted (w1: 137)" in capsys.readouterr().out
 
 
 @pytest.mark.fault(30)
-def test_a_trainer_that_ends_with_1_when_its_machines_are_taken_away_goes_on(here, capsys):
+def test_exit_code_1_on_a_slice_that_was_taken_away_counts_as_a_preemption(here, capsys):
     here.trainer("1 0")
     taken = f'curl -s -o /dev/null "{here.google.url}/vm/take"; exit 1'
     once = f"if mkdir '{here.root}/once'; then {taken}; fi; exit 0"  # its other worker may not live to see it
@@ -208,41 +213,41 @@ def test_a_trainer_that_ends_with_1_when_its_machines_are_taken_away_goes_on(her
     here.google.python(text.partition("\n")[2])
     here.google.taken = "job"
     assert here.run() == 0 and here.nothing_left() and len(here.created()) == 2
-    assert "the slice was taken away (SUSPENDED): takes another" in capsys.readouterr().out
+    assert "the cloud took the slice away (SUSPENDED): renting another slice" in capsys.readouterr().out
 
 
-def test_a_trainer_that_ends_with_the_code_of_a_broken_connection_has_ended(here, capsys):
+def test_exit_code_255_of_a_trainer_is_not_taken_for_a_broken_connection(here, capsys):
     here.trainer("255 0")
     assert here.run() == 0 and here.nothing_left()
-    assert "the trainer ended and can go on (w0: 254, w1: 254)" in capsys.readouterr().out
+    assert "training stopped and can be restarted (w0: 254, w1: 254)" in capsys.readouterr().out
 
 
-def test_half_of_slices_that_are_joined_is_not_ready(here):
-    from headrace.tpu.cloud import State
+def test_joined_slices_of_which_one_is_missing_are_lost(here):
+    from headrace.tpu.cloud import SliceState
     from headrace.tpu.gcp import Gcp
 
     argv = ["tpu", "create", "--slice", "2xv4-16", "--name", "job", "--zone", "us-central2-b"]
     assert main([*argv, *here.key]) == 0
     cloud = Gcp("project", ("us-central2-b",))
-    assert cloud.find("job").state is State.READY and len(cloud.find("job").workers) == 4
-    assert len(cloud.nodes(cloud.find("job"))) == 2
+    assert cloud.find("job").state is SliceState.READY and len(cloud.find("job").workers) == 4
+    assert len(cloud.nodes_of(cloud.find("job"))) == 2
     here.google.switch_off(f"{NODE}-1")
     del here.google.nodes[f"{NODE}-1"]
-    assert cloud.find("job").state is State.LOST
-    assert cloud.find("job").said == "ACTIVE, but 1 of 2 nodes are gone"
+    assert cloud.find("job").state is SliceState.LOST
+    assert cloud.find("job").status_text == "ACTIVE, but 1 of 2 nodes are gone"
 
 
-def test_a_slice_that_is_found_far_from_its_bucket_is_refused_and_left(here, capsys):
+def test_a_slice_found_far_from_its_bucket_is_refused_and_left_alone(here, capsys):
     far = "projects/project/locations/us-east1-d/nodes/job"
     here.google.make_node(far, OURS)
     (here.root / "recipe.yaml").write_text(RECIPE.format(run="gs://near/run"))
     assert here.run() == 2
-    assert "gs://near lies in us-central2, the slice in us-east1" in capsys.readouterr().err
+    assert "gs://near is in us-central2, the slice in us-east1" in capsys.readouterr().err
     assert far in here.google.nodes and not here.created()
     assert here.run("--far-bucket") == 0
 
 
-def test_a_slice_that_somebody_deletes_is_not_rented_again(here, capsys):
+def test_a_slice_that_somebody_deletes_is_not_replaced(here, capsys):
     here.trainer("wait " * 9)  # the launcher starts it again, until the slice is gone
 
     def delete() -> None:
@@ -252,7 +257,7 @@ def test_a_slice_that_somebody_deletes_is_not_rented_again(here, capsys):
 
     with meanwhile(delete):
         assert here.run() == 75
-    assert "the slice was deleted by somebody else; the same command goes on" in capsys.readouterr().out
+    assert "somebody else deleted the slice; the same command resumes" in capsys.readouterr().out
     assert here.nothing_left() and len(here.created()) == 1
 
 
@@ -260,27 +265,25 @@ def after_the_first_life(monkeypatch, act) -> None:
     """Does that when a life has ended and nobody looks."""
     from headrace.tpu.launch import Launcher
 
-    ended = Launcher.ended
+    ended = Launcher.exit_code_for
 
     def acted(launcher, how):
-        monkeypatch.setattr(Launcher, "ended", ended)
+        monkeypatch.setattr(Launcher, "exit_code_for", ended)
         act()
         return ended(launcher, how)
 
-    monkeypatch.setattr(Launcher, "ended", acted)
+    monkeypatch.setattr(Launcher, "exit_code_for", acted)
 
 
 @pytest.mark.thin(2)
 @pytest.mark.parametrize("there", ["DELETING", "nothing", "another"])
 @pytest.mark.parametrize("keep", [[], ["--keep"]], ids=str)
-def test_a_slice_that_is_deleted_between_two_lives_is_not_rented_again(
-    here, capsys, monkeypatch, there, keep
-):
+def test_a_slice_that_is_deleted_between_two_attempts_is_not_replaced(here, capsys, monkeypatch, there, keep):
     def delete() -> None:
         time.sleep(1.1 if there == "another" else 0.0)  # births are told in seconds
         with here.google.lock:
             for queued in here.google.queued.values():
-                queued["ends"] = time.monotonic() + (1.0 if there == "DELETING" else -1.0)
+                queued["ends"] = clock.monotonic() + (1.0 if there == "DELETING" else -1.0)
             here.google.bury()
             if there == "another":
                 here.google.make_node(NODE, OURS)
@@ -289,20 +292,20 @@ def test_a_slice_that_is_deleted_between_two_lives_is_not_rented_again(
     after_the_first_life(monkeypatch, delete)
     assert here.run(*keep) == 75
     said = capsys.readouterr().out
-    assert "the slice was deleted by somebody else; the same command goes on" in said
+    assert "somebody else deleted the slice; the same command resumes" in said
     assert "is kept" not in said and len(here.created()) == 1
     here.google.bury()
     assert keep or len(here.google.nodes) == (there == "another")
 
 
-def test_a_slice_that_is_taken_away_between_two_lives_is_taken_anew(here, monkeypatch):
+def test_a_slice_that_is_preempted_between_two_attempts_is_replaced(here, monkeypatch):
     """Its node may be DELETING before its request is SUSPENDED."""
-    from headrace.tpu.provision import Renter
+    from headrace.tpu.provision import Provisioner
 
-    look = Renter.look
+    look = Provisioner.find_slice
 
     def looked(renter):
-        monkeypatch.setattr(Renter, "look", look)
+        monkeypatch.setattr(Provisioner, "find_slice", look)
         found = look(renter)
         here.google.preempt("job")
         return found
@@ -310,14 +313,14 @@ def test_a_slice_that_is_taken_away_between_two_lives_is_taken_anew(here, monkey
     def begin() -> None:
         with here.google.lock:
             here.google.nodes[NODE]["state"] = "DELETING"
-        monkeypatch.setattr(Renter, "look", looked)
+        monkeypatch.setattr(Provisioner, "find_slice", looked)
 
     here.trainer("75 0")
     after_the_first_life(monkeypatch, begin)
     assert here.run() == 0 and len(here.created()) == 2
 
 
-def test_a_request_that_somebody_deletes_is_not_made_again(here, capsys):
+def test_a_request_that_somebody_deletes_is_not_repeated(here, capsys):
     here.google.stockout.add("us-central2-b")
 
     def delete() -> None:
@@ -325,15 +328,15 @@ def test_a_request_that_somebody_deletes_is_not_made_again(here, capsys):
         time.sleep(1.0)  # it was seen
         with here.google.lock:
             for queued in here.google.queued.values():
-                queued["ends"] = time.monotonic() + 0.5
+                queued["ends"] = clock.monotonic() + 0.5
 
     with meanwhile(delete):
         assert here.run() == 75
-    assert "the slice was deleted by somebody else; the same command goes on" in capsys.readouterr().out
+    assert "somebody else deleted the slice; the same command resumes" in capsys.readouterr().out
     assert here.nothing_left() and len(here.created()) == 1
 
 
-def test_a_slice_that_is_kept_loses_the_timer_that_waits_for_the_end_of_its_job(here):
+def test_keeping_a_slice_removes_its_idle_limit(here):
     told = OURS | {"labels": {"headrace": "yes", "headrace-seconds": "86400", "headrace-idle": "1800"}}
     told["metadata"] = {"headrace-idle": "1800"}
     here.google.make_node(NODE, told)
@@ -342,7 +345,7 @@ def test_a_slice_that_is_kept_loses_the_timer_that_waits_for_the_end_of_its_job(
     assert node["metadata"]["headrace-idle"] == node["labels"]["headrace-idle"] == "0"
 
 
-def test_logs_end_with_the_slice_and_tell_a_broken_line_from_no_job(here, capsys):
+def test_logs_end_with_the_slice_and_distinguish_no_job_from_no_connection(here, capsys):
     here.trains_alone()
     with meanwhile(lambda: (time.sleep(5), here.google.preempt("job"))):
         assert main(["tpu", "logs", "job", *here.key]) == 1
@@ -353,11 +356,11 @@ def test_logs_end_with_the_slice_and_tell_a_broken_line_from_no_job(here, capsys
     assert "idle: found no job on it" in capsys.readouterr().err
     here.google.block()
     assert main(["tpu", "logs", "idle", *here.key]) == 2
-    assert "idle: [w0] cannot be asked: ssh: connect to host" in capsys.readouterr().err
+    assert "idle: cannot be asked: [w0] ssh: connect to host" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_what_the_machines_may_not_do_is_told_while_somebody_is_there(here, capsys, known):
+def test_a_missing_permission_of_the_machines_is_reported_at_the_start(here, capsys, known):
     here.google.timers, here.google.allowed = True, []
     if not known:  # the API that tells is off
         here.google.fault("POST", ":testIamPermissions", 403, "has not been used", count=10**6)
@@ -367,31 +370,31 @@ def test_what_the_machines_may_not_do_is_told_while_somebody_is_there(here, caps
     words = (
         "the account of the machines may not delete TPUs: give it the role" if known else "it is not known"
     )
-    assert f"warning: job may not end itself, and cost money until you delete it: {words}" in (
+    assert f"warning: job may fail to delete itself, and then costs money until you delete it: {words}" in (
         capsys.readouterr().out
     )
 
 
-def test_hours_are_not_forgotten_when_a_delete_failed(here, monkeypatch, capsys):
-    monkeypatch.setattr("headrace.tpu.outcome.GIVE_UP", 0.5)
+def test_hours_still_count_after_a_failed_delete(here, monkeypatch, capsys):
+    monkeypatch.setattr("headrace.tpu.timeouts.DELETE_TIMEOUT", 0.5)
     here.google.make_node(NODE, OURS)
-    place.Ledger("project/job", "gs://b/run").seen("us-central2-b", 1000.0, 4600.0)
+    job_ledger.JobLedger("project/job", "gs://b/run").record("us-central2-b", 1000.0, 4600.0)
     here.google.fault("DELETE", "", 403, "not now", count=99)
     assert main(["tpu", "delete", "job", *here.key]) == 1
-    assert place.Ledger("project/job").lives and "COULD NOT BE DELETED" in capsys.readouterr().err
+    assert job_ledger.JobLedger("project/job").attempts and "COULD NOT BE DELETED" in capsys.readouterr().err
     here.google.faults.clear()
-    assert main(["tpu", "delete", "job", *here.key]) == 0 and not place.Ledger("project/job").lives
+    assert main(["tpu", "delete", "job", *here.key]) == 0 and not job_ledger.JobLedger("project/job").attempts
 
 
-def test_who_only_looks_does_not_refuse_a_run(tmp_path, monkeypatch):
+def test_asking_whether_a_job_is_watched_does_not_block_a_run(tmp_path, monkeypatch):
     monkeypatch.setenv("HEADRACE_HOME", str(tmp_path))
-    assert not place.watched("never") and not list(tmp_path.iterdir())
-    with place.watching("job"):
-        assert place.watched("job")
+    assert not job_ledger.is_watched("never") and not list(tmp_path.iterdir())
+    with job_ledger.watch_lock("job"):
+        assert job_ledger.is_watched("job")
     code = "import fcntl, sys, time; file = open(sys.argv[1]); fcntl.flock(file, fcntl.LOCK_SH)"
     code += "; print(flush=True); time.sleep(0.5)"
     look = [sys.executable, "-c", code, str(tmp_path / "tpu/job/lock")]
     with subprocess.Popen(look, stdout=subprocess.PIPE) as process:
         assert process.stdout.readline()
-        with place.watching("job"):
+        with job_ledger.watch_lock("job"):
             pass

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from headrace.cli.main import main
-from headrace.tpu.console import Voice
+from headrace.tpu.console import Console
 from tests.test_bill import FOREIGN, NODE, OURS, ZONE, Here, alive, meanwhile
 from tests.test_launch import end, hear
 
@@ -40,10 +40,10 @@ def interrupt(times: int = 1) -> None:
         time.sleep(0.1)
 
 
-def test_no_number_of_interruptions_ends_a_training_that_cannot_be_asked(here, capsys, monkeypatch):
+def test_repeated_ctrl_c_does_not_end_a_training_that_cannot_be_asked(here, capsys, monkeypatch):
     pids = here.trains_alone()
     here.google.block()
-    monkeypatch.setattr("headrace.tpu.launch.REACH", 60.0)
+    monkeypatch.setattr("headrace.tpu.timeouts.CONNECT_TIMEOUT", 60.0)
     asked, begun = here.questions(), []
 
     def hurry() -> None:
@@ -59,16 +59,16 @@ def test_no_number_of_interruptions_ends_a_training_that_cannot_be_asked(here, c
     assert alive(pids) == [True, True] and len(here.google.queued) == 1
 
 
-def test_without_a_program_for_ssh_nothing_is_rented(here, capsys, monkeypatch):
+def test_nothing_is_rented_without_an_ssh_program(here, capsys, monkeypatch):
     monkeypatch.setenv("HEADRACE_SSH", "no-such-ssh -v")
     assert here.run() == 2 and not here.created()
-    assert "ssh: found no program no-such-ssh here" in capsys.readouterr().err
+    assert "ssh: found no program no-such-ssh on this machine" in capsys.readouterr().err
     monkeypatch.setenv("HEADRACE_SSH", "ssh 'x")
     assert here.run() == 2 and not here.created()
     assert "HEADRACE_SSH: found ssh 'x, expected a command" in capsys.readouterr().err
 
 
-def test_a_program_for_ssh_that_goes_away_leaves_no_slice(here, capsys, monkeypatch):
+def test_an_ssh_program_that_disappears_leaves_no_slice(here, capsys, monkeypatch):
     monkeypatch.setattr("headrace.tpu.workers.check_ssh", lambda: None)
     monkeypatch.setenv("HEADRACE_SSH", "no-such-ssh")
     assert here.run() == 1 and here.created() and here.nothing_left()
@@ -76,18 +76,16 @@ def test_a_program_for_ssh_that_goes_away_leaves_no_slice(here, capsys, monkeypa
 
 
 @pytest.mark.parametrize("found", [False, True])
-def test_whatever_goes_wrong_at_the_end_a_slice_of_ours_is_deleted_and_one_that_was_found_is_told(
-    here, capsys, monkeypatch, found
-):
+def test_errors_at_the_end_still_delete_a_new_slice_and_report_a_found_one(here, capsys, monkeypatch, found):
     from headrace.tpu import job
 
     pids = here.trains_alone() if found else []
 
-    def wrong(*args) -> None:
+    def wrong(*args, **kwargs) -> None:
         raise ZeroDivisionError("of which nobody thought")
 
-    monkeypatch.setattr(job, "states", wrong)
-    monkeypatch.setattr(job, "ask", wrong)
+    monkeypatch.setattr(job, "try_query_workers", wrong)
+    monkeypatch.setattr(job, "query_workers", wrong)
     with pytest.raises(ZeroDivisionError):
         here.run()
     if found:
@@ -97,15 +95,14 @@ def test_whatever_goes_wrong_at_the_end_a_slice_of_ours_is_deleted_and_one_that_
         assert here.created() and here.nothing_left()
 
 
-def test_a_slice_of_another_user_is_refused_and_one_with_a_training_in_any_case(here, capsys):
+def test_a_slice_of_another_user_needs_adopt_and_must_have_no_training(here, capsys):
     labels = OURS["labels"] | {"headrace-owner": "somebody", "headrace-seconds": "86400"}
     here.google.make_node(NODE, OURS | {"labels": labels})
     before = json.dumps(here.google.nodes[NODE])
     assert here.run() == 2 and here.run("--keep") == 2
     said = capsys.readouterr().err
-    assert (
-        said.count("found a slice of that name in us-central2-b that somebody made; give another --name") == 2
-    )
+    refusal = "found a slice of this name in us-central2-b that somebody made; choose another --name"
+    assert said.count(refusal) == 2
     # Two cannot train there, though the folders of the other one may not be read by us.
     recipe = here.root / "machines/127.0.1.2/home/somebody/.headrace/jobs/job/recipe.yaml"
     with subprocess.Popen(["bash", "-c", "sleep 60; :", "train", str(recipe)]) as trainer:
@@ -115,7 +112,7 @@ def test_a_slice_of_another_user_is_refused_and_one_with_a_training_in_any_case(
             trainer.kill()
     said = capsys.readouterr().err
     assert f"found another recipe in training there ({recipe})" in said
-    assert here.run("--adopt") == 0 and "trains on 2 workers" in capsys.readouterr().out
+    assert here.run("--adopt") == 0 and "training on 2 workers" in capsys.readouterr().out
     assert before == json.dumps(here.google.nodes[NODE]) and not here.created()
 
 
@@ -135,12 +132,12 @@ def test_a_request_of_another_user_that_waits_is_not_deleted(here, capsys):
     assert len(here.google.queued) == len(here.created()) == 1
 
 
-def test_a_faulty_machine_of_a_slice_that_was_found_is_told_and_the_slice_stays(here, capsys):
+def test_a_faulty_machine_of_a_found_slice_is_reported_and_the_slice_stays(here, capsys):
     here.trainer("77")
     here.google.make_node(NODE, OURS)
     assert here.run() == 77
     said = capsys.readouterr().out
-    assert "a machine of the slice is faulty" in said and "job was there before: delete it to take" in said
+    assert "a worker is faulty" in said and "job existed before this command: delete it to rent" in said
     assert NODE in here.google.nodes and not here.created()
 
 
@@ -153,7 +150,7 @@ def hangup() -> None:
 
 @pytest.mark.parametrize("more", [["--keep"], []])
 @pytest.mark.parametrize("end", [interrupt, hangup])
-def test_a_request_that_was_made_here_does_not_stay_in_the_queue(here, more, end):
+def test_a_new_request_does_not_stay_in_the_queue_when_the_launcher_ends(here, more, end):
     here.google.stockout = {"us-central2-b"}
 
     def stop() -> None:
@@ -165,7 +162,7 @@ def test_a_request_that_was_made_here_does_not_stay_in_the_queue(here, more, end
     assert here.created() and here.nothing_left()
 
 
-def test_a_terminal_that_is_closed_leaves_the_training_alone(here):
+def test_closing_the_terminal_leaves_the_training_running(here):
     here.trainer("wait")
     process = here.launch()
     here.until(here.training)
@@ -174,15 +171,15 @@ def test_a_terminal_that_is_closed_leaves_the_training_alone(here):
     assert alive(here.google.trainers()) == [True, True] and len(here.google.queued) == 1
 
 
-def test_what_is_kept_is_told_with_its_price(here, capsys):
-    costs = "job is kept and costs $7.36 an hour until `headrace tpu delete job --project project "
+def test_a_kept_slice_is_reported_with_its_price(here, capsys):
+    costs = "job is kept and costs $7.36 per hour until you run `headrace tpu delete job --project project "
     costs += "--zone us-central2-b`"
     here.trainer("0 2")
     assert here.run("--keep") == 0 and costs in capsys.readouterr().out
     assert here.run("--keep") == 2 and costs in capsys.readouterr().out
 
 
-def test_a_request_that_was_there_before_is_kept_and_told(here, capsys):
+def test_an_earlier_request_is_kept_and_reported(here, capsys):
     ask_for(here)
 
     def stop() -> None:
@@ -191,17 +188,17 @@ def test_a_request_that_was_there_before_is_kept_and_told(here, capsys):
 
     with meanwhile(stop):
         assert here.run("--keep") == 75
-    assert "costs $7.36 an hour as soon as it is there, until" in capsys.readouterr().out
+    assert "costs $7.36 per hour as soon as it is ready, until you run" in capsys.readouterr().out
     assert len(here.google.queued) == 1
 
 
-def test_a_slice_that_was_made_to_stay_does_so_without_another_word(here, capsys):
+def test_a_slice_of_tpu_create_is_kept_without_the_option_keep(here, capsys):
     assert main([*CREATE, *here.key]) == 0
     here.trainer("2")
     assert here.run() == 2
     said = capsys.readouterr().out
-    assert "job was made to stay (by `tpu create` or --keep): it is kept at the end" in said
-    assert "job is kept and costs $7.36 an hour" in said and len(here.google.queued) == 1
+    assert "job was made with `tpu create` or --keep, so it is kept at the end" in said
+    assert "job is kept and costs $7.36 per hour" in said and len(here.google.queued) == 1
 
 
 @pytest.mark.thin(3)
@@ -219,10 +216,8 @@ def test_a_slice_that_is_being_repaired_is_waited_for_and_not_deleted(here, caps
     with meanwhile(stop):
         assert here.run(*zones) == 75
     assert name in here.google.nodes and not here.created()
-    assert (
-        f"job is kept and costs $7.36 an hour until `headrace tpu delete job --project project --zone {zone}`"
-        in (capsys.readouterr().out)
-    )
+    command = f"headrace tpu delete job --project project --zone {zone}"
+    assert f"job is kept and costs $7.36 per hour until you run `{command}`" in capsys.readouterr().out
 
 
 def test_machines_that_somebody_stopped_are_not_deleted(here, capsys):
@@ -236,26 +231,27 @@ def test_machines_that_somebody_stopped_are_not_deleted(here, capsys):
 
     with meanwhile(stop):
         assert here.run() == 75
-    told = "STOPPED in us-central2-b, with its disks; `gcloud compute tpus tpu-vm start job "
+    told = "STOPPED in us-central2-b, with its disks; start it with `gcloud compute tpus tpu-vm start job "
     told += "--project=project --zone=us-central2-b`"
-    assert f"stopped by somebody else: it is {told} starts it" in capsys.readouterr().out
+    assert f"somebody else stopped the machines: it is {told}" in capsys.readouterr().out
     assert here.run() == 2 and told in capsys.readouterr().err
     assert NODE in here.google.nodes and not here.created()
 
 
-def test_hours_of_what_is_not_ours_count_from_when_we_began(here, capsys):
+def test_hours_of_a_foreign_slice_count_from_the_first_use(here, capsys):
     here.google.make_node(NODE, FOREIGN)
     here.google.nodes[NODE]["createTime"] = "2026-01-01T00:00:00Z"
     here.trainer("0 2 2")
     assert here.run("--keep") == 0
     said = capsys.readouterr().out
-    assert "had 0 min of the slice in 1 life, about $0.0" in said and "hours are over" not in said
+    assert "used 0 min of slice time in 1 attempt, about $0.0" in said and "the limit of hours" not in said
     for lives in (1, 2):  # nor do those between two of ours
-        assert here.run("--keep") == 2 and f"had 0 min of the slice in {lives} li" in capsys.readouterr().out
+        assert here.run("--keep") == 2
+        assert f"used 0 min of slice time in {lives} attempt" in capsys.readouterr().out
 
 
-def test_another_slice_of_that_name_is_not_taken_for_the_one_that_was_there(here, capsys):
-    from headrace.tpu import outcome as ending
+def test_a_new_slice_of_the_same_name_is_not_taken_for_the_old_one(here, capsys):
+    from headrace.tpu.delete import delete_until_gone
     from headrace.tpu.gcp import Gcp
 
     here.trainer("wait")
@@ -271,18 +267,16 @@ def test_another_slice_of_that_name_is_not_taken_for_the_one_that_was_there(here
 
     with meanwhile(change):
         assert here.run() == 75
-    assert "deleted by somebody else, and another of its name is there since" in capsys.readouterr().out
+    assert "somebody else deleted the slice, and another one has its name now" in capsys.readouterr().out
     assert NODE in here.google.nodes and not here.created()
     assert cloud.find("job").replaces(known) and not cloud.find("job").replaces(cloud.find("job"))
-    assert ending.give_back(cloud, "job", print, "us-central2-b", known) and NODE in here.google.nodes
-    assert ending.give_back(cloud, "job", print, "us-central2-b", cloud.find("job"))
+    assert delete_until_gone(cloud, "job", print, "us-central2-b", known) and NODE in here.google.nodes
+    assert delete_until_gone(cloud, "job", print, "us-central2-b", cloud.find("job"))
     assert not here.google.nodes
 
 
-def test_a_connection_that_stays_broken_is_told_and_made_to_where_the_machine_is_now(
-    here, capsys, monkeypatch
-):
-    monkeypatch.setattr("headrace.tpu.launch.BROKEN", 0.5)
+def test_a_broken_connection_is_reported_and_follows_a_machine_to_its_new_address(here, capsys, monkeypatch):
+    monkeypatch.setattr("headrace.tpu.timeouts.LINK_TIMEOUT", 0.5)
     here.trainer("wait")
     here.google.make_node(NODE, OURS)
     machine = here.root / "machines" / "first"
@@ -291,7 +285,7 @@ def test_a_connection_that_stays_broken_is_told_and_made_to_where_the_machine_is
 
     def cut() -> None:
         here.until(lambda: here.training(3))  # one is seen by both its names
-        here.until(lambda: "trains on 2 workers" in heard())  # and is no longer set up
+        here.until(lambda: "training on 2 workers" in heard())  # and is no longer set up
         ends = here.google.nodes[NODE]["networkEndpoints"]
         address.unlink()
         address.with_name("127.0.99.1").symlink_to(machine)
@@ -300,11 +294,11 @@ def test_a_connection_that_stays_broken_is_told_and_made_to_where_the_machine_is
                 words = (process / "cmdline").read_bytes()
                 if str(here.root / "ssh").encode() in words and b"@127.0.1.1" in words:
                     os.kill(int(process.name), signal.SIGKILL)
-        here.until(lambda: "the connection to w0 is broken, and tried again" in heard())
+        here.until(lambda: "lost the connection to w0, reconnecting" in heard())
         with here.google.lock:
             ends[0]["accessConfig"]["externalIp"] = "127.0.99.1"
         here.until(lambda: "connected to all workers again" in heard())
-        assert "job has other addresses than before" in heard()
+        assert "job has new addresses" in heard()
         interrupt()
 
     def heard() -> str:
@@ -317,7 +311,7 @@ def test_a_connection_that_stays_broken_is_told_and_made_to_where_the_machine_is
         assert here.run() == 75
 
 
-def test_who_comes_back_shortly_before_the_timer_ends_an_idle_slice_has_its_time_anew(here):
+def test_a_new_attempt_resets_the_idle_time_of_a_slice(here):
     from headrace.tpu import timer
 
     here.trainer("2 2")
@@ -326,17 +320,17 @@ def test_who_comes_back_shortly_before_the_timer_ends_an_idle_slice_has_its_time
     long = time.time() - 3000
     for job in here.root.glob("machines/*/home/user/.headrace/jobs/job"):
         os.utime(job / "exit", (long, long))
-        assert timer.ended(job) < time.time() - 2000
+        assert timer.last_alive_at(job) < time.time() - 2000
     (here.root / "install").write_text("exit 1\n")
     for env in here.root.glob("machines/*/home/user/.headrace/envs/*/ready"):
         env.unlink()
     assert here.run("--keep") == 1  # it was installing
     for job in here.root.glob("machines/*/home/user/.headrace/jobs/job"):
-        assert timer.ended(job) > time.time() - 60
+        assert timer.last_alive_at(job) > time.time() - 60
 
 
-def test_workers_that_let_us_in_and_never_answer_do_not_keep_a_slice(here, capsys, monkeypatch):
-    monkeypatch.setattr("headrace.tpu.job.ANSWER", 1.0)
+def test_workers_that_hang_do_not_keep_a_slice_alive(here, capsys, monkeypatch):
+    monkeypatch.setattr("headrace.tpu.timeouts.COMMAND_TIMEOUT", 1.0)
     here.trainer("wait")
     begun = []
 
@@ -349,10 +343,10 @@ def test_workers_that_let_us_in_and_never_answer_do_not_keep_a_slice(here, capsy
     with meanwhile(stop):
         assert here.run() == 75
     assert time.monotonic() - begun[0] < 30 and here.created() and here.nothing_left()
-    assert "lets the trainer save" in capsys.readouterr().out
+    assert "waiting for the trainer to save" in capsys.readouterr().out
 
 
-def test_a_full_disk_of_the_launching_machine_ends_no_training(here, capsys):
+def test_a_full_disk_on_the_launching_machine_ends_no_training(here, capsys):
     folder = here.root / "launcher/tpu/project/job"
     folder.mkdir(parents=True)
     for name in ("w0.log", "lives.new"):
@@ -366,22 +360,22 @@ def test_a_full_disk_of_the_launching_machine_ends_no_training(here, capsys):
     assert "life 1" in (folder / "w1.log").read_text()
 
 
-def test_a_file_without_room_for_what_is_said_is_nobody_who_stopped_listening(monkeypatch):
-    voice = Voice()
+def test_a_full_output_file_is_not_taken_for_a_closed_pipe(monkeypatch):
+    voice = Console()
     with contextlib.suppress(OSError), open("/dev/full", "w") as full:  # which cannot be closed in peace
         monkeypatch.setattr("sys.stdout", full)
-        voice.say("trains on 2 workers")
-        assert not voice.asked
+        voice.log("training on 2 workers")
+        assert not voice.stop_requests
 
 
-def test_a_terminal_that_is_closed_while_it_saves_leaves_no_slice(here):
+def test_closing_the_terminal_during_the_save_leaves_no_slice(here):
     here.trainer("wait")
     text = (here.root / "python").read_text()
     here.google.python(text.partition("\n")[2].replace("echo saved;", "sleep 2; echo saved;"))
     process = here.launch()
     hear(process, "[w1] step 1\n")
     process.send_signal(signal.SIGINT)
-    hear(process, "lets the trainer save")
+    hear(process, "waiting for the trainer to save")
     process.send_signal(signal.SIGHUP)
     code, said = end(process)
     assert code == 75 and said.count("saved") == 2 and here.nothing_left()
@@ -401,7 +395,7 @@ def logs(here: Here) -> list[str]:
 
 
 @pytest.mark.fault(32)
-def test_who_adopts_a_training_changes_nothing_under_it(here):
+def test_adopting_a_training_changes_nothing_on_its_machines(here):
     pids = here.trains_alone()
     break_install(here)
     (here.root / "machine/sudo").write_text("#!/bin/sh\nexit 32\n")
@@ -425,12 +419,12 @@ def half_trains(here: Here) -> int:
 
 
 @pytest.mark.fault(32)
-def test_a_slice_that_was_found_and_cannot_be_set_up_is_left_alone(here, capsys):
+def test_a_found_slice_that_cannot_be_set_up_is_left_alone(here, capsys):
     pid = half_trains(here)
     break_install(here)
     assert here.run() == 1
     said = capsys.readouterr().out
-    assert "setting up failed while installing" in said and "given up, since it said the same before" in said
+    assert "setup failed while installing" in said and "giving up with the same error as before" in said
     assert (
         "left alone, and costs money until" in said
         and "headrace tpu delete job --project project --zone us-central2-b" in said
@@ -439,7 +433,7 @@ def test_a_slice_that_was_found_and_cannot_be_set_up_is_left_alone(here, capsys)
 
 
 @pytest.mark.fault(32)
-def test_one_who_is_stopped_between_two_tries_to_set_up_lets_the_trainer_save(here, capsys):
+def test_a_launcher_stopped_between_two_setups_lets_the_trainer_save(here, capsys):
     half_trains(here)
     tried = here.root / "tried"
     break_install(here, f"touch {tried}; sleep 0.5; exit 1")
@@ -448,10 +442,10 @@ def test_one_who_is_stopped_between_two_tries_to_set_up_lets_the_trainer_save(he
         here.until(tried.exists)
         here.google.fault("GET", "", 403, "what is this", count=1000)
         said = ""
-        while "starts it again" not in said:
+        while "restarting it" not in said:
             time.sleep(0.05)
             said += capsys.readouterr().out
-            assert "given up" not in said
+            assert "giving up" not in said
         interrupt()
         here.google.faults.clear()
 
@@ -472,7 +466,7 @@ def processes(*words: str) -> list[int]:
 
 
 @pytest.mark.fault(31)
-def test_an_ssh_of_ours_that_is_killed_is_not_the_end_of_the_trainer(here, capsys):
+def test_a_killed_ssh_process_is_not_taken_for_the_end_of_the_trainer(here, capsys):
     here.trainer("wait")
 
     def kill() -> None:
@@ -493,7 +487,7 @@ def test_an_ssh_of_ours_that_is_killed_is_not_the_end_of_the_trainer(here, capsy
 
 
 @pytest.mark.fault(31)
-def test_who_cannot_follow_a_trainer_does_not_tell_its_end(here, capsys):
+def test_a_follower_that_is_killed_does_not_report_the_end_of_the_trainer(here, capsys):
     here.trainer("wait 0")
 
     def cut() -> None:
@@ -512,12 +506,12 @@ def test_who_cannot_follow_a_trainer_does_not_tell_its_end(here, capsys):
     with meanwhile(cut):
         assert here.run() == 0
     said = capsys.readouterr().out
-    assert "the trainer ended and can go on (w0: 75, w1: 75)" in said
+    assert "training stopped and can be restarted (w0: 75, w1: 75)" in said
     assert len(here.created()) == 1 and here.nothing_left()
 
 
 @pytest.mark.fault(30)
-def test_one_list_without_its_nodes_does_not_end_a_slice(here, capsys, monkeypatch):
+def test_one_lookup_without_nodes_does_not_end_a_slice(here, capsys, monkeypatch):
     here.trainer("wait")
     whole, lacking = here.google.reached, ["nodes"]
 
@@ -538,10 +532,10 @@ def test_one_list_without_its_nodes_does_not_end_a_slice(here, capsys, monkeypat
 
     with meanwhile(lack):
         assert here.run() == 75
-    assert "taken away" not in capsys.readouterr().out and len(here.created()) == 1
+    assert "took the slice away" not in capsys.readouterr().out and len(here.created()) == 1
 
 
-def test_hours_that_are_over_do_not_end_a_slice_that_is_kept(here, capsys):
+def test_a_limit_that_is_used_up_is_refused_for_a_slice_that_is_kept(here, capsys):
     assert main([*CREATE, *here.key]) == 0
     node = here.google.nodes[NODE]
     node["createTime"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() - 7200))
@@ -549,7 +543,8 @@ def test_hours_that_are_over_do_not_end_a_slice_that_is_kept(here, capsys):
     hours = ["--max-hours", "1"]
     assert here.run("--keep", *hours) == here.run(*hours) == main([*CREATE, *here.key, *hours]) == 2
     said = capsys.readouterr().err
-    assert said.count("job: found it 2") == said.count("--max-hours or --max-cost (1 h) would delete it") == 3
+    assert said.count("job: found a slice that is 2") == 3
+    assert said.count("--max-hours or --max-cost (1 h) would delete it") == 3
     assert before == json.dumps(here.google.nodes[NODE])
     assert here.run("--keep", "--max-hours", "3") == 0  # and these are its timer's from now on
     assert here.google.nodes[NODE]["labels"]["headrace-seconds"] == "10800"

@@ -1,7 +1,6 @@
 """Whose a slice is, where it is, and how long it has been there: what is forgotten is told, and what another
 machine or another person uses is neither named as forgotten nor deleted unasked."""
 
-import re
 import signal
 import subprocess
 import sys
@@ -10,8 +9,8 @@ import time
 import pytest
 
 from headrace.cli.main import main
-from headrace.tpu import cost, job_ledger as place
-from headrace.tpu.request import Request, sliced
+from headrace.tpu import cost, job_ledger
+from headrace.tpu.request import Request, parse_tpu_slice
 from tests.test_bill import NODE, OURS, SPOT, alive, here
 from tests.test_launch import Story, end, hear
 
@@ -32,45 +31,47 @@ def old(story: Story, hours: float, **labels: str) -> None:
     story.google.nodes[NODE]["createTime"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", then)
 
 
-def test_a_slice_that_should_be_gone_is_told_and_is_an_orphan_whoever_watches_it(here, capsys):
+def test_an_overdue_slice_is_reported_as_an_orphan_even_if_it_is_watched(here, capsys):
     old(here, 59)
     for argv in (["ls"], ["status", "job", *here.key]):
         assert main(["tpu", *argv]) == 0
         assert "59 h old, SHOULD HAVE DELETED ITSELF 58 h AGO" in capsys.readouterr().out
-    with place.watching("project/job"):
+    with job_ledger.watch_lock("project/job"):
         assert main(["tpu", "ls", "--orphans", *here.key]) == 1
         said = capsys.readouterr().out
-    assert "job should have deleted itself, and costs" in said and "headrace tpu delete job" in said
+    assert "job should have deleted itself, costs money; to delete it:" in said
+    assert "headrace tpu delete job" in said
     del here.google.nodes[NODE]
     old(here, 59, **{"headrace-owner": "somebody-else"})
     assert main(["tpu", "ls", "--orphans", *here.key]) == 1
-    assert "should have deleted itself, and costs: somebody-else made it" in capsys.readouterr().out
+    assert "should have deleted itself, costs money and was made by somebody-else" in capsys.readouterr().out
     del here.google.nodes[NODE]
     old(here, 1.1)  # its timer lets a trainer save, and deletes
     assert main(["tpu", "ls"]) == 0
     assert "1.1 h old, deletes itself in 0 min" in capsys.readouterr().out
 
 
-def test_what_another_person_rents_is_no_orphan_and_is_not_deleted_unasked(here, capsys):
+def test_a_slice_of_another_user_is_no_orphan_and_is_not_deleted_without_force(here, capsys):
     here.google.make_node(NODE, THEIRS)
     assert main(["tpu", "ls", "--orphans", *here.key]) == 0
     said = capsys.readouterr().out
-    assert "job" not in said and "1 slice of another user is left out" in said and ": --everybody" in said
+    assert "job" not in said and "1 slice of another user omitted" in said and ": --everybody" in said
     assert main(["tpu", "delete", "job", *here.key]) == 2
     assert "job: somebody-else made it; --force deletes it all the same" in capsys.readouterr().err
     assert not deletes(here) and NODE in here.google.nodes
     assert main(["tpu", "delete", "job", "--force"]) == 0 and here.nothing_left()
 
 
-def test_who_asks_every_night_for_others_is_told_of_what_they_rent(here, capsys, monkeypatch):
+def test_orphans_of_everybody_include_slices_of_other_users(here, capsys, monkeypatch):
     here.google.make_node(NODE, THEIRS)
     assert main(["tpu", "ls", "--orphans", "--everybody", *here.key]) == 1
     said = capsys.readouterr().out
-    assert "somebody-else made job, and nobody here watches it" in said and "left out" not in said
+    assert "job was made by somebody-else and is not watched from this machine" in said
+    assert "omitted" not in said
     assert "  headrace tpu delete job --force\n" in said
     monkeypatch.setenv("HEADRACE_OWNER", "Somebody.Else")
     assert main(["tpu", "ls", "--orphans", *here.key]) == 1
-    assert "nobody here watches job: `headrace tpu run` adopts it" in capsys.readouterr().out
+    assert "job is not watched from this machine: `headrace tpu run` adopts it" in capsys.readouterr().out
     assert main(["tpu", "delete", "job", *here.key]) == 0 and here.nothing_left()
 
 
@@ -80,33 +81,32 @@ def test_disks_have_an_owner_and_are_in_use_by_machines_of_any_kind(here, capsys
     monkeypatch.setenv("HEADRACE_OWNER", "nightly")
     capsys.readouterr()
     assert main(["tpu", "ls", "--orphans"]) == 0
-    assert (
-        capsys.readouterr().out == "1 disk of another user is left out, since you are nightly: --everybody\n"
-    )
+    omitted = "1 disk of another user omitted, since you are nightly: --everybody shows all\n"
+    assert capsys.readouterr().out == omitted
     assert main(["tpu", "disk", "delete", "texts", *zone]) == 2 and "texts" in here.google.disks
     assert "made it; --force deletes it all the same" in capsys.readouterr().err
     assert main(["tpu", "ls", "--orphans", "--everybody", "--project", "project"]) == 0
     said = capsys.readouterr().out
-    assert "no slice has the disk texts (9 GB in us-central2-b), which costs: " in said
+    assert "no slice uses the disk texts (9 GB in us-central2-b, made by " in said
     assert "  headrace tpu disk delete texts --project project --zone us-central2-b --force\n" in said
     here.google.disks["texts"]["users"] = ["projects/project/zones/us-central2-b/instances/vm"]
     assert main(["tpu", "ls", "--orphans", "--everybody"]) == 0 and not capsys.readouterr().out
     assert main(["tpu", "disk", "delete", "texts", "--force", *zone]) == 0 and not here.google.disks
 
 
-def test_a_slice_that_is_being_repaired_is_not_deleted_unasked(here, capsys):
+def test_a_slice_that_is_being_repaired_is_not_deleted_without_force(here, capsys):
     here.google.make_node(NODE, OURS)
     here.google.nodes[NODE]["state"] = "REPAIRING"
     assert main(["tpu", "delete", "job", *here.key]) == 2 and NODE in here.google.nodes
-    assert "job: found it REPAIRING, so that nobody can be asked" in capsys.readouterr().err
+    assert "job: found it REPAIRING, so its workers cannot be asked" in capsys.readouterr().err
     here.google.nodes[NODE]["state"] = "CREATING"  # nothing was ever on it
     assert main(["tpu", "delete", "job", *here.key]) == 0 and here.nothing_left()
 
 
-def test_of_machines_that_are_off_it_is_told_what_a_start_comes_to(here, capsys):
+def test_the_status_of_a_stopped_slice_says_what_happens_after_a_start(here, capsys):
     for hours, says in (
-        (0.5, "its hours end in 30 min; started after that"),
-        (9, "its hours are over: star"),
+        (0.5, "its hours end in 30 min; started later, it deletes itself"),
+        (9, "its hours are used up; if it is started, it"),
     ):
         old(here, hours)
         here.google.nodes[NODE]["state"] = "STOPPED"
@@ -117,7 +117,7 @@ def test_of_machines_that_are_off_it_is_told_what_a_start_comes_to(here, capsys)
         here.google.made = 9  # other machines
 
 
-def test_a_user_who_has_a_number_alone_is_told_what_to_set(here, capsys, monkeypatch):
+def test_a_user_without_a_name_gets_advice(here, capsys, monkeypatch):
     here.google.make_node(NODE, THEIRS)
     for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
         monkeypatch.delenv(name, raising=False)
@@ -135,26 +135,30 @@ def test_a_command_on_a_worker_ends_with_ctrl_c(here):
     assert end(process)[0] == 130 and time.monotonic() - begun < 30
 
 
-def test_a_training_that_is_followed_elsewhere_saves_before_it_is_deleted(here, capsys, monkeypatch):
+def test_a_training_followed_from_another_machine_saves_before_the_slice_is_deleted(
+    here, capsys, monkeypatch
+):
     pids = here.trains_alone()
     monkeypatch.setenv("HEADRACE_HOME", str(here.root / "another-machine"))
     assert main(["tpu", "ls", "--orphans", *here.key]) == 0
     said = capsys.readouterr().out
-    assert "job trains; if no other machine of yours watches it" in said and "tpu delete" not in said
+    assert "job is training; if no other machine of yours watches it" in said and "tpu delete" not in said
     here.google.block()
     assert main(["tpu", "delete", "job", *here.key]) == 2  # nobody knows, so nobody decides
-    assert "job: cannot be asked whether anything trains there (ssh: connect" in capsys.readouterr().err
+    reason = "job: its workers cannot be asked whether anything trains there (ssh: connect"
+    assert reason in capsys.readouterr().err
     assert main(["tpu", "delete", "job", "--ssh-key", "none"]) == 2
     assert alive(pids) == [True, True] and not deletes(here)
     for file in here.root.glob("machines/*/blocked"):
         file.unlink()
     assert main(["tpu", "delete", "job", *here.key]) == 0
-    assert "job: lets the trainer save\ndeletes job\n" in capsys.readouterr().out and here.nothing_left()
+    assert "job: waiting for the trainer to save\ndeleting job\n" in capsys.readouterr().out
+    assert here.nothing_left()
     logs = [file.read_text() for file in here.root.glob("machines/*/home/user/.headrace/jobs/job/log")]
     assert len(logs) == 2 and all(log.endswith("saved\n") for log in logs)
 
 
-def test_a_training_of_another_home_is_seen_though_the_slice_has_no_owner(here, capsys):
+def test_a_training_of_another_user_is_found_on_a_slice_without_owner(here, capsys):
     here.google.make_node(NODE, OURS)
     (machine,) = [place for place in here.root.glob("machines/*") if place.name.endswith(".1")]
     recipe = machine / "home/other/.headrace/jobs/theirs/recipe.yaml"
@@ -163,7 +167,7 @@ def test_a_training_of_another_home_is_seen_though_the_slice_has_no_owner(here, 
         said = capsys.readouterr().err
         assert f"job: found another training there ({recipe}); --force deletes it all the same" in said
         assert main(["tpu", "ls", "--orphans", *here.key]) == 0
-        assert "job trains" in capsys.readouterr().out and NODE in here.google.nodes
+        assert "job is training" in capsys.readouterr().out and NODE in here.google.nodes
         process.kill()
     assert main(["tpu", "delete", "job", *here.key]) == 0 and here.nothing_left()
 
@@ -180,37 +184,37 @@ def test_a_trainer_that_does_not_end_is_deleted_with_the_slice(here, capsys):
     assert "the trainer has not ended within 2 s" in capsys.readouterr().out
 
 
-def test_a_name_means_one_thing_in_each_project_and_another_on_this_machine(here, capsys, monkeypatch):
+def test_a_job_is_identified_by_project_and_name(here, capsys, monkeypatch):
     here.google.make_node(NODE, OURS)
     for scope, code in (("local", 1), ("other-project", 1), ("project", 0)):
-        with place.watching(f"{scope}/job"):  # by a run of it
+        with job_ledger.watch_lock(f"{scope}/job"):  # by a run of it
             assert main(["tpu", "ls", "--orphans", *here.key]) == code, scope
-            assert ("nobody here watches job" in capsys.readouterr().out) == bool(code)
-    with place.watching("project/job"):
+            assert ("job is not watched from this machine" in capsys.readouterr().out) == bool(code)
+    with job_ledger.watch_lock("project/job"):
         assert main(["tpu", "ls", "--orphans", "--project", "other-project", *here.key]) == 1
     here.google.nodes.clear()
-    place.Ledger("other-project/job", "").seen("us-west4-a", 1.0, 2.0)
+    job_ledger.JobLedger("other-project/job", "").record("us-west4-a", 1.0, 2.0)
     assert here.run() == 0
     asked = [call[1] for call in here.google.calls if call[1].endswith("/queuedResources")]
     assert not [path for path in asked if "us-west4-a" in path]
-    assert place.Ledger("other-project/job").lives
+    assert job_ledger.JobLedger("other-project/job").attempts
     assert (here.root / "launcher/tpu/project/job/w0.log").exists()
 
 
 def test_a_slice_that_is_made_has_its_own_hours(here, capsys):
     argv = ["tpu", "create", "--slice", "v4-16", "--name", "mine", "--zone", "us-central2-b", *here.key]
-    now, ledger = time.time(), place.Ledger("project/mine", "")
-    ledger.seen("us-central2-b", now - 30 * 3600, now - 27 * 3600, 3 * 3600)  # yesterday
+    now, ledger = time.time(), job_ledger.JobLedger("project/mine", "")
+    ledger.record("us-central2-b", now - 30 * 3600, now - 27 * 3600, 3 * 3600)  # yesterday
     assert main([*argv, "--max-hours", "4"]) == 0
     (node,) = here.google.nodes.values()
     assert abs(int(node["metadata"]["headrace-seconds"]) - 4 * 3600) < 60
-    created = place.Ledger("project/mine").lives[-1]["created"]
+    created = job_ledger.JobLedger("project/mine").attempts[-1]["created"]
     assert main([*argv, "--max-hours", "4"]) == 0  # it is there: its hours go on
-    assert [life["created"] for life in place.Ledger("project/mine").lives] == [created]
+    assert [life["created"] for life in job_ledger.JobLedger("project/mine").attempts] == [created]
 
 
 @pytest.mark.parametrize("act", ["ls", "create", "attach", "detach", "delete"])
-def test_disks_are_of_google_alone(here, capsys, act):
+def test_disk_commands_have_no_local_platform(here, capsys, act):
     here.google.disks["x"] = {"name": "x", "labels": {"headrace": "yes"}}
     more = {"ls": [], "create": ["x", "--size", "1"], "delete": ["x"]}
     argv = more.get(act, ["x", "--to" if act == "attach" else "--from", "job"])
@@ -219,28 +223,31 @@ def test_disks_are_of_google_alone(here, capsys, act):
     assert not here.google.calls
 
 
-def test_dollars_are_a_limit_where_they_are_known(tmp_path):
+def test_a_limit_in_dollars_needs_a_known_price(tmp_path):
     def asked(*zones: str, **more) -> Request:
-        return Request("job", sliced("v5p-8", ""), zones, **more)
+        return Request("job", parse_tpu_slice("v5p-8", ""), zones, **more)
 
-    assert cost.budget(asked("us-central1-a"), None, 100.0, None).rate == pytest.approx(4 * 4.78)
-    with pytest.raises(cost.UserError, match=re.escape("and europe-west4-b may cost more; give its own by")):
-        cost.budget(asked("us-central1-a", "europe-west4-b"), None, 100.0, None)
-    assert cost.budget(asked("europe-west4-b"), 3.0, None, None).hours == 3.0
+    budget = cost.make_budget(asked("us-central1-a"), None, 100.0, None)
+    assert budget.dollars_per_hour == pytest.approx(4 * 4.78)
+    with pytest.raises(cost.UserError, match="and europe-west4-b may cost more; give its price with"):
+        cost.make_budget(asked("us-central1-a", "europe-west4-b"), None, 100.0, None)
+    assert cost.make_budget(asked("europe-west4-b"), 3.0, None, None).hours == 3.0
     file = tmp_path / "prices.yaml"
     file.write_text("V5p: {on_demand: 5.0}\n")
-    assert cost.budget(asked("europe-west4-b"), None, 100.0, file).hours == pytest.approx(5.0)
+    assert cost.make_budget(asked("europe-west4-b"), None, 100.0, file).hours == pytest.approx(5.0)
     with pytest.raises(cost.UserError, match="v5p: {spot: DOLLARS}"):
-        cost.budget(asked("europe-west4-b", terms="spot"), None, 100.0, file)
-    said = cost.spoken(asked("europe-west4-b"), cost.Budget(3.0, 1.0), own_prices=False)
-    assert "the highest of the US, not of every zone asked for" in said
-    assert cost.own(asked("europe-west4-b"), file) and not cost.own(asked("x", terms="spot"), file)
+        cost.make_budget(asked("europe-west4-b", terms="spot"), None, 100.0, file)
+    said = cost.format_cost(asked("europe-west4-b"), cost.Budget(3.0, 1.0), is_user_price=False)
+    assert "the highest in the US, not in every requested zone" in said
+    assert cost.has_user_price(asked("europe-west4-b"), file) and not cost.has_user_price(
+        asked("x", terms="spot"), file
+    )
 
 
-def test_a_slice_that_is_found_abroad_does_not_pass_a_limit_of_dollars(here, capsys):
+def test_a_slice_found_outside_the_us_does_not_pass_a_limit_in_dollars(here, capsys):
     there = NODE.replace("us-central2-b", "europe-west4-b")
     here.google.make_node(there, OURS)
-    place.Ledger("project/job").seen("europe-west4-b", 1.0, 2.0)
+    job_ledger.JobLedger("project/job").record("europe-west4-b", 1.0, 2.0)
     assert here.run("--max-cost", "100") == 2
     assert "europe-west4-b may cost more" in capsys.readouterr().err
     assert there in here.google.nodes and not here.created()

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from headrace.cli.main import main
-from headrace.tpu import timer_health as alarm, timer
+from headrace.tpu import timer, timer_health
+from headrace.tpu.timer_health import parse_timer_status
 from tests.fake_google import Google
 from tests.test_bill import Here
 from tests.test_launch import ROOT, end
@@ -89,25 +90,28 @@ def test_a_full_disk_does_not_keep_a_slice_alive(google, broken):
     until(lambda: deleted(google))
 
 
-def test_what_goes_wrong_with_one_look_does_not_end_the_looking(monkeypatch, capfd):
+def test_an_error_in_one_poll_does_not_end_the_timer(monkeypatch, capfd):
     answers = iter([MemoryError("no room"), RuntimeError("no thread"), True])
 
-    def over(*told) -> bool:
+    def is_expired(*limits) -> bool:
         if isinstance(answer := next(answers), Exception):
             raise answer
         return answer
 
-    def broken() -> None:
+    def stop_jobs() -> None:
         raise OSError("no such process")
 
-    given = []
-    for name, value in dict(over=over, stop=broken, give_back=lambda: given.append(1), PACE=0.01).items():
+    deletions = []
+    fakes = dict(
+        is_expired=is_expired, stop_jobs=stop_jobs, delete_slice=lambda: deletions.append(1), POLL=0.01
+    )
+    for name, value in fakes.items():
         monkeypatch.setattr(timer, name, value)
     timer.watch(time.time())
-    assert given and "look: MemoryError: no room" in capfd.readouterr().err
+    assert deletions and "poll: MemoryError: no room" in capfd.readouterr().err
 
 
-def test_a_timer_that_is_killed_is_started_again_by_systemd_and_counts_on(google):
+def test_a_killed_timer_is_restarted_by_systemd_and_keeps_its_start_time(google):
     (machine(google) / "systemd/units").mkdir(parents=True)
     google.nodes[NODE]["metadata"]["headrace-seconds"] = "86400"
     google.start_timer(NODE, "127.0.1.1")
@@ -123,7 +127,7 @@ def test_a_timer_that_is_killed_is_started_again_by_systemd_and_counts_on(google
     until(lambda: deleted(google))  # its first start counts, and not the last
 
 
-def test_systemd_takes_the_unit(tmp_path):
+def test_systemd_accepts_the_unit(tmp_path):
     file = tmp_path / "headrace-timer.service"
     file.write_text(timer.UNIT.format(python="/usr/bin/python3", script="/run/systemd/headrace-timer.py"))
     try:
@@ -137,27 +141,26 @@ def test_systemd_takes_the_unit(tmp_path):
         assert line in timer.UNIT.splitlines()
 
 
-def test_where_systemd_does_not_take_it_the_timer_runs_all_the_same(google):
+def test_the_timer_runs_even_if_systemd_refuses_the_unit(google):
     (machine(google) / "systemd/units").mkdir(parents=True)
     (google.root / "machine/systemctl").write_text("#!/bin/sh\nexit 1\n")
     google.start_timer(NODE, "127.0.1.1")
     until(lambda: deleted(google))
 
 
-def test_a_job_in_the_home_of_root_is_a_job(tmp_path, monkeypatch):
-    assert (timer.HOMES, timer.ROOT) == ("/home", "/root")
+def test_a_job_of_root_counts(tmp_path, monkeypatch):
+    assert (timer.HOMES, timer.ROOT_HOME) == ("/home", "/root")
     monkeypatch.setattr(timer, "HOMES", str(tmp_path / "home"))
-    monkeypatch.setattr(timer, "ROOT", str(tmp_path / "root"))
+    monkeypatch.setattr(timer, "ROOT_HOME", str(tmp_path / "root"))
     (tmp_path / "root/.headrace/jobs/job").mkdir(parents=True)
-    assert not timer.forgotten(time.time() - 3700, 1800)
+    assert not timer.is_idle(time.time() - 3700, 1800)
 
 
-def test_a_slice_that_may_not_end_itself_is_told_when_it_is_made_and_asked_after(timed, capsys):
+def test_a_slice_that_may_not_delete_itself_gets_a_warning_from_create_and_status(timed, capsys):
     timed.google.allowed = []
     assert main([*CREATE, *timed.key]) == 0
-    words = (
-        "warning: mine may not end itself, and cost money until you delete it: the account of the machines"
-    )
+    words = "warning: mine may fail to delete itself, and then costs money until you delete it: "
+    words += "the account of the machines"
     assert capsys.readouterr().out.count(words) == 1
     assert main(["tpu", "status", "mine", *timed.key]) == 0
     assert capsys.readouterr().out.count(words) == 1
@@ -168,18 +171,18 @@ def test_a_slice_that_may_not_end_itself_is_told_when_it_is_made_and_asked_after
     assert "warning" not in capsys.readouterr().out
 
 
-def test_what_is_not_known_of_the_timer_is_a_warning_too(timed, capsys, monkeypatch):
-    monkeypatch.setattr("headrace.cli.tpu.DENIED", 0.5)
+def test_an_unknown_state_of_the_timer_is_a_warning(timed, capsys, monkeypatch):
+    monkeypatch.setattr("headrace.tpu.timeouts.AUTH_RETRY", 0.5)
     timed.google.fault("POST", ":testIamPermissions", 403, "API has not been used", count=10**6)
     assert main([*CREATE, *timed.key]) == 0
     said = capsys.readouterr().out
-    assert "warning: mine may not end itself" in said and "cloudresourcemanager" in said
+    assert "warning: mine may fail to delete itself" in said and "cloudresourcemanager" in said
     timed.google.block()
     assert main(["tpu", "status", "mine", *timed.key]) == 0
-    assert "[w0] cannot be asked after its timer: ssh: connect" in capsys.readouterr().out
+    assert "[w0] its timer cannot be checked: ssh: connect" in capsys.readouterr().out
 
 
-def test_who_ends_the_asking_after_the_timer_knows_what_stays(timed):
+def test_interrupting_the_check_of_the_timer_leaves_the_slice_reported(timed):
     timed.google.fault("POST", ":testIamPermissions", 403, "API has not been used", count=10**6)
     process = timed.start(*CREATE[1:], *timed.key, HEADRACE_PATIENCE="300")
     log = timed.root / "ssh.log"
@@ -190,10 +193,12 @@ def test_who_ends_the_asking_after_the_timer_knows_what_stays(timed):
     assert "  headrace tpu delete mine --zone us-central2-b\n" in said
 
 
-def test_a_timer_is_taken_for_alive_by_what_it_wrote_last():
+def test_the_health_of_a_timer_follows_from_its_last_sign_of_life():
     well = f"may-delete: {timer.YES}\nsilent: 12\n"
-    assert alarm.read(well) == alarm.WELL
-    assert alarm.read(well.replace("12", "86400")) == "its timer does not run since 24.0 h"
-    assert alarm.read("may-delete: \nsilent: 3\n") == alarm.UNKNOWN
-    assert alarm.read(f"may-delete: {timer.NO}\nsilent: 3\n") == alarm.REFUSED
-    assert alarm.read(f"may-delete: {timer.YES}\n") == alarm.read("") == alarm.NEVER
+    assert parse_timer_status(well) == timer_health.HEALTHY
+    assert parse_timer_status(well.replace("12", "86400")) == "its timer does not run since 24.0 h"
+    assert parse_timer_status("may-delete: \nsilent: 3\n") == timer_health.PERMISSION_UNKNOWN
+    assert parse_timer_status(f"may-delete: {timer.NO}\nsilent: 3\n") == timer_health.NOT_PERMITTED
+    assert (
+        parse_timer_status(f"may-delete: {timer.YES}\n") == parse_timer_status("") == timer_health.NOT_STARTED
+    )

@@ -16,22 +16,24 @@ import transformers
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
-from headrace.config import reader as config, recipe
-from headrace.nn import module
 from headrace.checkpoint.manager import Checkpoints
+from headrace.checkpoint.open_run import LoadedRun, open_run
+from headrace.config import reader, recipe
+from headrace.convert import to_huggingface
 from headrace.errors import UserError
-from headrace.nn.stack import Execution, cast
-from headrace.convert import to_huggingface as huggingface
-from headrace.model_formats import hf_ternary as ternary
-from headrace.checkpoint.open_run import Opened, open_run
-from headrace.models import bitnet
-from headrace.nn.module import Axes
-from headrace.objectives import Vocabulary, make_task
-from headrace.plan import estimate as arithmetic
 from headrace.hardware import slices
-from headrace.low_precision.dot import How
+from headrace.low_precision.cast import cast
+from headrace.low_precision.dot import MatmulSpec
 from headrace.low_precision.ternary import multiply, round_input, round_weight
+from headrace.model_formats import hf_ternary
+from headrace.models import bitnet
+from headrace.nn import module
 from headrace.nn.linear import project
+from headrace.nn.module import Axes
+from headrace.nn.stack import Execution
+from headrace.objectives import SpecialTokens
+from headrace.plan import estimate
+from headrace.training.task import make_task
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # torch of itself
 
@@ -130,23 +132,23 @@ def test_parity_of_bitnet_that_rounds_as_it_goes(settings, seed, length, tmp_pat
     assert cfg.ternary
 
 
-def run_of(folder: Path, seed: int = 0, **sizes: Any) -> Opened:
+def run_of(folder: Path, seed: int = 0, **sizes: Any) -> LoadedRun:
     """A run folder as training leaves it, with weights large enough for logits of several units."""
     section = dict(layers=2, embed=32, heads=4, kv_heads=2, mlp=48, vocab=64) | sizes
     tree = {
-        "run": str(folder),
+        "run_dir": str(folder),
         "model": {"use": "bitnet"} | section,
         "data": {"path": "data/none", "sequence_length": 64},
         "optimizer": {"learning_rate": 1e-3},
         "schedule": {"steps": 10},
-        "memory": {"compute": "float32"},
+        "compute": {"dtype": "float32"},
     }
     folder.mkdir()
-    (folder / "recipe.yaml").write_text(config.dump(tree))
+    (folder / "recipe.yaml").write_text(reader.dump(tree))
     rng = np.random.default_rng(seed)
 
     def leaf(path: Any, wanted: Any) -> np.ndarray:
-        middle, spread = (1.0, 0.2) if module.dotted(path).endswith("_norm") else (0.0, 0.3)
+        middle, spread = (1.0, 0.2) if module.path_name(path).endswith("_norm") else (0.0, 0.3)
         return rng.normal(middle, spread, wanted.shape).astype(np.float32)
 
     cfg = recipe.load_run(folder)
@@ -158,10 +160,12 @@ def run_of(folder: Path, seed: int = 0, **sizes: Any) -> Opened:
     return open_run(cfg)
 
 
-def logits(run: Opened, tokens: np.ndarray) -> np.ndarray:
+def logits(run: LoadedRun, tokens: np.ndarray) -> np.ndarray:
     params = jax.tree.map(jnp.asarray, jax.device_get(run.params))
-    how = Execution(run.cfg.attention, "float32")
-    hidden = jax.jit(lambda params, tokens: params(run.cfg.model, tokens, how=how))(params, tokens)
+    exec_opts = Execution(run.recipe.attention, "float32")
+    hidden = jax.jit(lambda params, tokens: params(run.recipe.model, tokens, exec_opts=exec_opts))(
+        params, tokens
+    )
     return np.asarray(project(params.unembed, hidden, "bsd,vd->bsv"))
 
 
@@ -172,11 +176,11 @@ def load(folder: Path) -> Any:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory) -> tuple[Opened, np.ndarray]:
+def trained(tmp_path_factory) -> tuple[LoadedRun, np.ndarray]:
     """A run, and tokens of which no number lies where it could be rounded either way."""
     root = tmp_path_factory.mktemp("run")
     run = run_of(root / "run")
-    huggingface.export(run, str(root / "online"), "float32")
+    to_huggingface.export(run, str(root / "online"), "float32")
     with torch._dynamo.config.patch(disable=True):
         theirs = load(root / "online")
         drawn = (np.random.default_rng(seed).integers(4, 64, (1, 5)) for seed in range(100))
@@ -187,12 +191,12 @@ def trained(tmp_path_factory) -> tuple[Opened, np.ndarray]:
 def test_transformers_loads_an_export_and_computes_the_same(kind, trained, tmp_path):
     run, tokens = trained
     target = tmp_path / "out"
-    huggingface.export(run, str(target), "float32", packed=kind != "online")
+    to_huggingface.export(run, str(target), "float32", packed=kind != "online")
     settings = json.loads((target / "config.json").read_text())
     if kind == "packed, divided by":  # the other class of theirs, whose scale is the inverse
         tensors = load_file(target / "model.safetensors")
         other = {name: 1 / t if name.endswith("_scale") else t for name, t in tensors.items()}
-        huggingface.save_file(other, target / "model.safetensors", metadata={"format": "pt"})
+        to_huggingface.save_file(other, target / "model.safetensors", metadata={"format": "pt"})
         settings["quantization_config"] = {"quant_method": "bitnet", "linear_class": "bitlinear"}
         (target / "config.json").write_text(json.dumps(settings))
     theirs = load(target)
@@ -202,15 +206,15 @@ def test_transformers_loads_an_export_and_computes_the_same(kind, trained, tmp_p
     assert np.abs(wanted).max() > 3
     assert np.abs(found - wanted).max() <= 2e-5
 
-    huggingface.import_(str(target), str(tmp_path / "back"))
+    to_huggingface.import_(str(target), str(tmp_path / "back"))
     back = open_run(recipe.load_run(tmp_path / "back"))
-    assert back.cfg.model == run.cfg.model
+    assert back.recipe.model == run.recipe.model
     assert np.abs(logits(back, tokens) - wanted).max() <= 2e-5
 
 
 def test_a_packed_export_holds_four_weights_in_a_byte(trained, tmp_path):
     run, _ = trained
-    huggingface.export(run, str(tmp_path / "out"), "bfloat16", packed=True)
+    to_huggingface.export(run, str(tmp_path / "out"), "bfloat16", packed=True)
     tensors = load_file(tmp_path / "out" / "model.safetensors")
     packed = {name: tensor for name, tensor in tensors.items() if tensor.dtype == np.uint8}
     assert len(packed) == 2 * 7
@@ -220,23 +224,23 @@ def test_a_packed_export_holds_four_weights_in_a_byte(trained, tmp_path):
 
 def test_weights_are_packed_as_transformers_packs_them():
     w = np.random.default_rng(0).normal(0, 1, (8, 6)).astype(np.float32)
-    (_, ours), (name, scale) = ternary.pack("a.weight", w, np.float32)
-    values, same = ternary.round_weight(w)
+    (_, ours), (name, scale) = hf_ternary.pack("a.weight", w, np.float32)
+    values, same = hf_ternary.round_weight(w)
     assert (name, scale.tolist()) == ("a.weight_scale", [same])
     integration = transformers.integrations.bitnet
     np.testing.assert_array_equal(ours, integration.pack_weights(torch.tensor(values)).numpy())
-    again = ternary.unpacked(ours, float(same))
-    np.testing.assert_array_equal(ternary.round_weight(again)[0], values)
-    assert ternary.round_weight(again)[1] == pytest.approx(same, rel=1e-6)
+    again = hf_ternary.unpacked(ours, float(same))
+    np.testing.assert_array_equal(hf_ternary.round_weight(again)[0], values)
+    assert hf_ternary.round_weight(again)[1] == pytest.approx(same, rel=1e-6)
 
 
 def test_what_cannot_be_packed_is_refused(tmp_path):
     odd = run_of(tmp_path / "odd", mlp=46)
     with pytest.raises(UserError, match=r"--packed: \S+gate_proj.weight has 46 outputs, and"):
-        huggingface.export(odd, str(tmp_path / "out"), "float32", packed=True)
+        to_huggingface.export(odd, str(tmp_path / "out"), "float32", packed=True)
     plain = run_of(tmp_path / "plain", ternary=False)
     with pytest.raises(UserError, match="--packed: expected ternary weights, and those of bitnet are not"):
-        huggingface.export(plain, str(tmp_path / "out"), "float32", packed=True)
+        to_huggingface.export(plain, str(tmp_path / "out"), "float32", packed=True)
     assert not (tmp_path / "out").exists()
 
 
@@ -251,7 +255,7 @@ def test_what_cannot_be_packed_is_refused(tmp_path):
 )
 def test_other_kinds_of_rounding_are_refused(found, message):
     with pytest.raises(UserError, match=message):
-        ternary.stored({"quantization_config": found})
+        hf_ternary.stored({"quantization_config": found})
 
 
 AXES = Axes(("layers", "embed", "mlp"), stacked=1)
@@ -277,7 +281,7 @@ def test_the_product_and_its_gradients_are_those_of_the_rounded_numbers(native):
     d = jax.random.normal(keys[2], (2, 5, 24))
     values, scale = round_weight(w[None], AXES)
     x8, w8 = round_input(x, 1), (values[0], scale[0])
-    found, pull = jax.vjp(lambda x, w: multiply(How("ternary", native, 1), x, w, x8, w8), x, w)
+    found, pull = jax.vjp(lambda x, w: multiply(MatmulSpec("ternary", native, 1), x, w, x8, w8), x, w)
     size = np.abs(np.asarray(x, np.float64)).max(-1, keepdims=True)
     near = np.round(np.asarray(x, np.float64) / size * 127) * size / 127
     flat = np.asarray(w8[0], np.float64) * float(w8[1])
@@ -289,32 +293,32 @@ def test_the_product_and_its_gradients_are_those_of_the_rounded_numbers(native):
 
 def test_weights_are_rounded_from_full_precision_whoever_asks():
     """In bfloat16 some would fall on the other side."""
-    cfg = config.part_class("models", "bitnet")(layers=1, embed=32, heads=2, kv_heads=1, mlp=48, vocab=64)
+    cfg = reader.part_class("models", "bitnet")(layers=1, embed=32, heads=2, kv_heads=1, mlp=48, vocab=64)
     params = module.init(bitnet.Model, cfg, jax.random.key(0))
-    backend = config.part_class("attention", "xla")()
-    how = Execution(backend, "bfloat16", products="ternary")
-    model = cast(params, module.axes(bitnet.Model, cfg), how)
+    backend = reader.part_class("attention", "xla")()
+    exec_opts = Execution(backend, "bfloat16", matmul="ternary")
+    model = cast(params, module.axes(bitnet.Model, cfg), exec_opts)
     wanted = round_weight(params.blocks.w_gate, AXES)[0]
     np.testing.assert_array_equal(model.blocks.w_gate.values, wanted)
     tokens = jnp.arange(12).reshape(1, 12)
-    run = lambda how: jax.jit(lambda model: model(cfg, tokens, how=how))
+    run = lambda how: jax.jit(lambda model: model(cfg, tokens, exec_opts=how))
     by_itself = run(Execution(backend, "bfloat16"))(params)
-    np.testing.assert_array_equal(run(how)(model), by_itself)
+    np.testing.assert_array_equal(run(exec_opts)(model), by_itself)
 
 
 def test_8_bits_on_top_of_three_values_are_refused(tiny):
-    with pytest.raises(UserError, match="memory.products: .*expected nothing, since those of bitnet are"):
-        tiny("model.use=bitnet", "memory.products=int8")
-    task = make_task(tiny("model.use=bitnet"), Vocabulary(300, 0, 1, 2, 3))
-    assert (task.how.products, task.how.native) == ("ternary", False)
-    plain = make_task(tiny("model.use=bitnet", "model.ternary=false"), task.vocabulary)
-    assert plain.how.products == "compute"
+    with pytest.raises(UserError, match="compute.matmul: .*expected compute, since matrices of bitnet are"):
+        tiny("model.use=bitnet", "compute.matmul=int8")
+    task = make_task(tiny("model.use=bitnet"), SpecialTokens(300, 0, 1, 2, 3))
+    assert (task.exec_opts.matmul, task.exec_opts.native_matmul) == ("ternary", False)
+    plain = make_task(tiny("model.use=bitnet", "model.ternary=false"), task.special_tokens)
+    assert plain.exec_opts.matmul == "compute"
 
 
 def test_a_plan_counts_forward_products_at_the_rate_of_8_bits():
     def seconds(slice: str, *overrides: str) -> float:
         cfg = recipe.load("recipes/bitnet-2b4t.yaml", list(overrides))
-        return arithmetic.estimate(cfg, slices.parse(slice)).matrix_seconds
+        return estimate.estimate_step(cfg, slices.parse_slice(slice)).matrix_seconds
 
     assert 0.75 < seconds("v5e-16") / seconds("v5e-16", "model.ternary=false") < 0.95
     assert seconds("v4-32") == seconds("v4-32", "model.ternary=false")  # which has no units for them

@@ -12,16 +12,16 @@ import transformers
 import yaml
 from safetensors.numpy import load_file
 
-from headrace.config import reader as config, recipe
-from headrace.nn import sharding as mesh, module
-from headrace.training import run as train
 from headrace.checkpoint.manager import Checkpoints
-from headrace.quantize import run as command
-from headrace.model_formats import quantized_folder as stored
-from headrace.errors import UserError
-from headrace.convert import to_huggingface as huggingface
 from headrace.checkpoint.open_run import open_run
-from headrace.objectives import file
+from headrace.config import reader, recipe
+from headrace.convert import to_huggingface
+from headrace.errors import UserError
+from headrace.model_formats import quantized_folder
+from headrace.model_wrappers import load_family
+from headrace.nn import module, sharding
+from headrace.quantize import run as quantize_run
+from headrace.training import run as training_run
 
 # Matrices of one size: what rounds them is compiled once.
 SMALL = ("model.vocab=300", "model.layers=1", "model.kv_heads=4", "model.mlp=32")
@@ -35,11 +35,11 @@ def card(folder):
 
 def test_a_run_is_described_with_its_data_its_losses_its_recipe_and_a_curve(tiny, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "a secret that must not be told")
-    cfg = tiny(f"run={tmp_path}/named", "log.every=1", "eval.batches=1")
-    assert train.run(cfg) == 0
-    run = open_run(recipe.load_run(cfg.run))
+    cfg = tiny(f"run_dir={tmp_path}/named", "log.every=1", "eval.batches=1")
+    assert training_run.run(cfg) == 0
+    run = open_run(recipe.load_run(cfg.run_dir))
     (tmp_path / "named" / "recipe.yaml").write_text("# a secret that must not be told\n")
-    huggingface.export(run, str(tmp_path / "out"), "float32")
+    to_huggingface.export(run, str(tmp_path / "out"), "float32")
     front, body = card(tmp_path / "out")
     assert front["library_name"] == "transformers" and front["pipeline_tag"] == "text-generation"
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
@@ -58,11 +58,13 @@ def test_a_run_is_described_with_its_data_its_losses_its_recipe_and_a_curve(tiny
 
 
 def test_a_model_without_a_history_has_a_card_without_one(tiny, tmp_path):
-    cfg = tiny(f"run={tmp_path}/first", "schedule.steps=2")
-    assert train.run(cfg) == 0
-    huggingface.export(open_run(recipe.load_run(cfg.run)), str(tmp_path / "out"), "float32")
-    huggingface.import_(str(tmp_path / "out"), str(tmp_path / "imported"))
-    huggingface.export(open_run(recipe.load_run(f"{tmp_path}/imported")), str(tmp_path / "again"), "float32")
+    cfg = tiny(f"run_dir={tmp_path}/first", "schedule.steps=2")
+    assert training_run.run(cfg) == 0
+    to_huggingface.export(open_run(recipe.load_run(cfg.run_dir)), str(tmp_path / "out"), "float32")
+    to_huggingface.import_(str(tmp_path / "out"), str(tmp_path / "imported"))
+    to_huggingface.export(
+        open_run(recipe.load_run(f"{tmp_path}/imported")), str(tmp_path / "again"), "float32"
+    )
     _, body = card(tmp_path / "again")
     assert (
         "trained for" not in body
@@ -74,31 +76,35 @@ def test_a_model_without_a_history_has_a_card_without_one(tiny, tmp_path):
 def kept(cfg) -> None:
     """A run folder as training leaves it, without the time that training takes."""
     rng = np.random.default_rng(0)
-    shapes = module.shapes(file("models", cfg.model).Model, cfg.model)
+    shapes = module.shapes(load_family(cfg.model).Model, cfg.model)
     params = jax.tree.map(lambda leaf: rng.normal(0, 0.1, leaf.shape).astype(leaf.dtype), shapes)
-    Path(cfg.run).mkdir()
-    Path(cfg.run, "recipe.yaml").write_text(config.to_yaml(cfg))
+    Path(cfg.run_dir).mkdir()
+    Path(cfg.run_dir, "recipe.yaml").write_text(reader.to_yaml(cfg))
     row = {"step": 2, "loss": 5.5, "evaluate/loss": 5.25, "evaluate/perplexity": 190.5}
-    Path(cfg.run, "metrics.jsonl").write_text(json.dumps(row) + "\n")
-    checkpoints = Checkpoints(cfg.run)
-    checkpoints.save_params(params, {"step": 0, "recipe": config.to_dict(cfg), "tokenizer_sha256": None})
+    Path(cfg.run_dir, "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    checkpoints = Checkpoints(cfg.run_dir)
+    checkpoints.save_params(params, {"step": 0, "recipe": reader.to_dict(cfg), "tokenizer_sha256": None})
     checkpoints.close()
 
 
 def quantised(cfg, method: str, *options: str):
-    target = Path(f"{cfg.run}-{method}")
-    request = command.Request(str(target), recipe.load_method(method, options), 2, "float16", cfg.data.path)
-    run = open_run(recipe.load_run(cfg.run))
-    devices = mesh.make(dict.fromkeys(mesh.AXES, 1), jax.devices()[:1])  # for eight, compiling takes thrice
+    target = Path(f"{cfg.run_dir}-{method}")
+    request = quantize_run.QuantizeRequest(
+        str(target), recipe.load_method(method, options), 2, "float16", cfg.data.path
+    )
+    run = open_run(recipe.load_run(cfg.run_dir))
+    devices = sharding.make_mesh(
+        dict.fromkeys(sharding.AXES, 1), jax.devices()[:1]
+    )  # for eight, compiling takes thrice
     run = dataclasses.replace(run, params=jax.device_get(run.params), devices=devices)
-    command.quantize(run, request, lambda line: None)
-    return target, dataclasses.replace(run, cfg=recipe.load_run(target))
+    quantize_run.quantize(run, request, lambda line: None)
+    return target, dataclasses.replace(run, recipe=recipe.load_run(target))
 
 
 def test_the_card_of_a_rounded_model_says_what_was_before_what_it_is_and_what_reads_it(tiny, tmp_path):
-    cfg = tiny(f"run={tmp_path}/named", *SMALL)
+    cfg = tiny(f"run_dir={tmp_path}/named", *SMALL)
     kept(cfg)
-    target, run = quantised(cfg, "rtn", "bits=4", "group=32")
+    target, run = quantised(cfg, "rtn", "bits=4", "group_size=32")
     front, body = card(target)
     assert front["library_name"] == "transformers" and body.lstrip().startswith("# named-rtn")
     assert "Of `named` at step 2, before quantisation." in body and "| perplexity | 190.5000 |" in body
@@ -106,27 +112,27 @@ def test_the_card_of_a_rounded_model_says_what_was_before_what_it_is_and_what_re
     assert "rounded by rtn after its training; the other weights are in float16" in body
     assert "stored by gptq" not in body and "optimum gptqmodel" in body and "from_pretrained" in body
     with pytest.raises(UserError, match="transformers reads as it is, with GPTQModel"):
-        huggingface.export(run, str(target / "again"), "float32")
+        to_huggingface.export(run, str(target / "again"), "float32")
 
-    target, run = quantised(cfg, "vptq", "bits=2", "tune=0", "vector=4")
+    target, run = quantised(cfg, "vptq", "bits=2", "tune_steps=0", "vector_length=4")
     front, body = card(target)
     assert front["library_name"] == "headrace" and "from_pretrained" not in body
     assert "```\nheadrace generate FOLDER\n```" in body and "before quantisation" in body
     assert "rounded by vptq after its training" in body
-    found = stored.linears(file("models", run.cfg.model), run.cfg.model)
-    names = {one.name.format(number) for one in found for number in range(run.cfg.model.layers)}
+    found = quantized_folder.linears(load_family(run.recipe.model), run.recipe.model)
+    names = {one.name.format(number) for one in found for number in range(run.recipe.model.layers)}
     tensors = load_file(target / "model.safetensors")
     taken = sum(tensor.nbytes for name, tensor in tensors.items() if any(one in name for one in names))
-    weights = run.cfg.model.layers * sum(one.inputs * one.outputs for one in found)
+    weights = run.recipe.model.layers * sum(one.inputs * one.outputs for one in found)
     assert f"vectors of 4 weights, {8 * taken / weights:.2f} bits a weight with their codebooks" in body
     with pytest.raises(UserError, match="the package vptq reads, and transformers does not"):
-        huggingface.export(run, str(target / "again"), "float32")
+        to_huggingface.export(run, str(target / "again"), "float32")
 
 
 def test_the_card_of_a_model_trained_in_few_bits_keeps_its_numbers(tiny, tmp_path):
-    cfg = tiny(f"run={tmp_path}/learnt", *SMALL, "model.bits=4")
+    cfg = tiny(f"run_dir={tmp_path}/learnt", *SMALL, "qat.bits=4")
     kept(cfg)
-    _, body = card(quantised(cfg, "rtn", "bits=4", "group=0")[0])
+    _, body = card(quantised(cfg, "rtn", "bits=4", "group_size=0")[0])
     assert "At step 2 of `learnt`, whose matrices were rounded as they are stored here." in body
     assert "a scale for each output. Those of `learnt` were rounded in its training" in body
     assert "before quantisation" not in body

@@ -12,11 +12,11 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from headrace.data.chat import records as shapes
-from headrace.data.chat.encode import PLAIN, encode_chats, make_encoder, why_slow
+from headrace.data.chat import records
+from headrace.data.chat.encode import PLAIN_TEMPLATE, encode_chats, find_slow_reason, make_encoder
+from headrace.data.chat.template import TEMPLATE_DATE
 from headrace.data.documents import Problems
-from headrace.data.shards import Special
-from headrace.data.chat.template import TODAY
+from headrace.data.shards import SpecialTokenIds
 from headrace.data.tokenizer.tokenizer import Tokenizer
 from headrace.errors import UserError
 
@@ -127,7 +127,7 @@ TEMPLATES = {
     "generation": GENERATION,
     "bare": BARE,
     "macro": MACRO,
-    "plain": PLAIN.read_text(),
+    "plain": PLAIN_TEMPLATE.read_text(),
 }
 SPECIAL = [
     "<s>",
@@ -216,13 +216,13 @@ def pair(
 ) -> tuple[Tokenizer, PreTrainedTokenizerFast]:
     """The same tokenizer for us and for transformers."""
     inner = tokenizers.Tokenizer.from_str(saved(kind))
-    special = Special(inner.token_to_id("<s>"), inner.token_to_id("</s>"), None, None)
-    ours = Tokenizer(inner, special, template=template, encoder=encoder)
-    theirs = PreTrainedTokenizerFast(
+    special = SpecialTokenIds(inner.token_to_id("<s>"), inner.token_to_id("</s>"), None, None)
+    actual = Tokenizer(inner, special, chat_template=template, encoder_name=encoder)
+    reference = PreTrainedTokenizerFast(
         tokenizer_object=tokenizers.Tokenizer.from_str(saved(kind)), bos_token="<s>", eos_token="</s>"
     )
-    theirs.chat_template = template
-    return ours, theirs
+    reference.chat_template = template
+    return actual, reference
 
 
 def say(rng: random.Random) -> str:
@@ -243,28 +243,28 @@ def conversations(count: int, seed: int = 0) -> list[list[dict[str, str]]]:
 
 def encode(tokenizer: Any, talks: list[Any]) -> list[tuple[list[int], list[int]]]:
     encoded = encode_chats(tokenizer, [json.dumps(talk) for talk in talks])
-    assert encoded.loss is not None
+    assert encoded.loss_mask is not None
     assert len(encoded) == len(talks)
     bounds = list(zip(encoded.offsets, encoded.offsets[1:], strict=False))
-    return [(encoded.values[a:b].tolist(), encoded.loss[a:b].astype(int).tolist()) for a, b in bounds]
+    return [(encoded.values[a:b].tolist(), encoded.loss_mask[a:b].astype(int).tolist()) for a, b in bounds]
 
 
 def spans_to_mask(tokenizer: tokenizers.Tokenizer, text: str, spans: list[tuple[int, int]]) -> list[int]:
     """Character by character: a token is learnt if a character of it is in a span."""
-    said = {place for start, stop in spans for place in range(start, stop)}
+    log_lines = {place for start, stop in spans for place in range(start, stop)}
     plain = tokenizers.Tokenizer.from_str(tokenizer.to_str())
     plain.post_processor = None  # type: ignore[assignment]
     offsets = plain.encode(text, add_special_tokens=False).offsets
-    return [int(not said.isdisjoint(range(*offset))) for offset in offsets]
+    return [int(not log_lines.isdisjoint(range(*offset))) for offset in offsets]
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_ids_are_those_of_transformers(kind: str, name: str) -> None:
-    ours, theirs = pair(kind, TEMPLATES[name])
+    actual, reference = pair(kind, TEMPLATES[name])
     talks = conversations(25)
-    expected = theirs.apply_chat_template(talks, tokenize=True, return_dict=True)["input_ids"]
-    assert [ids for ids, _ in encode(ours, talks)] == expected
+    expected = reference.apply_chat_template(talks, tokenize=True, return_dict=True)["input_ids"]
+    assert [ids for ids, _ in encode(actual, talks)] == expected
 
 
 Parts = list[tuple[str, bool]]  # text, and whether the assistant says it
@@ -320,13 +320,13 @@ def zephyr_parts(messages: list[dict[str, str]]) -> Parts:
 def thinking_parts(messages: list[dict[str, str]]) -> Parts:
     parts: Parts = []
     for message in messages:
-        text, said = message["content"], message["role"] == "assistant"
-        if said and "</think>" in text:
+        text, log_lines = message["content"], message["role"] == "assistant"
+        if log_lines and "</think>" in text:
             text = text.split("</think>")[-1].lstrip("\n")
-        thought = "<think>\n\n</think>\n\n" if said and message is messages[-1] else ""
+        thought = "<think>\n\n</think>\n\n" if log_lines and message is messages[-1] else ""
         parts += [
             (f"<|im_start|>{message['role']}\n", False),
-            (f"{thought}{text}<|im_end|>", said),
+            (f"{thought}{text}<|im_end|>", log_lines),
             ("\n", False),
         ]
     return parts
@@ -347,8 +347,8 @@ def macro_parts(messages: list[dict[str, str]]) -> Parts:
 def bare_parts(messages: list[dict[str, str]]) -> Parts:
     parts: Parts = []
     for message in messages:
-        said = message["role"] == "assistant"
-        parts += [("A: " if said else "Q: ", False), (message["content"], said), ("\n", False)]
+        log_lines = message["role"] == "assistant"
+        parts += [("A: " if log_lines else "Q: ", False), (message["content"], log_lines), ("\n", False)]
     return parts
 
 
@@ -361,8 +361,8 @@ REFERENCES: dict[str, Callable[[list[dict[str, str]]], Parts]] = {
 
 def unwrap(parts: Parts) -> tuple[str, list[tuple[int, int]]]:
     text, spans = "", []
-    for part, said in parts:
-        if said:
+    for part, log_lines in parts:
+        if log_lines:
             spans.append((len(text), len(text) + len(part)))
         text += part
     return text, spans
@@ -370,43 +370,43 @@ def unwrap(parts: Parts) -> tuple[str, list[tuple[int, int]]]:
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
 @pytest.mark.parametrize("name", REFERENCES)
-def test_only_what_the_assistant_says_is_learnt(kind: str, name: str) -> None:
-    ours, _ = pair(kind, TEMPLATES[name])
+def test_only_the_answers_of_the_assistant_are_trained_on(kind: str, name: str) -> None:
+    actual, _ = pair(kind, TEMPLATES[name])
     talks = conversations(25)
-    for talk, (_, mask) in zip(talks, encode(ours, talks), strict=True):
+    for talk, (_, mask) in zip(talks, encode(actual, talks), strict=True):
         text, spans = unwrap(REFERENCES[name](talk))
-        assert mask == spans_to_mask(ours.inner, text, spans), text
+        assert mask == spans_to_mask(actual.inner, text, spans), text
 
 
 @pytest.mark.parametrize("kind", ["byte level", "composed", "spaced"])
 def test_masks_of_generation_blocks_are_those_of_transformers(kind: str) -> None:
-    for template in (GENERATION, TOOLS, PLAIN.read_text()):
-        ours, theirs = pair(kind, template)
+    for template in (GENERATION, TOOLS, PLAIN_TEMPLATE.read_text()):
+        actual, reference = pair(kind, template)
         talks = conversations(60, seed=1)
-        expected = theirs.apply_chat_template(
+        expected = reference.apply_chat_template(
             talks, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
         )
-        assert encode(ours, talks) == list(
+        assert encode(actual, talks) == list(
             zip(expected["input_ids"], expected["assistant_masks"], strict=True)
         )
 
 
-def test_a_last_character_of_several_tokens_is_learnt_whole() -> None:
+def test_a_last_character_of_several_tokens_is_trained_on_in_full() -> None:
     """transformers takes only the first of them."""
-    ours, theirs = pair("byte level", BARE)
+    actual, reference = pair("byte level", BARE)
     talk = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "well 🦆"}]
-    expected = theirs.apply_chat_template(
+    expected = reference.apply_chat_template(
         [talk], tokenize=True, return_dict=True, return_assistant_tokens_mask=True
     )
-    ((ids, mask),) = encode(ours, [talk])
-    learnt = [token for token, said in zip(ids, mask, strict=True) if said]
-    assert ours.inner.decode(learnt).strip() == "well 🦆"
+    ((ids, mask),) = encode(actual, [talk])
+    learnt = [token for token, log_lines in zip(ids, mask, strict=True) if log_lines]
+    assert actual.inner.decode(learnt).strip() == "well 🦆"
     assert sum(mask) > sum(expected["assistant_masks"][0])
 
 
 @pytest.mark.parametrize("kind", ["byte level", "stripping"])
-def test_tools_and_calls_reach_the_template_and_calls_are_learnt(kind: str) -> None:
-    ours, theirs = pair(kind, TOOLS)
+def test_tools_and_calls_reach_the_template_and_calls_are_trained_on(kind: str) -> None:
+    actual, reference = pair(kind, TOOLS)
     tools = [{"type": "function", "function": {"name": "mill", "parameters": {"größe": "<int>"}}}]
     call = {"type": "function", "function": {"name": "mill", "arguments": '{"größe": 3}'}}
     record = {
@@ -418,16 +418,16 @@ def test_tools_and_calls_reach_the_template_and_calls_are_learnt(kind: str) -> N
         ],
         "tools": json.dumps(tools),
     }
-    talk = shapes.messages("messages", record)
+    talk = records.to_messages("messages", record)
     assert talk[0] == {"role": "tools", "tools": tools}
     assert talk[2]["tool_calls"][0]["function"]["arguments"] == {"größe": 3}
-    expected = theirs.apply_chat_template(
+    expected = reference.apply_chat_template(
         [talk[1:]], tools=tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
     )
-    assert encode(ours, [talk]) == [(expected["input_ids"][0], expected["assistant_masks"][0])]
-    ((ids, mask),) = encode(ours, [talk])
-    learnt = ours.inner.decode(
-        [token for token, said in zip(ids, mask, strict=True) if said], skip_special_tokens=False
+    assert encode(actual, [talk]) == [(expected["input_ids"][0], expected["assistant_masks"][0])]
+    ((ids, mask),) = encode(actual, [talk])
+    learnt = actual.inner.decode(
+        [token for token, log_lines in zip(ids, mask, strict=True) if log_lines], skip_special_tokens=False
     )
     assert (
         learnt.replace(" ", "")
@@ -437,18 +437,18 @@ def test_tools_and_calls_reach_the_template_and_calls_are_learnt(kind: str) -> N
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_traced_template_gives_what_rendering_gives(name: str) -> None:
-    ours, _ = pair("byte level", TEMPLATES[name])
-    encoder = make_encoder(ours)
+    actual, _ = pair("byte level", TEMPLATES[name])
+    encoder = make_encoder(actual)
     traced = 0
     for talk in conversations(200, seed=2):
-        outline = encoder.tracer.outline(tuple(message["role"] for message in talk))
+        outline = encoder.tracer.get_outline(tuple(message["role"] for message in talk))
         filled = outline and outline.fill([message["content"] for message in talk])
         if filled is None:
             continue
         rendered = encoder.template.render(talk)  # type: ignore[arg-type]
         # Special tokens that somebody says are left in pieces here: the encoder looks for them.
-        names = {id: content for content, id in encoder.cutter.numbers.items()} | {-1: ""}
-        pieces = [text + names[id] for text, id in zip(filled.texts, filled.follow, strict=True)]
+        names = {id: content for content, id in encoder.splitter.token_ids.items()} | {-1: ""}
+        pieces = [text + names[id] for text, id in zip(filled.texts, filled.next_ids, strict=True)]
         assert "".join(pieces) == rendered.text
         places = []
         for piece, size, from_end in filled.edges:
@@ -514,18 +514,18 @@ def test_a_template_that_looks_into_contents_is_not_misled_by_the_trace(expressi
         TURNS + "{% set content = message.content %}{{ message.role + ':' }}{% generation %}{{ " + expression
     )
     template += " }}{{ eos_token }}{% endgeneration %}{% endfor %}"
-    ours, theirs = pair("byte level", template)
+    actual, reference = pair("byte level", template)
     words = ["hello", " hello ", "b", "HELLO", "some", "all well", "role", "ll"]
     talks = [
         [{"role": "user", "content": a}, {"role": "assistant", "content": b}] for a in words for b in words
     ]
     try:
-        expected = theirs.apply_chat_template(talks, tokenize=True, return_dict=True)["input_ids"]
+        expected = reference.apply_chat_template(talks, tokenize=True, return_dict=True)["input_ids"]
     except Exception:
         with pytest.raises(UserError, match="refuses"):
-            encode(ours, talks)
+            encode(actual, talks)
     else:
-        assert [ids for ids, _ in encode(ours, talks)] == expected
+        assert [ids for ids, _ in encode(actual, talks)] == expected
 
 
 def test_the_fast_encoder_gives_the_same() -> None:
@@ -533,19 +533,19 @@ def test_the_fast_encoder_gives_the_same() -> None:
     assert encode(pair("gpt2", CHATML, "gigatoken")[0], talks) == encode(pair("gpt2", CHATML)[0], talks)
 
 
-def test_only_known_kinds_of_tokenizers_are_encoded_the_fast_way() -> None:
-    slow = {kind: why_slow(pair(kind, CHATML)[0]) for kind in TOKENIZERS}
+def test_only_supported_tokenizers_are_encoded_the_fast_way() -> None:
+    slow = {kind: find_slow_reason(pair(kind, CHATML)[0]) for kind in TOKENIZERS}
     assert {kind for kind, why in slow.items() if why} == {"stripping", "metaspace"}
 
 
 def test_batches_of_conversations_are_encoded_like_single_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    ours, _ = pair("composed", CHATML)
+    actual, _ = pair("composed", CHATML)
     talks = conversations(60, seed=4)
-    whole = encode(ours, talks)
-    assert [encode(ours, [talk])[0] for talk in talks] == whole
-    monkeypatch.setattr("headrace.data.chat.encode.BATCH", 500)
-    assert encode(ours, talks) == whole
-    assert encode(ours, []) == []
+    whole = encode(actual, talks)
+    assert [encode(actual, [talk])[0] for talk in talks] == whole
+    monkeypatch.setattr("headrace.data.chat.encode.BATCH_CHARACTERS", 500)
+    assert encode(actual, talks) == whole
+    assert encode(actual, []) == []
 
 
 def test_a_conversation_that_the_template_refuses_is_a_problem_of_its_document() -> None:
@@ -556,22 +556,22 @@ def test_a_conversation_that_the_template_refuses_is_a_problem_of_its_document()
     bad = [*good, {"role": "tool", "content": "c"}]
     given = [json.dumps(talk) for talk in (good, bad, good)] + ["{not JSON", '["text"]', '[{"content": "x"}]']
     for kind in ("byte level", "stripping"):
-        ours, _ = pair(kind, strict)
+        actual, _ = pair(kind, strict)
         with pytest.raises(UserError, match="talks.jsonl:2: the chat template refuses it: no tools"):
-            encode_chats(ours, given, ids=[f"talks.jsonl:{line}" for line in range(1, 7)])
+            encode_chats(actual, given, ids=[f"talks.jsonl:{line}" for line in range(1, 7)])
         problems = Problems("skip")
-        encoded = encode_chats(ours, given, problems=problems)
+        encoded = encode_chats(actual, given, problems=problems)
         assert problems.counts == {"refused by the chat template": 4}
         assert (encoded.lengths > 0).tolist() == [True, False, True, False, False, False]
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused_not_guessed_at() -> None:
     template = TURNS + "{{ (messages | length | string) + message.content + eos_token }}{% endfor %}"
-    with pytest.raises(UserError, match="differently once others follow"):
+    with pytest.raises(UserError, match="differently when other turns follow"):
         encode(pair("byte level", template)[0], conversations(1))
 
 
-def test_a_prompt_that_begins_the_answer_is_told_from_it() -> None:
+def test_a_prompt_that_starts_the_answer_is_separated_from_it() -> None:
     """As DeepSeek's and Qwen's for thinking: the prompt ends in <think>, finished turns are shown without."""
     template = CHATML.replace(
         "'<|im_start|>assistant\n' }}{% endif", "'<|im_start|>assistant\n<think>\n' }}{% endif"
@@ -582,32 +582,32 @@ def test_a_prompt_that_begins_the_answer_is_told_from_it() -> None:
 
 
 def test_a_tokenizer_without_a_template_is_refused_and_one_is_named() -> None:
-    with pytest.raises(UserError, match="name one with tokenizer.template.*plain.jinja"):
+    with pytest.raises(UserError, match="name one with tokenizer.chat_template.*plain.jinja"):
         encode_chats(pair("byte level", None)[0], [])
-    with pytest.raises(UserError, match="no Jinja template, line 1"):
+    with pytest.raises(UserError, match="not a Jinja template, line 1"):
         encode_chats(pair("byte level", "{% if %}")[0], [])
 
 
 def test_templates_see_one_date_so_that_data_made_again_are_the_same() -> None:
     template = "{{ strftime_now('%d %b %Y') }}" + CHATML
-    ours, _ = pair("byte level", template)
-    ((ids, _),) = encode(ours, [[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]])
-    assert ours.inner.decode(ids).startswith(TODAY.strftime("%d %b %Y"))
+    actual, _ = pair("byte level", template)
+    ((ids, _),) = encode(actual, [[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]])
+    assert actual.inner.decode(ids).startswith(TEMPLATE_DATE.strftime("%d %b %Y"))
 
 
 def test_the_plain_template_suits_a_tokenizer_without_chat_tokens() -> None:
-    ours, _ = pair("byte level", PLAIN.read_text())
+    actual, _ = pair("byte level", PLAIN_TEMPLATE.read_text())
     talk = [
         {"role": "system", "content": "Be kind."},
         {"role": "user", "content": "Hi"},
         {"role": "assistant", "content": "Yes"},
     ]
-    ((ids, mask),) = encode(ours, [talk])
-    assert ours.inner.decode(ids, skip_special_tokens=False) == (
+    ((ids, mask),) = encode(actual, [talk])
+    assert actual.inner.decode(ids, skip_special_tokens=False) == (
         "<s>### System:\nBe kind.\n\n### User:\nHi\n\n### Assistant:\nYes</s>\n\n"
     )
-    learnt = [token for token, said in zip(ids, mask, strict=True) if said]
-    assert ours.inner.decode(learnt, skip_special_tokens=False) == "Yes</s>"
+    learnt = [token for token, log_lines in zip(ids, mask, strict=True) if log_lines]
+    assert actual.inner.decode(learnt, skip_special_tokens=False) == "Yes</s>"
 
 
 ASKED = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]
@@ -654,11 +654,11 @@ ASKED = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}
 def test_published_shapes_are_recognised_and_made_one(
     shape: str, record: dict[str, Any], expected: list[Any]
 ) -> None:
-    assert shapes.detect(list(record)) == shape
-    assert shapes.messages(shape, record) == expected
+    assert records.detect_shape(list(record)) == shape
+    assert records.to_messages(shape, record) == expected
 
 
-def test_what_is_no_conversation_is_not_taken_for_one() -> None:
+def test_other_records_are_not_mistaken_for_conversations() -> None:
     for columns in (
         ["text"],
         ["prompt"],
@@ -667,8 +667,8 @@ def test_what_is_no_conversation_is_not_taken_for_one() -> None:
         ["id", "url", "content"],
         [],
     ):
-        assert shapes.detect(columns) is None
-    assert shapes.messages("messages", {"a column that the user named": ASKED}) == ASKED
+        assert records.detect_shape(columns) is None
+    assert records.to_messages("messages", {"a column that the user named": ASKED}) == ASKED
 
 
 def test_function_calls_of_sharegpt_become_tool_calls() -> None:
@@ -678,7 +678,7 @@ def test_function_calls_of_sharegpt_become_tool_calls() -> None:
         ("observation", "3"),
         ("gpt", "A"),
     ]
-    found = shapes.messages(
+    found = records.to_messages(
         "sharegpt", {"conversations": [{"from": who, "value": what} for who, what in turns]}
     )
     assert [message["role"] for message in found] == ["user", "assistant", "tool", "assistant"]
@@ -693,7 +693,7 @@ def test_function_calls_of_sharegpt_become_tool_calls() -> None:
         ("messages", {"messages": None}, "no messages"),
         ("messages", {"messages": "hello"}, "not a list of messages"),
         ("messages", {"messages": ["hello"]}, "message 1 is not an object"),
-        ("messages", {"messages": ASKED[:1]}, "assistant says nothing"),
+        ("messages", {"messages": ASKED[:1]}, "no message of the assistant"),
         (
             "messages",
             {"messages": [ASKED[0], {"role": "wizard", "content": "x"}]},
@@ -717,10 +717,10 @@ def test_function_calls_of_sharegpt_become_tool_calls() -> None:
         (
             "sharegpt",
             {"conversations": [{"from": "function_call", "value": "mill()"}]},
-            "no call of a function",
+            "not a function call",
         ),
     ],
 )
-def test_what_is_wrong_with_a_record_is_said_plainly(shape: str, record: dict[str, Any], why: str) -> None:
+def test_errors_in_a_record_are_described(shape: str, record: dict[str, Any], why: str) -> None:
     with pytest.raises(ValueError, match=why):
-        shapes.messages(shape, record)
+        records.to_messages(shape, record)

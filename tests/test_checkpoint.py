@@ -13,13 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from headrace.runtime import multihost as hosts
-from headrace.checkpoint import manifest, inventory as saved
-from headrace.config import sections
-from headrace.training import loss_spikes as spikes, run as train
+from headrace.checkpoint import inventory, manifest
 from headrace.checkpoint.manager import Checkpoints
-from headrace.errors import UserError
 from headrace.checkpoint.state import State
+from headrace.config import sections
+from headrace.errors import UserError
+from headrace.runtime import multihost
+from headrace.training import loss_spikes
+from headrace.training import run as training_run
 
 
 def state(number: int, width: int = 64) -> State:
@@ -27,7 +28,13 @@ def state(number: int, width: int = 64) -> State:
     zero = jnp.zeros((), jnp.int32)
     key = jax.random.key_data(jax.random.key(0))
     return State(
-        zero + number, params, {"mu": jax.tree.map(jnp.copy, params)}, None, key, zero + 0, spikes.fresh(2)
+        zero + number,
+        params,
+        {"mu": jax.tree.map(jnp.copy, params)},
+        None,
+        key,
+        zero + 0,
+        loss_spikes.empty_history(2),
     )
 
 
@@ -40,7 +47,7 @@ def save(run: Path, *numbers: int, keep: int | None = 9, permanent: int = 0) -> 
     for number in numbers:
         tier = "permanent" if permanent > 0 and number % permanent == 0 else "temporary"
         assert checkpoints.save(number, state(number), about(number), tier=tier)
-    assert checkpoints.settle() and not checkpoints.told()
+    assert checkpoints.wait() and not checkpoints.drain_problems()
     checkpoints.close()
 
 
@@ -74,12 +81,12 @@ def test_every_flipped_byte_and_every_cut_is_found_and_the_step_before_is_restor
         path = found[random.choice(len(found), p=shares)]
         whole = path.read_bytes()
         what = damage(path, random)
-        chosen = checkpoints.resume()
-        assert chosen == 1 and list(checkpoints.chosen.passed) == [2], what
+        chosen = checkpoints.find_resume_step()
+        assert chosen == 1 and list(checkpoints.resume_point.rejected) == [2], what
         restored = checkpoints.restore(chosen, state(0))
         np.testing.assert_array_equal(restored.params["w"], before, err_msg=what)
         path.write_bytes(whole)
-    assert checkpoints.resume() == 2
+    assert checkpoints.find_resume_step() == 2
     np.testing.assert_array_equal(checkpoints.restore(2, state(0)).params["w"], state(2).params["w"])
     checkpoints.close()
 
@@ -94,89 +101,89 @@ def test_a_run_of_which_no_checkpoint_is_whole_is_refused_again_and_again(tmp_pa
         with pytest.raises(
             UserError, match=r"no checkpoint in it can be trusted.*step 2: .*step 1: meta/meta"
         ):
-            Checkpoints(str(tmp_path), keep=1).resume()
-        assert saved.numbers(str(tmp_path)) == [1, 2]  # nothing is moved
-    saved.set_aside(str(tmp_path), {1: "", 2: ""})
+            Checkpoints(str(tmp_path), keep=1).find_resume_step()
+        assert inventory.step_numbers(str(tmp_path)) == [1, 2]  # nothing is moved
+    inventory.quarantine(str(tmp_path), {1: "", 2: ""})
     with pytest.raises(UserError, match=r"does not begin anew by itself.*quarantine holds 1-\S+, 2-"):
-        Checkpoints(str(tmp_path), keep=1).resume()
+        Checkpoints(str(tmp_path), keep=1).find_resume_step()
 
 
 def test_a_step_without_a_manifest_is_used_only_where_no_other_is_whole(tmp_path, capsys):
     save(tmp_path, 1, 2)
     (tmp_path / "checkpoints" / "2" / manifest.NAME).unlink()
-    assert saved.choose(str(tmp_path)).step == 1
+    assert inventory.find_resume_point(str(tmp_path)).step == 1
     (tmp_path / "checkpoints" / "1" / manifest.NAME).unlink()
     checkpoints = Checkpoints(str(tmp_path), keep=1)
-    assert checkpoints.resume() == 2
-    checkpoints.clear_away()
-    assert "no manifest" in checkpoints.told()[0]
-    assert Checkpoints(str(tmp_path)).latest() == 2
+    assert checkpoints.find_resume_step() == 2
+    checkpoints.quarantine_damaged()
+    assert "no manifest" in checkpoints.drain_problems()[0]
+    assert Checkpoints(str(tmp_path)).latest_step() == 2
     assert "checkpoints/2 is used since no other is whole: it has no manifest" in capsys.readouterr().err
 
 
 def test_old_checkpoints_go_and_permanent_ones_stay(tmp_path):
     save(tmp_path, *range(1, 9), keep=2, permanent=3)
-    assert saved.numbers(str(tmp_path)) == [3, 6, 7, 8]
+    assert inventory.step_numbers(str(tmp_path)) == [3, 6, 7, 8]
 
 
 def test_what_was_saved_half_way_goes_when_a_newer_step_is_whole(tmp_path):
     run, checkpoints = str(tmp_path), Checkpoints(str(tmp_path), keep=2)
     there = {}
     for number in range(1, 15):
-        tier = saved.due(sections.Checkpoint(every=4, permanent=10), number)
+        tier = inventory.tier_due(sections.CheckpointKeys(every=4, keep_every=10), number)
         if tier is not None:
-            assert checkpoints.save(number, state(number), about(number), tier=tier) and checkpoints.settle()
-            there[number] = saved.numbers(run)
+            assert checkpoints.save(number, state(number), about(number), tier=tier) and checkpoints.wait()
+            there[number] = inventory.step_numbers(run)
     checkpoints.close()
     assert there.pop(14) == [8, 10, 12, 14] and there.pop(12) == [8, 10, 12]
     assert there == {2: [2], 4: [4], 6: [4, 6], 8: [4, 8], 10: [4, 8, 10]}
     # Who only reads takes one that stays, and one from half-way where no other is whole.
-    assert saved.choose(run).step == 14 and Checkpoints(run).latest() == 12
+    assert inventory.find_resume_point(run).step == 14 and Checkpoints(run).latest_step() == 12
     for number in (8, 10, 12):
         damage(tmp_path / "checkpoints" / str(number) / "meta" / "metadata", np.random.default_rng(1))
-    assert Checkpoints(run).latest() == 14
+    assert Checkpoints(run).latest_step() == 14
 
 
 def test_what_a_kill_kept_from_being_removed_goes_when_the_run_goes_on(tmp_path):
     run, checkpoints = str(tmp_path), Checkpoints(str(tmp_path))
     for number in (4, 8, 10, 12, 14):
-        tier = saved.due(sections.Checkpoint(every=4), number)
+        tier = inventory.tier_due(sections.CheckpointKeys(every=4), number)
         assert checkpoints.save(number, state(number), about(number), tier=tier)
     checkpoints.close()
-    assert [step.number for step in saved.spare(run, 2)] == [4, 10]
-    assert [step.number for step in saved.spare(run, 0)] == [4, 8, 10, 12]
+    assert [step.step for step in inventory.find_removable(run, 2)] == [4, 10]
+    assert [step.step for step in inventory.find_removable(run, 0)] == [4, 8, 10, 12]
     again = Checkpoints(run, keep=2)
-    assert again.resume() == 14
-    again.clear_away()
-    assert saved.numbers(run) == [4, 8, 10, 12, 14]
+    assert again.find_resume_step() == 14
+    again.quarantine_damaged()
+    assert inventory.step_numbers(run) == [4, 8, 10, 12, 14]
     again.remove_old()
     again.close()
-    assert saved.numbers(run) == [8, 12, 14]
+    assert inventory.step_numbers(run) == [8, 12, 14]
 
 
 def test_what_has_nothing_to_do_removes_nothing(tiny):
     """Nor does what is refused."""
-    assert train.run(tiny("checkpoint.every=4")) == 0
-    there = saved.numbers(tiny().run)
+    assert training_run.run(tiny("checkpoint.every=4")) == 0
+    there = inventory.step_numbers(tiny().run_dir)
     assert there == [4, 8, 12]
-    assert train.run(tiny("checkpoint.keep=1")) == 0  # done already
+    assert training_run.run(tiny("checkpoint.keep=1")) == 0  # done already
     with pytest.raises(UserError, match="holds a run with seed"):
-        train.run(tiny("checkpoint.keep=1", "seed=1", "schedule.steps=16"))
-    assert saved.numbers(tiny().run) == there
+        training_run.run(tiny("checkpoint.keep=1", "seed=1", "schedule.steps=16"))
+    assert inventory.step_numbers(tiny().run_dir) == there
 
 
 def test_the_last_step_is_one_that_stays_also_where_it_lies_half_way(tiny):
-    assert train.run(tiny("schedule.steps=9")) == 0  # checkpoint.every=6
-    last = saved.steps(tiny().run)[-1]
-    assert (last.number, last.tier) == (9, "temporary")
-    assert Checkpoints(tiny().run).latest() == 9
+    assert training_run.run(tiny("schedule.steps=9")) == 0  # checkpoint.every=6
+    last = inventory.list_steps(tiny().run_dir)[-1]
+    assert (last.step, last.tier) == (9, "temporary")
+    assert Checkpoints(tiny().run_dir).latest_step() == 9
 
 
 def test_a_finished_run_tells_what_is_wrong_with_its_checkpoints(tiny, capsys):
-    assert train.run(tiny()) == 0
-    (Path(tiny().run) / "checkpoints" / "12" / manifest.NAME).unlink()
-    shutil.rmtree(Path(tiny().run) / "checkpoints" / "6")
-    assert train.run(tiny()) == 0
+    assert training_run.run(tiny()) == 0
+    (Path(tiny().run_dir) / "checkpoints" / "12" / manifest.NAME).unlink()
+    shutil.rmtree(Path(tiny().run_dir) / "checkpoints" / "6")
+    assert training_run.run(tiny()) == 0
     said = capsys.readouterr().out
     assert "step 12: it has no manifest" in said and "all 12 steps are done" in said
 
@@ -186,54 +193,60 @@ def test_a_finished_run_tells_what_is_wrong_with_its_checkpoints(tiny, capsys):
 def test_a_kill_at_any_step_loses_no_more_than_checkpoint_every(tiny, every, monkeypatch):
     """What lies on the disk after each step of a run, if saves take longer than an interval to be whole."""
     cfg = tiny(f"checkpoint.every={every}", "schedule.steps=15", "eval.every=0")
-    seal, after, lost = manifest.seal, hosts.Stopper.after, []
+    seal, after, lost = manifest.seal, multihost.Stopper.should_stop, []
 
     def slow_seal(*args, **kwargs):
         time.sleep(0.3)
         return seal(*args, **kwargs)
 
     def looking_after(self, number):
-        whole = [one for one in saved.numbers(cfg.run) if manifest.read(saved.folder(cfg.run) / str(one))]
+        whole = [
+            one
+            for one in inventory.step_numbers(cfg.run_dir)
+            if manifest.read(inventory.checkpoints_dir(cfg.run_dir) / str(one))
+        ]
         lost.append(number - max(whole, default=0))
         return after(self, number)
 
     monkeypatch.setattr(manifest, "seal", slow_seal)
-    monkeypatch.setattr(hosts.Stopper, "after", looking_after)
-    assert train.run(cfg) == 0
+    monkeypatch.setattr(multihost.Stopper, "should_stop", looking_after)
+    assert training_run.run(cfg) == 0
     assert len(lost) == 15 and max(lost) == every
 
 
 @pytest.mark.fault(11)
 def test_a_run_whose_checkpoints_are_gone_does_not_begin_anew_by_itself(tiny, tmp_path):
-    cfg = tiny(f"run={tmp_path}/run", "schedule.steps=4", "checkpoint.every=2", "eval.batches=1")
-    assert train.run(cfg) == 0
+    cfg = tiny(f"run_dir={tmp_path}/run", "schedule.steps=4", "checkpoint.every=2", "eval.batches=1")
+    assert training_run.run(cfg) == 0
     before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
     (tmp_path / "run" / "checkpoints").rename(tmp_path / "elsewhere")
     with pytest.raises(UserError, match=r"found no checkpoint, and step 4 was saved .*put the folder back"):
-        train.run(cfg)
+        training_run.run(cfg)
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
     (tmp_path / "elsewhere").rename(tmp_path / "run" / "checkpoints")
-    assert train.run(cfg) == 0
+    assert training_run.run(cfg) == 0
 
 
 @pytest.mark.fault(8)
 def test_a_full_disk_costs_old_checkpoints_then_a_save_and_never_the_run(tmp_path, monkeypatch):
     run, room = str(tmp_path), [1 << 40]
-    monkeypatch.setattr(saved, "free", lambda run: room[0])
+    monkeypatch.setattr(inventory, "available_bytes", lambda run: room[0])
     checkpoints = Checkpoints(run, keep=3)
     for number in (1, 2):
         assert checkpoints.save(number, state(number), about(number))
-    checkpoints.settle()
+    checkpoints.wait()
     room[0] = 1000
-    assert not checkpoints.save(3, state(3), about(3)) and not checkpoints.settle()
-    told = " ".join(checkpoints.told())
-    assert "step 1: checkpoint removed" in told and "the disk of" in told and saved.numbers(run) == [2]
+    assert not checkpoints.save(3, state(3), about(3)) and not checkpoints.wait()
+    told = " ".join(checkpoints.drain_problems())
+    assert (
+        "step 1: checkpoint removed" in told and "the disk of" in told and inventory.step_numbers(run) == [2]
+    )
     with pytest.raises(
-        UserError, match=r"run: a checkpoint takes 0\.00 GB, and the disk of .* 0\.00 GB free"
+        UserError, match=r"run_dir: a checkpoint takes 0\.00 GB, and the disk of .* 0\.00 GB free"
     ):
         checkpoints.check_room(state(4))
     room[0] = 1 << 40
-    assert checkpoints.save(4, state(4), about(4)) and checkpoints.settle() and not checkpoints.told()
+    assert checkpoints.save(4, state(4), about(4)) and checkpoints.wait() and not checkpoints.drain_problems()
     checkpoints.check_room(state(4))
     checkpoints.close()
 
@@ -241,7 +254,7 @@ def test_a_full_disk_costs_old_checkpoints_then_a_save_and_never_the_run(tmp_pat
 @pytest.mark.fault(8)
 def test_a_save_that_fails_is_told_and_the_next_one_is_tried(tmp_path, monkeypatch):
     checkpoints = Checkpoints(str(tmp_path), keep=2)
-    assert checkpoints.save(1, state(1), about(1)) and checkpoints.settle()
+    assert checkpoints.save(1, state(1), about(1)) and checkpoints.wait()
 
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
@@ -249,12 +262,12 @@ def test_a_save_that_fails_is_told_and_the_next_one_is_tried(tmp_path, monkeypat
     with monkeypatch.context() as patch:
         patch.setattr(manifest, "seal", full)
         assert checkpoints.save(2, state(2), about(2))
-        assert not checkpoints.settle()
-    assert re.search(r"step 2: .*could not be written.*No space left", checkpoints.told()[0])
-    assert saved.choose(str(tmp_path)).step == 1
-    assert checkpoints.save(3, state(3), about(3)) and checkpoints.settle()
+        assert not checkpoints.wait()
+    assert re.search(r"step 2: .*could not be written.*No space left", checkpoints.drain_problems()[0])
+    assert inventory.find_resume_point(str(tmp_path)).step == 1
+    assert checkpoints.save(3, state(3), about(3)) and checkpoints.wait()
     checkpoints.close()
-    assert saved.choose(str(tmp_path)).step == 3
+    assert inventory.find_resume_point(str(tmp_path)).step == 3
 
 
 SAVER = """
@@ -283,9 +296,9 @@ def test_a_process_killed_while_it_saves_leaves_a_whole_step(tmp_path, kills):
             time.sleep(random.uniform(0, 0.3))
             process.kill()
         checkpoints = Checkpoints(str(run), keep=2)
-        step = checkpoints.resume()
+        step = checkpoints.find_resume_step()
         assert step is not None and step >= 2
-        checkpoints.clear_away()
+        checkpoints.quarantine_damaged()
         left = {path.name for path in (run / "checkpoints").iterdir()}
         assert left <= {"quarantine", *map(str, range(step + 1))}
         restored = checkpoints.restore(step, state(0, 1024))
@@ -302,7 +315,7 @@ checkpoints, seen = Checkpoints(sys.argv[2], keep=2), []
 one = state(1, 2048)
 for number in range(1, 121):
     checkpoints.save(number, one, about(number))
-    checkpoints.settle()
+    checkpoints.wait()
     seen.append(psutil.Process().memory_info().rss)
 print((max(seen[-20:]) - max(seen[:20])) / 2**20)
 """
@@ -319,7 +332,7 @@ def test_a_hundred_saves_take_no_more_memory_than_twenty(tmp_path, record_proper
 
 @pytest.mark.fault(16)
 def test_other_data_is_refused_with_all_that_differs(tiny, tmp_path, packed):
-    assert train.run(tiny("schedule.steps=1", "schedule.warmup=0")) == 0
+    assert training_run.run(tiny("schedule.steps=1", "schedule.warmup=0")) == 0
     shutil.copytree(packed, tmp_path / "data")
     index = json.loads((tmp_path / "data" / "index.json").read_text())
     index["splits"]["train"]["epochs"][0][0]["checksums"][""] = "00000000"
@@ -327,12 +340,12 @@ def test_other_data_is_refused_with_all_that_differs(tiny, tmp_path, packed):
     changes = (f"data.path={tmp_path}/data", "model.mlp=128", "seed=3", "log.every=2")
     said = r"seed = 0.*model\.mlp = 64.*says 128.*data of fingerprint \w+ .*may be: .*log\.every 1 -> 2"
     with pytest.raises(UserError, match=said):
-        train.run(tiny(*changes))
+        training_run.run(tiny(*changes))
 
 
 @pytest.mark.fault(16)
 def test_another_tokenizer_is_refused_when_a_run_goes_on(tiny, tmp_path, packed):
-    assert train.run(tiny("schedule.steps=1", "schedule.warmup=0")) == 0
+    assert training_run.run(tiny("schedule.steps=1", "schedule.warmup=0")) == 0
     shutil.copytree(packed, tmp_path / "data")
     index = json.loads((tmp_path / "data" / "index.json").read_text())
     was, index["tokenizer_sha256"] = index["tokenizer_sha256"], "f00d" * 16
@@ -340,4 +353,4 @@ def test_another_tokenizer_is_refused_when_a_run_goes_on(tiny, tmp_path, packed)
     with pytest.raises(
         UserError, match=rf"a run with tokenizer {was}, and {tmp_path}/data was made with f00d"
     ):
-        train.run(tiny(f"data.path={tmp_path}/data"))
+        training_run.run(tiny(f"data.path={tmp_path}/data"))

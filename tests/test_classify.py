@@ -12,23 +12,24 @@ import torch
 import transformers
 from test_labelled import WORDS, lines, prepared
 
-from headrace.model_wrappers import classification_head as classifier
-from headrace.config import reader as config, recipe, sections
-from headrace.training import evaluate, init_from as start, step, run as train
-from headrace.inference import generate
-from headrace.nn import sharding as mesh, module
-from headrace import objectives as objective
-from headrace.quantize import run as command
-from headrace.data.tokenizer import train as learn
-from headrace.inference.sampling import Sampling
+from headrace.checkpoint import open_hf
+from headrace.checkpoint.open_run import LoadedRun, open_run
+from headrace.config import reader, recipe, sections, source_model
+from headrace.config.wrappers import ClassifierKeys
+from headrace.convert import gguf, to_huggingface
+from headrace.data.tokenizer import train as tokenizer_train
 from headrace.errors import UserError
+from headrace.inference import generate
+from headrace.inference.sampling import Sampling
+from headrace.inference.serve import http as serve_http
+from headrace.model_formats.hf_tensors import to_tensors
+from headrace.model_wrappers import classification_head, load_family
+from headrace.nn import module, sharding
 from headrace.nn.stack import Execution
-from headrace.convert import gguf as gguf_file, to_huggingface as huggingface
-from headrace.model_formats.hf_tensors import table_of, to_tensors
-from headrace.checkpoint.open_run import Opened, open_run
-from headrace.objectives import Batch, Task, Vocabulary
-from headrace.objectives import classify
-from headrace.inference.serve import http as api
+from headrace.objectives import Batch, SpecialTokens, TrainTask, classify
+from headrace.quantize import run as quantize_run
+from headrace.training import evaluate, init_from, step
+from headrace.training import run as training_run
 from tests import parity
 
 SIZES = dict(
@@ -60,13 +61,14 @@ HEADS = {
 }
 
 
-def task_of(cfg: Any) -> Task:
-    return Task(
+def task_of(cfg: Any) -> TrainTask:
+    return TrainTask(
         model=cfg,
-        objective=config.part_class("objectives", "classify")(),
-        loss=config.part_class("losses", "cross_entropy", sections.Loss)(),
-        how=Execution(config.part_class("attention", "auto")(), "float32"),
-        vocabulary=Vocabulary(cfg.vocab, pad=0, bos=1, eos=2, mask=3),
+        objective=reader.part_class("objectives", "classify")(),
+        loss=reader.part_class("losses", "cross_entropy", sections.LossKeys)(),
+        exec_opts=Execution(reader.part_class("attention", "auto")(), "float32"),
+        special_tokens=SpecialTokens(cfg.vocab, pad=0, bos=1, eos=2, mask=3),
+        family=load_family(cfg),
     )
 
 
@@ -84,17 +86,19 @@ def test_logits_are_those_of_transformers_and_tensors_come_back(name: str, tmp_p
     kind = getattr(transformers, architecture)
     theirs = parity.fill(kind(kind.config_class(**SIZES | HEADS[name])), norm=1.0)
     theirs.save_pretrained(tmp_path)
-    settings = huggingface.read_config(tmp_path)
-    section = huggingface.section_of(settings)
-    cfg = config.part_class("models", section.pop("use"), sections.Every)(**section)
-    assert (cfg.labels, cfg.pooling) == (3, pooling)
-    family = objective.file("models", cfg)
-    table = table_of(family, cfg)
-    read = huggingface.from_tensors(table, module.shapes(family.Model, cfg), tmp_path)
+    settings = source_model.read_hf_config(tmp_path)
+    section, head = open_hf.model_sections(settings)
+    cfg = reader.part_class("models", section.pop("use"))(**section, classifier=head)
+    assert cfg.classifier == ClassifierKeys(3, pooling)
+    family = load_family(cfg)
+    table = family.tensor_table(cfg)
+    read = open_hf.read_params(table, module.shapes(family.Model, cfg), tmp_path)
     params = jax.tree.map(jnp.asarray, read)
     tokens = np.random.default_rng(0).integers(4, 96, (2, 20))
     positions = np.broadcast_to(np.arange(20), tokens.shape)
-    tell = jax.jit(lambda w, t, s, p: w.tell(cfg, t, how=task_of(cfg).how, segments=s, positions=p))
+    tell = jax.jit(
+        lambda w, t, s, p: w.predict_labels(cfg, t, exec_opts=task_of(cfg).exec_opts, segments=s, positions=p)
+    )
     ours = tell(params, jnp.asarray(tokens), jnp.ones_like(tokens), jnp.asarray(positions))
     with torch.no_grad():
         wanted = theirs(torch.tensor(tokens), attention_mask=torch.ones(2, 20)).logits.numpy()
@@ -105,7 +109,9 @@ def test_logits_are_those_of_transformers_and_tensors_come_back(name: str, tmp_p
     state = {name: w.numpy() for name, w in theirs.state_dict().items() if "rotary" not in name}
     assert written.keys() == state.keys()
     assert all(np.array_equal(written[name], state[name]) for name in state)
-    told = family.to_hf(cfg, 64) | classifier.named(classifier.names_in(settings))
+    told = family.hf_naming.to_config(cfg, 64) | classification_head.to_hf_labels(
+        classification_head.from_hf_labels(settings)
+    )
     assert told["architectures"] == [architecture] and told["id2label"] == {
         "0": "no",
         "1": "perhaps",
@@ -145,10 +151,10 @@ def test_texts_packed_in_a_row_give_the_loss_and_gradients_of_the_texts_one_by_o
     use: str, pooling: str
 ) -> None:
     more = dict(kv_heads=2, head_dim=8) if use == "llama" else {}
-    cfg = config.part_class("models", use, sections.Every)(
-        layers=2, embed=32, heads=4, mlp=40, vocab=96, labels=3, pooling=pooling, **more
+    cfg = reader.part_class("models", use)(
+        layers=2, embed=32, heads=4, mlp=40, vocab=96, classifier=ClassifierKeys(3, pooling), **more
     )
-    task, family = task_of(cfg), objective.file("models", cfg)
+    task, family = task_of(cfg), load_family(cfg)
     axes = module.axes(family.Model, cfg)
     params = module.init(family.Model, cfg, jax.random.key(1))
     draw = np.random.default_rng(2)
@@ -161,8 +167,8 @@ def test_texts_packed_in_a_row_give_the_loss_and_gradients_of_the_texts_one_by_o
 
     @jax.jit
     def gradients(batch: Batch) -> Any:
-        examples = step.split(classify.prepare(task, batch, jax.random.key(0)), 1)
-        return step.gradients(task, axes, params, examples)
+        examples = step.to_microbatches(classify.prepare(task, batch, jax.random.key(0)), 1)
+        return step.accumulate_gradients(task, axes, params, examples)
 
     together, sums = gradients(packed(draw, texts, labels, 30))
     alone = [gradients(packed(draw, [text], [label], 30)) for text, label in zip(texts, labels, strict=True)]
@@ -170,9 +176,15 @@ def test_texts_packed_in_a_row_give_the_loss_and_gradients_of_the_texts_one_by_o
         np.testing.assert_allclose(sums[name], sum(one[1][name] for one in alone), rtol=1e-5)
     assert sums["count"] == (3 if pooling != "each" else sum((label > 0).sum() for label in labels))
     added = jax.tree.map(lambda *parts: sum(parts), *(one[0] for one in alone))
-    for (name, ours), (_, wanted) in zip(module.named(together), module.named(added), strict=True):
+    for (name, ours), (_, wanted) in zip(
+        module.named_leaves(together), module.named_leaves(added), strict=True
+    ):
         np.testing.assert_allclose(ours, wanted, atol=2e-6, rtol=1e-4, err_msg=name)
-    assert all(np.abs(g).max() > 0 for name, g in module.named(together) if name in classifier.OWN)
+    assert all(
+        np.abs(g).max() > 0
+        for name, g in module.named_leaves(together)
+        if name in classification_head.HEAD_WEIGHTS
+    )
 
 
 def test_judgement_is_that_of_the_definitions() -> None:
@@ -185,8 +197,10 @@ def test_judgement_is_that_of_the_definitions() -> None:
         "told": np.bincount(told, minlength=4),
     }
     counts |= {"hits": np.bincount(wanted[wanted == told], minlength=4), "nll": 50.0}
-    found = classify.judged(counts)
-    assert classify.by_label(counts, "abcd")[3] == f"d: 0 of 0 right, told {(told == 3).sum()} times"
+    found = classify.eval_metrics(counts)
+    assert (
+        classify.per_label_lines(counts, "abcd")[3] == f"d: 0 of 0 right, predicted {(told == 3).sum()} times"
+    )
     scores = []
     for label in range(4):
         hit = sum(w == label == t for w, t in zip(wanted, told, strict=True))
@@ -204,21 +218,21 @@ def test_judgement_is_that_of_the_definitions() -> None:
     assert found["majority"] == np.bincount(wanted).max() / 200
 
 
-def make_run(tmp_path: Path, name: str, path: Path, **sections: Any) -> sections.Run:
+def make_run(tmp_path: Path, name: str, path: Path, **sections: Any) -> sections.TrainRecipe:
     tree = dict(
-        run=str(tmp_path / name),
+        run_dir=str(tmp_path / name),
         model=dict(use="modernbert", layers=2, embed=32, heads=4, mlp=48, window=16),
         data=dict(path=str(path), sequence_length=48),
         objective=dict(use="classify"),
         optimizer=dict(use="adamw", learning_rate=5e-3, weight_decay=0.0),
         schedule=dict(use="cosine", steps=40, warmup=4),
         batch=dict(sequences=8),
-        memory=dict(compute="float32"),
+        compute=dict(dtype="float32"),
         checkpoint=dict(every=100),
         eval=dict(every=40),
         log=dict(every=10, tensorboard=False),
     )
-    (tmp_path / f"{name}.yaml").write_text(config.dump(tree | sections))
+    (tmp_path / f"{name}.yaml").write_text(reader.dump(tree | sections))
     return recipe.load(tmp_path / f"{name}.yaml")
 
 
@@ -236,14 +250,16 @@ def sorted_texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_decoder_that_tells_labels_is_refused_where_text_is_to_be_continued(tmp_path: Path) -> None:
     """Before its weights are looked at: it has a vocabulary and a cache, and would say something."""
-    model = dict(use="llama", layers=1, embed=32, heads=2, kv_heads=2, mlp=32, vocab=280, labels=3)
-    cfg = make_run(tmp_path, "decoder", tmp_path / "none", model=model)
-    tokenizer = learn.train(["the mill turns"], kind="bpe", vocab=280)
-    run = Opened(cfg, None, 0, mesh.make(dict.fromkeys(mesh.AXES, 1), jax.devices()[:1]), tokenizer, None)
+    model = dict(use="llama", layers=1, embed=32, heads=2, kv_heads=2, mlp=32, vocab=280)
+    cfg = make_run(tmp_path, "decoder", tmp_path / "none", model=model, classifier=dict(labels=3))
+    tokenizer = tokenizer_train.train_tokenizer(["the mill turns"], kind="bpe", vocab=280)
+    run = LoadedRun(
+        cfg, None, 0, sharding.make_mesh(dict.fromkeys(sharding.AXES, 1), jax.devices()[:1]), tokenizer, None
+    )
     for attempt in (
         lambda: generate.generate(run, "the", 3, Sampling()),
-        lambda: api.serve(run, host="127.0.0.1", port=0, slots=1, length=8),
-        lambda: gguf_file.export(run, str(tmp_path / "x.gguf"), "float32"),
+        lambda: serve_http.serve(run, host="127.0.0.1", port=0, slots=1, length=8),
+        lambda: gguf.export(run, str(tmp_path / "x.gguf"), "float32"),
     ):
         with pytest.raises(UserError, match="objective.use: .*decoder was trained by classify"):
             attempt()
@@ -253,13 +269,15 @@ def test_a_decoder_that_tells_labels_is_refused_where_text_is_to_be_continued(tm
 @pytest.mark.slow
 def test_an_encoder_that_tells_labels_is_quantised_and_evaluated(tmp_path: Path, sorted_texts: Path) -> None:
     """DeBERTa has no head for tokens then, and its matrices have biases beside them."""
-    model = dict(use="deberta", layers=2, embed=32, heads=4, mlp=64, buckets=8, reach=24)
+    model = dict(
+        use="deberta", layers=2, embed=32, heads=4, mlp=64, position_buckets=8, max_relative_positions=24
+    )
     cfg = make_run(tmp_path, "encoder", sorted_texts, model=model, schedule=dict(use="constant", steps=30))
-    train.run(cfg)
-    whole = evaluate.evaluate_run(open_run(recipe.load_run(cfg.run)))
-    method = recipe.load_method("vptq", ["bits=4", "vector=2", "tune=2", "finish=2"])
-    request = command.Request(str(tmp_path / "few"), method, 16, "float32", str(sorted_texts))
-    command.quantize(open_run(recipe.load_run(cfg.run)), request, lambda line: None)
+    training_run.run(cfg)
+    whole = evaluate.evaluate_run(open_run(recipe.load_run(cfg.run_dir)))
+    method = recipe.load_method("vptq", ["bits=4", "vector_length=2", "tune_steps=2", "finetune_steps=2"])
+    request = quantize_run.QuantizeRequest(str(tmp_path / "few"), method, 16, "float32", str(sorted_texts))
+    quantize_run.quantize(open_run(recipe.load_run(cfg.run_dir)), request, lambda line: None)
     few = evaluate.evaluate_run(open_run(recipe.load_run(tmp_path / "few")))
     assert few["loss"] == pytest.approx(whole["loss"], abs=0.1)
     layers = json.loads((tmp_path / "few/config.json").read_text())["quantization_config"][
@@ -276,16 +294,16 @@ def test_a_run_starts_from_a_pretrained_one_and_ends_in_transformers(
     before = make_run(
         tmp_path, "before", sorted_texts, objective=dict(use="masked"), schedule=dict(use="cosine", steps=2)
     )
-    assert train.run(before) == 0
-    cfg = make_run(tmp_path, "after", sorted_texts, start=str(tmp_path / "before"))
-    assert train.run(cfg) == 0
+    assert training_run.run(before) == 0
+    cfg = make_run(tmp_path, "after", sorted_texts, init_from=str(tmp_path / "before"))
+    assert training_run.run(cfg) == 0
     rows = [json.loads(line) for line in (tmp_path / "after" / "metrics.jsonl").read_text().splitlines()]
     assert any("accuracy" in row for row in rows) and any("evaluate/macro_f1" in row for row in rows)
     run = open_run(recipe.load_run(str(tmp_path / "after")))
     found = evaluate.evaluate_run(run)
     assert found["accuracy"] > 0.9 > 0.5 > found["majority"]
-    assert (run.cfg.model.labels, run.cfg.model.pooling) == (3, "first")
-    huggingface.export(run, str(tmp_path / "hf"), "float32")
+    assert (run.recipe.model.classifier.labels, run.recipe.model.classifier.pooling) == (3, "first")
+    to_huggingface.export(run, str(tmp_path / "hf"), "float32")
     theirs = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "hf").eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
     assert theirs.config.id2label == {0: "Bee", 1: "Eel", 2: "Ox"}
@@ -295,43 +313,47 @@ def test_a_run_starts_from_a_pretrained_one_and_ends_in_transformers(
     with torch.no_grad():
         wanted = theirs(torch.tensor([ids])).logits[0].numpy()
     how = dict(segments=jnp.ones((1, len(ids)), int), positions=jnp.arange(len(ids))[None])
-    ours = run.params.tell(run.cfg.model, jnp.array([ids]), how=task_of(run.cfg.model).how, **how)[0, 0]
+    ours = run.params.predict_labels(
+        run.recipe.model, jnp.array([ids]), exec_opts=task_of(run.recipe.model).exec_opts, **how
+    )[0, 0]
     np.testing.assert_allclose(ours, wanted, atol=2e-5, rtol=0)
     assert theirs.config.id2label[int(wanted.argmax())] == "Ox"
-    huggingface.import_(str(tmp_path / "hf"), str(tmp_path / "again"))
+    to_huggingface.import_(str(tmp_path / "hf"), str(tmp_path / "again"))
     again = recipe.load_run(str(tmp_path / "again"))
-    assert (again.objective.use, again.model.labels) == ("classify", 3)
+    assert (again.objective.use, again.model.classifier.labels) == ("classify", 3)
     assert json.loads((tmp_path / "again" / "labels.json").read_text()) == ["Bee", "Eel", "Ox"]
-    source = start.check(str(tmp_path / "hf"), again.model)
-    assert set(classifier.OWN[2:]) <= source.taken  # a head of the same labels is taken along
+    source = init_from.check(str(tmp_path / "hf"), again.model)
+    assert set(classification_head.HEAD_WEIGHTS[2:]) <= source.taken  # of the same labels
 
 
 @pytest.mark.slow
-def test_of_a_pair_the_finder_is_fine_tuned_with_its_whole_embedding(
+def test_of_a_pair_the_finder_is_fine_tuned_with_its_full_embedding(
     tmp_path: Path, sorted_texts: Path
 ) -> None:
     """What rtd learns is the difference to the generator's embedding."""
-    sizes = dict(use="deberta", layers=2, embed=32, heads=4, mlp=48, buckets=8, reach=64)
+    sizes = dict(
+        use="deberta", layers=2, embed=32, heads=4, mlp=48, position_buckets=8, max_relative_positions=64
+    )
     before = make_run(
         tmp_path,
         "before",
         sorted_texts,
-        model=sizes | dict(generator=1),
+        model=sizes | dict(generator_layers=1),
         objective=dict(use="rtd"),
         schedule=dict(use="cosine", steps=2),
     )
-    assert train.run(before) == 0
+    assert training_run.run(before) == 0
     pair = open_run(recipe.load_run(str(tmp_path / "before")))
-    model = config.part_class("models", "deberta", sections.Every)(
+    model = reader.part_class("models", "deberta")(
         **{key: value for key, value in sizes.items() if key != "use"},
-        vocab=pair.cfg.model.vocab, labels=3, pooling="first",
+        vocab=pair.recipe.model.vocab, classifier=ClassifierKeys(3, "first"),
     )  # fmt: skip
-    source = start.check(str(tmp_path / "before"), model)
-    family = objective.file("models", model).Model
+    source = init_from.check(str(tmp_path / "before"), model)
+    family = load_family(model).Model
     everywhere = jax.sharding.NamedSharding(pair.devices, jax.sharding.PartitionSpec())
     fresh = jax.device_put(module.init(family, model, jax.random.key(0)), everywhere)
-    whole, said = start.weights(source, model, fresh, pair.devices, str(sorted_texts))
-    np.testing.assert_array_equal(whole.embedding, pair.params.whole_embedding(pair.cfg.model))
+    whole, said = init_from.load_weights(source, model, fresh, pair.devices, str(sorted_texts))
+    np.testing.assert_array_equal(whole.embedding, pair.params.full_embedding(pair.recipe.model))
     np.testing.assert_array_equal(whole.blocks.w_q, pair.params.blocks.w_q)
     np.testing.assert_array_equal(whole.w_classes, fresh.w_classes)
     assert "w_classes" in said and "drawn" in said
@@ -342,17 +364,17 @@ def test_data_and_objective_must_belong_together(tmp_path: Path, sorted_texts: P
     (tmp_path / "plain").mkdir()
     data = prepared(tmp_path / "plain", f"  a: {{path: {plain}}}")
     with pytest.raises(UserError, match="has no labels, which objective classify needs"):
-        train.run(make_run(tmp_path, "one", data))
+        training_run.run(make_run(tmp_path, "one", data))
     answers = [{"prompt": "Q", "chosen": f"a{n}", "rejected": "b"} for n in range(60)]
     (tmp_path / "pairs").mkdir()
     data = prepared(
         tmp_path / "pairs",
         f"  a: {{path: {lines(tmp_path / 'pairs.jsonl', answers)}}}",
-        "tokenizer.template=plain",
+        "tokenizer.chat_template=plain",
         "pack.sequence_length=96",
     )
     with pytest.raises(UserError, match="pairs of answers, which objective masked does not read"):
-        train.run(
+        training_run.run(
             make_run(
                 tmp_path,
                 "two",
@@ -362,20 +384,24 @@ def test_data_and_objective_must_belong_together(tmp_path: Path, sorted_texts: P
             )
         )
     words = make_run(tmp_path, "three", sorted_texts)
-    with pytest.raises(UserError, match="labels of this data are of a whole text"):
-        classifier.resolved(recipe.load(tmp_path / "three.yaml", ["model.pooling=each"]).model, 3, "text")
+    with pytest.raises(UserError, match="this data has labels for a text"):
+        classification_head.with_label_count(
+            recipe.load(tmp_path / "three.yaml", ["classifier.pooling=each"]).model, 3, "text"
+        )
     with pytest.raises(UserError, match="found 3, and the data has 5"):
-        classifier.resolved(recipe.load(tmp_path / "three.yaml", ["model.labels=3"]).model, 5, "text")
-    assert classifier.resolved(words.model, 7, "tokens").pooling == "each"
+        classification_head.with_label_count(
+            recipe.load(tmp_path / "three.yaml", ["classifier.labels=3"]).model, 5, "text"
+        )
+    assert classification_head.with_label_count(words.model, 7, "tokens").classifier.pooling == "each"
 
 
 @pytest.mark.parametrize(
     ("override", "why"),
     [
-        ("objective.use=masked model.labels=3", "expected objective.use to be classify"),
-        ("data.isolate=false", "a label is of one text alone"),
-        ("loss.soft_cap=30", "labels are told without it"),
-        ("model.labels=-1", "expected 0 or more"),
+        ("objective.use=masked classifier.labels=3", "expected objective.use to be classify"),
+        ("data.isolate_documents=false", "a label belongs to one document"),
+        ("loss.soft_cap=30", "labels are predicted without it"),
+        ("classifier.labels=-1", "expected 0 or more"),
     ],
 )
 def test_a_recipe_that_makes_no_sense_is_refused(tmp_path: Path, override: str, why: str) -> None:

@@ -13,14 +13,14 @@ import jsonschema
 import pytest
 import yaml
 
-from headrace.cli import main as cli
-from headrace.config import reader as config, recipe, json_schema as schema, sections
+from headrace.cli import main as cli_main
 from headrace.cli.main import main
+from headrace.config import json_schema, reader, recipe, sections
 
 ROOT = Path(__file__).parent.parent
 WHOLE = [p for p in sorted((ROOT / "recipes").rglob("*.yaml")) if "use" not in yaml.safe_load(p.read_text())]
 TRAINING = """\
-run: runs/test
+run_dir: runs/test
 model: {use: llama, layers: 2, embed: 64, heads: 4, kv_heads: 2, mlp: 128}
 data: {path: nowhere, sequence_length: 64}
 optimizer: {use: adamw, learning_rate: 3e-3}
@@ -29,7 +29,7 @@ schedule: {use: cosine, steps: 20}
 # A process that fails if its command has imported JAX.
 WITHOUT_JAX = """\
 import sys
-from headrace.cli import main
+from headrace.cli.main import main
 code = main(sys.argv[1:])
 assert "jax" not in sys.modules
 sys.exit(code)
@@ -61,7 +61,7 @@ def told(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
         (b"", ["train", "bad.yaml"], "bad.yaml:1: found an empty file"),
         (bytes(range(256)), ["train", "bad.yaml"], "bad.yaml: found a file that is not text"),
         (b"", ["train", "missing.yaml"], "missing.yaml: found no file"),
-        (b"", ["train", "recipe.yaml", "model.layer=3"], "command line: model.layer: found an unknown key"),
+        (b"", ["train", "recipe.yaml", "model.layer=3"], "command line: model.layer: unknown key"),
         (b"", ["train", "recipe.yaml", "mesh.fsdp=0"], "command line: mesh.fsdp: found 0"),
         (b"", ["recipe", "check", "recipe.yaml", "optimizer.use=adam"], "command line: optimizer.use: found"),
         (b"sources: 3", ["data", "prepare", "bad.yaml"], "bad.yaml:1: path: found nothing"),
@@ -109,7 +109,7 @@ def test_letters_that_the_terminal_lacks_are_shown_by_their_numbers() -> None:
 
 def test_a_mistyped_command_is_told_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     said = told(capsys, "recipe", "chek", "recipe.yaml")
-    assert said.startswith("command line: found chek, expected one of show, check, list, schema; ")
+    assert said.startswith("command line: found chek, expected one of show, check, list, explain, schema; ")
     assert "did you mean check?" in said
     assert "`headrace recipe --help`" in said
 
@@ -135,7 +135,7 @@ def test_a_command_that_is_incomplete_or_too_long_says_so(
     "overrides, says",
     [
         (["schedule.steps=-4"], "command line: schedule.steps: found -4, expected a whole number of steps"),
-        (["model.layer=4"], "command line: model.layer: found an unknown key, expected one of"),
+        (["model.layer=4"], "command line: model.layer: unknown key; did you mean model.layers?"),
         (["model.layers.deep=4"], 'command line: model.layers: found {"deep": 4}, expected a whole number'),
         (["optimizer=lion"], 'command line: optimizer: found "lion", expected `key: value` pairs'),
         (["optimizer=null"], "command line: optimizer: found null, expected `key: value` pairs"),
@@ -149,7 +149,7 @@ def test_a_command_that_is_incomplete_or_too_long_says_so(
         (["model..layers=4"], "command line: found model..layers=4, expected key=value, e.g."),
         (["loss={"], "command line: loss: found {, expected a value in YAML"),
         (["seed=1", "seed=2"], "command line: seed: found a second time, expected once"),
-        (["run="], "command line: run: found nothing, expected text"),
+        (["run_dir="], "command line: run_dir: found nothing, expected text"),
     ],
 )
 def test_a_mistake_among_the_overrides_says_so(
@@ -159,16 +159,19 @@ def test_a_mistake_among_the_overrides_says_so(
 
 
 def test_show_prints_a_recipe_that_reads_the_same(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["recipe", "show", "recipe.yaml", "schedule.steps=2B tokens", "optimizer.clip=null"]) == 0
+    assert (
+        main(["recipe", "show", "recipe.yaml", "schedule.steps=2B tokens", "optimizer.max_grad_norm=null"])
+        == 0
+    )
     Path("shown.yaml").write_text(capsys.readouterr().out)
     shown = recipe.load("shown.yaml")
-    assert shown == recipe.load("recipe.yaml", ["schedule.steps=2B tokens", "optimizer.clip=null"])
-    assert set(config.to_dict(shown)["log"]) == {"every", "tensorboard", "wandb"}
+    assert shown == recipe.load("recipe.yaml", ["schedule.steps=2B tokens", "optimizer.max_grad_norm=null"])
+    assert set(reader.to_dict(shown)["log"]) == {"every", "tensorboard", "wandb"}
 
 
 def test_list_prints_every_file_with_its_head(capsys: pytest.CaptureFixture[str]) -> None:
     Path("recipes/deep").mkdir(parents=True)
-    Path("recipes/one.yaml").write_text("# the first\nrun: x\n")
+    Path("recipes/one.yaml").write_text("# the first\nrun_dir: x\n")
     Path("recipes/deep/two.yaml").write_text("run: x\n")
     Path("recipes/binary.yaml").write_bytes(bytes(range(256)))
     assert main(["recipe", "list"]) == 0
@@ -176,32 +179,41 @@ def test_list_prints_every_file_with_its_head(capsys: pytest.CaptureFixture[str]
     assert lines == ["recipes/binary.yaml", "recipes/deep/two.yaml", "recipes/one.yaml       the first"]
 
 
-@pytest.mark.parametrize("flags, cls", [([], sections.Run), (["--data"], sections.DataRun)])
+@pytest.mark.parametrize("flags, cls", [([], sections.TrainRecipe), (["--data"], sections.DataRecipe)])
 def test_schema_prints_json(flags: list[str], cls: type, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["recipe", "schema", *flags]) == 0
-    assert json.loads(capsys.readouterr().out) == schema.schema(cls)
+    assert json.loads(capsys.readouterr().out) == json_schema.schema(cls)
 
 
-@pytest.mark.parametrize("cls", [sections.Run, sections.DataRun])
+@pytest.mark.parametrize("cls", [sections.TrainRecipe, sections.DataRecipe])
 def test_the_schema_has_every_key(cls: type) -> None:
     found = set()
-    for name, section in schema.schema(cls)["properties"].items():
+    for name, section in json_schema.schema(cls)["properties"].items():
         parts = section.get("anyOf", [])
         if parts and "additionalProperties" in parts[0] and parts[0]["additionalProperties"]:
             name, parts = f"{name}.NAME", parts[0]["additionalProperties"]["anyOf"]
         inner = [key for one in parts for key in one.get("properties", ())]
         found |= {f"{name}.{key}" for key in inner} or {name}
-    assert found == set(config.keys(cls))
+    assert found == set(reader.all_keys(cls))
 
 
 @pytest.mark.parametrize("path", WHOLE, ids=lambda path: str(path.relative_to(ROOT)))
-def test_a_recipe_fits_the_schema(path: Path) -> None:
+def test_a_recipe_fits_the_schema(path: Path, demo_run: None) -> None:
     cfg = recipe.load_any(path)
-    rules = schema.schema(type(cfg))
-    assert fits(config.to_dict(cfg), rules)
-    assert not fits(config.to_dict(cfg) | {"sead": 1}, rules)
-    assert not fits(config.to_dict(cfg) | {"seed": "one"}, rules)
+    rules = json_schema.schema(type(cfg))
+    assert fits(reader.to_dict(cfg), rules)
+    assert not fits(reader.to_dict(cfg) | {"sead": 1}, rules)
+    assert not fits(reader.to_dict(cfg) | {"seed": "one"}, rules)
     assert not fits({"seed": 1}, rules)
+
+
+def test_the_schema_accepts_a_recipe_without_its_shape_if_it_starts_from_a_model() -> None:
+    rules = json_schema.schema(sections.TrainRecipe)
+    tree = {"run_dir": "runs/x", "data": {"path": "d", "sequence_length": 8}, "schedule": {"steps": 1}}
+    tree["optimizer"] = {"learning_rate": 1e-3}
+    assert not fits(tree, rules)
+    assert fits(tree | {"init_from": "runs/base"}, rules)
+    assert fits(tree | {"init_from": "runs/base", "model": {"rope_theta": 5e5}}, rules)
 
 
 def fits(value: Any, rules: dict[str, Any]) -> bool:
@@ -223,8 +235,8 @@ def test_libtpu_is_left_out_where_there_is_no_tpu(tmp_path, monkeypatch):
     (tmp_path / "libtpu.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
-    cli.leave_out_tpu()
+    cli_main.hide_libtpu_without_devices()
     assert os.environ["JAX_PLATFORMS"] == "cpu"
     monkeypatch.setenv("JAX_PLATFORMS", "tpu")
-    cli.leave_out_tpu()
+    cli_main.hide_libtpu_without_devices()
     assert os.environ["JAX_PLATFORMS"] == "tpu"

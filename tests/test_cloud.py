@@ -23,21 +23,10 @@ import yaml
 from headrace.cli.main import main
 from headrace.errors import UserError
 from headrace.hardware import slices
-from headrace.tpu import (
-    bundle,
-    cost,
-    disk,
-    outcome as ending,
-    install,
-    job,
-    job_ledger as place,
-    region,
-    timer,
-    worker,
-)
-from headrace.tpu.schedulers import Exported
+from headrace.tpu import bundle, cost, disk, install, job, job_ledger, outcome, region, timer, worker
 from headrace.tpu.local import Local
-from headrace.tpu.request import Request, name_from, sliced
+from headrace.tpu.request import Request, make_slice_name, parse_tpu_slice
+from headrace.tpu.schedulers import ExportedJob
 from tests import fakegcs
 from tests.fake_google import Google
 from tests.fake_machine import free_port
@@ -64,54 +53,66 @@ def google(tmp_path, monkeypatch):
 
 
 def request(name: str = "v4-32", **more) -> Request:
-    return Request("job", sliced(name, ""), ("us-central2-b",), **more)
+    return Request("job", parse_tpu_slice(name, ""), ("us-central2-b",), **more)
 
 
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        ([*RENT, "recipe.yaml", "model.layer=3"], "model.layer: found an unknown key"),
-        ([*RENT, "recipe.yaml", "run=runs/x"], "run: found runs/x, expected what all workers reach"),
+        ([*RENT, "recipe.yaml", "model.layer=3"], "model.layer: unknown key; did you mean model.layers"),
+        (
+            [*RENT, "recipe.yaml", "run_dir=runs/x"],
+            "run_dir: found runs/x, expected a path that all workers share",
+        ),
         ([*RENT, "recipe.yaml", "data.path=data/x"], "data.path: found data/x"),
-        ([*RENT, "recipe.yaml", "run=gs://far/x"], "gs://far lies in europe-west4, the slice in us-central2"),
-        ([*RENT, "recipe.yaml", "run=gs://none/x"], "gs://none: found 404 Not Found"),
+        (
+            [*RENT, "recipe.yaml", "run_dir=gs://far/x"],
+            "gs://far is in europe-west4, the slice in us-central2",
+        ),
+        ([*RENT, "recipe.yaml", "run_dir=gs://none/x"], "gs://none: found 404 Not Found"),
         ([*RENT, "recipe.yaml", "--max-cost", "0"], "--max-cost: found 0, expected a number above 0"),
-        ([*RENT, "recipe.yaml", "--name", "My_Job"], "--name: found My_Job, expected small letters"),
-        ([*RENT, "recipe.yaml", "--ssh-key", "nokey"], "ssh: found no key with a .pub beside it (nokey)"),
-        ([*RENT, "recipe.yaml", "start=runs/x"], "start: found runs/x"),
-        ([*RENT, "recipe.yaml", "start=gs://far/x"], "gs://far lies in europe-west4"),
+        ([*RENT, "recipe.yaml", "--name", "My_Job"], "--name: found My_Job, expected lowercase letters"),
+        ([*RENT, "recipe.yaml", "--ssh-key", "nokey"], "ssh: found no key with a .pub file next to it"),
+        ([*RENT, "recipe.yaml", "init_from=runs/x"], "init_from: found runs/x"),
+        ([*RENT, "recipe.yaml", "init_from=gs://far/x"], "gs://far is in europe-west4"),
         ([*RENT, "recipe.yaml", "--env", "KEY=hush"], "--env KEY: found a value with it, expected the name"),
         ([*RENT, "recipe.yaml", "--zone", "us-central2-z"], "Location us-central2-z is not found"),
-        ([*RENT, "recipe.yaml", "--disk", "My_Disk"], "--disk: found My_Disk, expected small letters"),
-        ([*RENT, "recipe.yaml", "--disk", "x", "run=/mnt/x/run"], "run: found /mnt/x/run, expected what all"),
+        ([*RENT, "recipe.yaml", "--disk", "My_Disk"], "--disk: found My_Disk, expected lowercase letters"),
+        (
+            [*RENT, "recipe.yaml", "--disk", "x", "run_dir=/mnt/x/run"],
+            "run_dir: found /mnt/x/run, expected a path",
+        ),
         ([*RENT, "recipe.yaml", "--disk", "none"], "disk: The resource 'none' was not found"),
         (["tpu", "disk", "create", "A/b", "--size", "1", "--zone", "us-central2-b"], "DISK: found A/b"),
         (["tpu", "run", "--slice", "v4-32", "recipe.yaml"], "--zone: found none"),
         (["tpu", "create", "--slice", "v4-32", "--zone", "us"], "--zone: found us, expected a zone such as"),
         (["tpu", "create", "--slice", "gpu:h200x8", "--zone", "us-central2-b"], "expected TPUs"),
         (["tpu", "create", "--slice", "v4:2x2x4", "--zone", "us-central2-b"], "expected a size"),
-        (["tpu", "create", "--slice", "tpu7x-8", "--zone", "us-central2-b"], "name one by --runtime"),
-        (["tpu", "status", "nobody"], "nobody: found no slice of that name"),
+        (["tpu", "create", "--slice", "tpu7x-8", "--zone", "us-central2-b"], "name one with --runtime"),
+        (["tpu", "status", "nobody"], "nobody: found no slice of this name"),
         (["tpu", "disk", "create", "x", "--size", "10"], "--zone: found none, expected the zone of the disk"),
         (["tpu", "export", "recipe.yaml", "--to", "jobset", "--slice", "v4-8"], "--image: found none"),
         (["tpu", "create", "--slice", "v4-8", "--platform", "local", "--disk", "x"], "--disk: found x"),
         (
             [*ABROAD, "--max-cost", "100"],
-            "the prices known here are of the US, and europe-west4-b may cost more",
+            "the known prices are those of the US, and europe-west4-b may cost more",
         ),
         ([*ABROAD, "--max-cost", "100", "--prices", "v4.yaml"], "`v5p: {on_demand: DOLLARS}`"),
         (["tpu", "tensorboard", "nowhere"], "nowhere: found no folder"),
-        (["tpu", "status", "../x"], "NAME: found ../x, expected small letters"),
+        (["tpu", "status", "../x"], "NAME: found ../x, expected lowercase letters"),
         (["tpu", "logs", "A b"], "NAME: found A b"),
         (["tpu", "delete", "a/b"], "NAME: found a/b"),
         ([*EXPORT, "slurm", "--max-hours", "nan"], "--max-hours: found nan, expected a number above 0"),
-        ([*EXPORT, "slurm", "--name", "a b;c"], "--name: found a b;c, expected small letters"),
-        ([*EXPORT, "jobset", "--image", "x", "run=runs/x"], "run: found runs/x, expected run=gs://"),
-        ([*EXPORT, "skypilot", "run=/mnt/x"], "run: found /mnt/x, expected run=gs://"),
-        ([*RENT, "recipe.yaml", "run=gs://shy/x"], "gs://shy: you may not ask where it lies"),
+        ([*EXPORT, "slurm", "--name", "a b;c"], "--name: found a b;c, expected lowercase letters"),
+        (
+            [*EXPORT, "jobset", "--image", "x", "run_dir=runs/x"],
+            "run_dir: found runs/x, expected run_dir=gs://",
+        ),
+        ([*EXPORT, "skypilot", "run_dir=/mnt/x"], "run_dir: found /mnt/x, expected run_dir=gs://"),
+        ([*RENT, "recipe.yaml", "run_dir=gs://shy/x"], "gs://shy: you may not look up its location"),
     ],
 )
-def test_what_is_wrong_is_told_in_a_line_and_nothing_is_rented(google, capsys, argv, says):
+def test_mistakes_are_reported_in_one_line_and_nothing_is_rented(google, capsys, argv, says):
     if "--ssh-key" not in argv and argv[1] in ("run", "create"):
         argv = [*argv, "--ssh-key", str(google.root / "key")]
     assert main(argv) == 2
@@ -121,20 +122,20 @@ def test_what_is_wrong_is_told_in_a_line_and_nothing_is_rented(google, capsys, a
     assert not google.queued and not google.disks
 
 
-def test_busy_servers_are_asked_again_for_disks_buckets_and_places(google):
+def test_requests_for_disks_buckets_and_zones_are_retried(google):
     google.disks["texts"] = {"name": "texts"}
     google.fault("GET", "/storage/", 503)
     google.fault("GET", "/disks/", 502)
     google.fault("GET", "/locations/-/", 400, "unknown location")
     google.fault("GET", "project/locations", 503)
-    assert region.check(["gs://near/x"], ["us-central2-b"], allowed=False) == []
-    disk.check("project", ["us-central2-b"], ["texts"])
+    assert region.check_bucket_regions(["gs://near/x"], ["us-central2-b"], allow_far=False) == []
+    disk.check_disks_exist("project", ["us-central2-b"], ["texts"])
     assert main(["tpu", "ls"]) == 0 and not google.faults
 
 
 @pytest.mark.parametrize("act", ["run", "create"])
-def test_a_dry_run_on_this_machine_asks_nobody(tmp_path, monkeypatch, capsys, act):
-    monkeypatch.setattr("headrace.tpu.google_auth.credentials", lambda url: pytest.fail("asked"))
+def test_a_dry_run_on_this_machine_needs_no_network(tmp_path, monkeypatch, capsys, act):
+    monkeypatch.setattr("headrace.tpu.google_auth.load_credentials", lambda url: pytest.fail("asked"))
     for name in ("CLOUDSDK_CORE_PROJECT", "GOOGLE_CLOUD_PROJECT"):
         monkeypatch.delenv(name, raising=False)
     (tmp_path / "recipe.yaml").write_text(RECIPE.format(run="run"))
@@ -191,7 +192,7 @@ def test_the_commands_that_a_dry_run_prints_train_by_hand(google, capsys, monkey
         (tree / file).parent.mkdir(exist_ok=True)
         (tree / file).write_text("x")
     subprocess.run(["git", "-C", tree, "add", "pyproject.toml"], check=True)
-    monkeypatch.setattr("headrace.tpu.bundle.root", lambda: tree)
+    monkeypatch.setattr("headrace.tpu.bundle.find_repository", lambda: tree)
     shim = google.root / "bin" / "gcloud"
     shim.write_text(GCLOUD.format(python=sys.executable, url=google.url, root=google.root))
     shim.chmod(0o755)
@@ -220,20 +221,20 @@ def test_the_commands_that_a_dry_run_prints_train_by_hand(google, capsys, monkey
 
 
 def test_prices_are_those_of_the_plan_and_a_cost_is_a_number_of_hours(tmp_path):
-    assert cost.rate(request(terms="spot")) == pytest.approx(0.92 * 16)
+    assert cost.find_dollars_per_hour(request(terms="spot")) == pytest.approx(0.92 * 16)
     # The dearest region of the US, by the catalogue: us-south1 (v5e, v5p), and of v6e on spot.
-    assert cost.rate(request("2xv5e-16")) == pytest.approx(1.42 * 32)
-    assert cost.rate(request("v5p-16")) == pytest.approx(4.78 * 8)
-    assert cost.rate(request("v6e-8", terms="spot")) == pytest.approx(1.78 * 8)
-    assert cost.budget(request(), None, None, None) == cost.Budget(24, 3.22 * 16, asked=False)
-    assert cost.budget(request(), 100, 51.52, None).hours == pytest.approx(1)
-    assert cost.budget(request(), 0.5, 51.52, None).hours == 0.5
-    with pytest.raises(UserError, match="no price is known of spot v2"):
-        cost.budget(request("v2-8", terms="spot"), None, 10, None)
+    assert cost.find_dollars_per_hour(request("2xv5e-16")) == pytest.approx(1.42 * 32)
+    assert cost.find_dollars_per_hour(request("v5p-16")) == pytest.approx(4.78 * 8)
+    assert cost.find_dollars_per_hour(request("v6e-8", terms="spot")) == pytest.approx(1.78 * 8)
+    assert cost.make_budget(request(), None, None, None) == cost.Budget(24, 3.22 * 16, set_by_user=False)
+    assert cost.make_budget(request(), 100, 51.52, None).hours == pytest.approx(1)
+    assert cost.make_budget(request(), 0.5, 51.52, None).hours == 0.5
+    with pytest.raises(UserError, match="no price of spot v2 is known"):
+        cost.make_budget(request("v2-8", terms="spot"), None, 10, None)
     (tmp_path / "prices.yaml").write_text("v2: {spot: 0.5}\n")
-    assert cost.budget(request("v2-8", terms="spot"), None, 10, tmp_path / "prices.yaml").hours == 5
-    words = cost.spoken(request(), cost.budget(request(), 2, None, None), own_prices=False)
-    assert "v4-32 on-demand (16 chips, 4 workers): $51.52 an hour" in words and "2 h and $103.04" in words
+    assert cost.make_budget(request("v2-8", terms="spot"), None, 10, tmp_path / "prices.yaml").hours == 5
+    words = cost.format_cost(request(), cost.make_budget(request(), 2, None, None), is_user_price=False)
+    assert "v4-32 on-demand (16 chips, 4 workers): $51.52 per hour" in words and "2 h and $103.04" in words
 
 
 def test_slices_go_by_googles_names():
@@ -242,30 +243,30 @@ def test_slices_go_by_googles_names():
     )
     assert request("2xv5e-256").accelerator == "v5litepod-256"
     assert request("v5p-128").accelerator == "v5p-128" and request("v6e-8").accelerator == "v6e-8"
-    assert name_from("Llama3.2_1B (new)") == "headrace-llama3-2-1b-new"
+    assert make_slice_name("Llama3.2_1B (new)") == "headrace-llama3-2-1b-new"
 
 
 def test_a_bucket_should_be_where_the_slice_is(google):
     zones = ["us-central2-b"]
-    assert region.check(["gs://near/x", "/mnt/y"], zones, allowed=False) == []
-    assert "spread over US" in region.check(["gs://wide/x"], zones, allowed=False)[0]
+    assert region.check_bucket_regions(["gs://near/x", "/mnt/y"], zones, allow_far=False) == []
+    assert "spread over US" in region.check_bucket_regions(["gs://wide/x"], zones, allow_far=False)[0]
     with pytest.raises(UserError, match="--far-bucket"):
-        region.check(["gs://far/x"], zones, allowed=False)
+        region.check_bucket_regions(["gs://far/x"], zones, allow_far=False)
     with pytest.raises(UserError, match="the slice in us-east1"):
-        region.check(["gs://near/x"], ["us-central2-b", "us-east1-d"], allowed=False)
-    assert len(region.check(["gs://far/x"], zones, allowed=True)) == 1
-    assert "you may not ask" in region.check(["gs://shy/x"], zones, allowed=True)[0]
-    with pytest.raises(UserError, match="--far-bucket goes on without"):
-        region.check(["gs://shy/x"], zones, allowed=False)
+        region.check_bucket_regions(["gs://near/x"], ["us-central2-b", "us-east1-d"], allow_far=False)
+    assert len(region.check_bucket_regions(["gs://far/x"], zones, allow_far=True)) == 1
+    assert "its location is unknown" in region.check_bucket_regions(["gs://shy/x"], zones, allow_far=True)[0]
+    with pytest.raises(UserError, match="--far-bucket continues without"):
+        region.check_bucket_regions(["gs://shy/x"], zones, allow_far=False)
     google.buckets["pair"] = {
         "location": "US",
         "customPlacementConfig": {"dataLocations": ["US-CENTRAL2", "US-EAST1"]},
     }
     google.buckets["nam"] = {"location": "NAM4"}
-    assert region.check(["gs://pair/x"], zones, allowed=False) == []
-    assert region.check(["gs://nam/x"], ["us-east1-d"], allowed=False) == []
-    with pytest.raises(UserError, match="gs://nam lies in nam4"):
-        region.check(["gs://nam/x"], ["europe-west4-a"], allowed=False)
+    assert region.check_bucket_regions(["gs://pair/x"], zones, allow_far=False) == []
+    assert region.check_bucket_regions(["gs://nam/x"], ["us-east1-d"], allow_far=False) == []
+    with pytest.raises(UserError, match="gs://nam is in nam4"):
+        region.check_bucket_regions(["gs://nam/x"], ["europe-west4-a"], allow_far=False)
 
 
 def test_the_tree_is_sent_with_its_changes_and_without_what_is_secret(tmp_path):
@@ -283,14 +284,14 @@ def test_the_tree_is_sent_with_its_changes_and_without_what_is_secret(tmp_path):
         (tmp_path / name).write_text(text)
     subprocess.run(["git", "-C", tmp_path, "add", "a.py"], check=True)
     (tmp_path / "a.py").write_text("2")
-    found = bundle.make(tmp_path)
-    assert found.left_out == (".env", "deploy.pem", "sub/key.json")
+    found = bundle.make_bundle(tmp_path)
+    assert found.skipped == (".env", "deploy.pem", "sub/key.json")
     with tarfile.open(fileobj=io.BytesIO(found.content)) as archive:
         assert archive.getnames() == [".gitignore", "a.py", "sub/config.json"]
         assert archive.extractfile("a.py").read() == b"2"
-    assert bundle.make(tmp_path).name == found.name
+    assert bundle.make_bundle(tmp_path).name == found.name
     (tmp_path / "a.py").write_text("3")
-    assert bundle.make(tmp_path).name != found.name
+    assert bundle.make_bundle(tmp_path).name != found.name
 
 
 def test_no_secret_and_nothing_from_outside_is_in_the_tree_that_is_sent(tmp_path):
@@ -318,33 +319,34 @@ def test_no_secret_and_nothing_from_outside_is_in_the_tree_that_is_sent(tmp_path
         (tree / name).write_text(text)
     (tree / "link").symlink_to("real")
     (tree / "leak").symlink_to(beyond)
-    found = bundle.make(tree)
-    assert set(found.left_out) == {*secret, "leak"}
+    found = bundle.make_bundle(tree)
+    assert set(found.skipped) == {*secret, "leak"}
     with tarfile.open(fileobj=io.BytesIO(found.content)) as archive:
         assert set(archive.getnames()) == {*sent, "link"}
 
 
-def test_the_tree_that_is_sent_is_whole():
-    assert not bundle.make(ROOT).left_out
+def test_every_file_of_this_repository_is_sent():
+    assert not bundle.make_bundle(ROOT).skipped
 
 
-def test_the_environment_has_another_stamp_when_a_version_changes(tmp_path):
+def test_the_stamp_of_an_environment_changes_with_a_version(tmp_path):
     for name in ("pyproject.toml", "constraints.txt"):
         (tmp_path / name).write_bytes((ROOT / name).read_bytes())
-    before = install.stamp(tmp_path)
-    assert before == install.stamp(ROOT) and before in install.script(tmp_path)
-    assert install.stamp(tmp_path, ["wandb"]) != before
-    assert "--extra tpu --extra gcs --extra wandb" in install.script(tmp_path, ["wandb"])
+    before = install.environment_stamp(tmp_path)
+    assert before == install.environment_stamp(ROOT) and before in install.make_install_script(tmp_path)
+    assert install.environment_stamp(tmp_path, ["wandb"]) != before
+    assert "--extra tpu --extra gcs --extra wandb" in install.make_install_script(tmp_path, ["wandb"])
     with open(tmp_path / "constraints.txt", "a") as file:
         file.write("one-more==1.0\n")
-    assert install.stamp(tmp_path) != before
-    scripts = [install.script(ROOT), bundle.UNPACK.format(name="x"), job.NEW]
-    for script in (*scripts, install.mounting("texts", 1, "ro"), install.mounting("texts", 2, "rw")):
+    assert install.environment_stamp(tmp_path) != before
+    scripts = [install.make_install_script(ROOT), bundle.UNPACK.format(name="x"), job.EXIT_IF_NEW]
+    scripts += [install.make_mount_script("texts", 1, "ro"), install.make_mount_script("texts", 2, "rw")]
+    for script in scripts:
         assert "{" not in script.replace("${", "").replace("{}", "")  # all is filled in
         assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
 
 
-def test_disks_are_made_attached_and_deleted_and_only_one_machine_writes(google, capsys):
+def test_disks_are_created_attached_and_deleted_and_one_machine_writes(google, capsys):
     zone = ["--zone", "us-central2-b"]
     assert main(["tpu", "disk", "create", "texts", "--size", "100", "--slice", "v6e-8", *zone]) == 0
     assert google.disks["texts"]["sizeGb"] == "100" and "hyperdisk" in google.disks["texts"]["type"]
@@ -366,7 +368,7 @@ def test_disks_are_made_attached_and_deleted_and_only_one_machine_writes(google,
     assert main(["tpu", "disk", "delete", "texts", *zone]) == 0 and not google.disks
 
 
-def test_disks_of_others_are_not_deleted_and_ours_are_not_forgotten(google, capsys):
+def test_disks_of_others_are_not_deleted_and_unused_ones_are_listed(google, capsys):
     zone = ["--zone", "us-central2-b"]
     there = {"zone": "z/us-central2-b", "sizeGb": "9", "type": "t/pd-ssd"}
     google.disks["colleague"] = {"name": "colleague"} | there
@@ -377,7 +379,7 @@ def test_disks_of_others_are_not_deleted_and_ours_are_not_forgotten(google, caps
         assert main(["tpu", "disk", "ls", *more]) == 0
         assert capsys.readouterr().out == "texts  us-central2-b  9 GB  pd-ssd\n"
     assert main(["tpu", "ls", "--orphans"]) == 0
-    words = "no slice has the disk texts (9 GB in us-central2-b), which costs"
+    words = "no slice uses the disk texts (9 GB in us-central2-b), which costs"
     assert words in capsys.readouterr().out
     parent = "projects/project/locations/us-central2-b/nodes"
     source = "projects/123456789/zones/us-central2-b/disks/texts"
@@ -391,7 +393,7 @@ def test_disks_of_others_are_not_deleted_and_ours_are_not_forgotten(google, caps
     assert set(google.disks) == {"texts"}
 
 
-def test_slices_are_listed_zone_by_zone_where_no_wildcard_is_taken(google, capsys):
+def test_slices_are_listed_zone_by_zone_if_the_wildcard_is_refused(google, capsys):
     told = {"acceleratorType": "v4-8", "labels": {"headrace": "yes"}, "metadata": {}}
     google.make_node("projects/project/locations/us-east1-d/nodes/lost", told)
     google.fault("GET", "/locations/-/", 400, "unknown location")
@@ -433,23 +435,23 @@ def test_tensorboard_reads_a_run_out_of_a_bucket(tmp_path, monkeypatch):
             process.wait()
 
 
-def test_the_timer_gives_back_what_has_ended_or_never_began(tmp_path, monkeypatch):
+def test_a_slice_whose_job_ended_or_never_started_is_idle(tmp_path, monkeypatch):
     monkeypatch.setattr(timer, "HOMES", str(tmp_path))
-    monkeypatch.setattr(timer, "ROOT", str(tmp_path / "root"))
+    monkeypatch.setattr(timer, "ROOT_HOME", str(tmp_path / "root"))
     now = time.time()
-    assert not timer.forgotten(now - 15, 10) and timer.forgotten(now - 25, 10)  # nothing was ever set up
+    assert not timer.is_idle(now - 15, 10) and timer.is_idle(now - 25, 10)  # nothing was ever set up
     job = tmp_path / "user" / ".headrace" / "jobs" / "job"
     job.mkdir(parents=True)
-    assert not timer.forgotten(now - 1000, 10)  # set up a moment ago
+    assert not timer.is_idle(now - 1000, 10)  # set up a moment ago
     (job / "exit").write_text("0")
-    assert not timer.forgotten(now - 1000, 10)
+    assert not timer.is_idle(now - 1000, 10)
     os.utime(job / "exit", (now - 20, now - 20))
-    assert timer.forgotten(now - 1000, 10) and not timer.forgotten(now - 1000, 30)
+    assert timer.is_idle(now - 1000, 10) and not timer.is_idle(now - 1000, 30)
 
 
-def test_the_timer_gives_back_what_was_killed_before_its_end_was_written_down(tmp_path, monkeypatch):
+def test_a_slice_whose_job_was_killed_without_an_exit_code_is_idle(tmp_path, monkeypatch):
     monkeypatch.setattr(timer, "HOMES", str(tmp_path))
-    monkeypatch.setattr(timer, "ROOT", str(tmp_path / "root"))
+    monkeypatch.setattr(timer, "ROOT_HOME", str(tmp_path / "root"))
     now, job = time.time(), tmp_path / "user" / ".headrace" / "jobs" / "job"
     job.mkdir(parents=True)
     code = "import time; time.sleep(60)"
@@ -457,21 +459,21 @@ def test_the_timer_gives_back_what_was_killed_before_its_end_was_written_down(tm
     try:
         (job / "pid").write_text(str(trainer.pid))
         (job / "log").write_text("step 1")
-        while not timer.running(job):  # its command line is there a moment later
+        while not timer.running_pid(job):  # its command line is there a moment later
             time.sleep(0.01)
         for path in (job / "pid", job / "log", job):
             os.utime(path, (now - 20, now - 20))
-        assert not timer.forgotten(now - 1000, 10)  # nobody holds it, but it trains
+        assert not timer.is_idle(now - 1000, 10)  # nobody holds it, but it trains
     finally:
         trainer.kill()
         trainer.wait()
-    assert timer.forgotten(now - 1000, 10) and not timer.forgotten(now - 1000, 60)
+    assert timer.is_idle(now - 1000, 10) and not timer.is_idle(now - 1000, 60)
     (job / "pid").write_text(str(os.getpid()))  # of another process since
     os.utime(job / "pid", (now - 20, now - 20))
-    assert timer.forgotten(now - 1000, 10)
+    assert timer.is_idle(now - 1000, 10)
 
 
-def test_a_machine_that_may_not_delete_is_switched_off_at_least(google, monkeypatch):
+def test_a_machine_that_may_not_delete_its_slice_is_switched_off(google, monkeypatch):
     name = "projects/project/locations/us-central2-b/nodes/job"
     text = (ROOT / "headrace/tpu/timer.py").read_text()
     resource = "projects/project/locations/us-central2-b/queuedResources/x"
@@ -484,7 +486,7 @@ def test_a_machine_that_may_not_delete_is_switched_off_at_least(google, monkeypa
     while not (place_ / "switched-off").exists():
         assert time.monotonic() < end
         time.sleep(0.05)
-    assert (place_ / "timer.log").read_text().count("delete: 403") == timer.TRIES
+    assert (place_ / "timer.log").read_text().count("delete: 403") == timer.MAX_DELETE_ATTEMPTS
     google.faults.clear()  # somebody gives it the role: what is switched off is asked for still
     google.make_queued("projects/project/locations/us-central2-b/queuedResources/x", name)
     while google.queued:
@@ -494,7 +496,7 @@ def test_a_machine_that_may_not_delete_is_switched_off_at_least(google, monkeypa
 
 
 @pytest.mark.parametrize("allowed", [[], ["tpu.nodes.delete"]])
-def test_a_delete_that_is_accepted_and_comes_to_nothing_is_asked_for_again(google, allowed):
+def test_a_deletion_that_is_accepted_and_fails_is_requested_again(google, allowed):
     name = "projects/project/locations/us-central2-b/nodes/job"
     text = (ROOT / "headrace/tpu/timer.py").read_text()
     resource = "projects/project/locations/us-central2-b/queuedResources/job"
@@ -509,42 +511,44 @@ def test_a_delete_that_is_accepted_and_comes_to_nothing_is_asked_for_again(googl
         time.sleep(0.05)
         google.answer("GET", "/", {}, None)
     place_ = google.root / "machines" / "127.0.1.1"
-    assert (place_ / "timer.log").read_text().count("asked to be deleted") >= 4
+    assert (place_ / "timer.log").read_text().count("requested the deletion of this slice") >= 4
     assert (place_ / "may-delete").read_text() == ("yes" if allowed else "no") + " tpu.nodes.delete"
 
 
-def test_hours_are_counted_over_all_lives(tmp_path, monkeypatch):
+def test_hours_count_over_all_attempts(tmp_path, monkeypatch):
     monkeypatch.setenv("HEADRACE_HOME", str(tmp_path))
-    ledger = place.Ledger("job")
-    ledger.seen("z", 1000.0, 1000.0)
-    ledger.seen("z", 1000.0, 4600.0)
+    ledger = job_ledger.JobLedger("job")
+    ledger.record("z", 1000.0, 1000.0)
+    ledger.record("z", 1000.0, 4600.0)
     ledger.close(10000.0)
-    ledger.seen("y", 9000.0, 9000.0)
-    ledger.seen("y", 9000.0, 10800.0)
+    ledger.record("y", 9000.0, 9000.0)
+    ledger.record("y", 9000.0, 10800.0)
     ledger.close(10800.0)
     now = 50000.0
-    assert place.Ledger("job").spent(now) == pytest.approx(3.0)
-    assert place.Ledger("job").spent(now, but=1000.0) == pytest.approx(0.5)
-    assert place.Ledger("job", "gs://other/run").spent(now) == 0
-    assert not place.watched("job")
-    with place.watching("job"):
-        assert place.watched("job")
+    assert job_ledger.JobLedger("job").hours_spent(now) == pytest.approx(3.0)
+    assert job_ledger.JobLedger("job").hours_spent(now, excluding=1000.0) == pytest.approx(0.5)
+    assert job_ledger.JobLedger("job", "gs://other/run").hours_spent(now) == 0
+    assert not job_ledger.is_watched("job")
+    with job_ledger.watch_lock("job"):
+        assert job_ledger.is_watched("job")
 
 
-def test_a_life_that_nobody_saw_the_end_of_counts_until_its_timer_has_ended_it(tmp_path, monkeypatch):
+def test_an_open_attempt_counts_until_its_timer_ends(tmp_path, monkeypatch):
     monkeypatch.setenv("HEADRACE_HOME", str(tmp_path))
-    place.Ledger("job").seen("z", 1000.0, 1060.0, seconds=7200.0)  # and then the launcher is killed
-    assert place.Ledger("job").spent(4600.0) == pytest.approx(1.0)
-    assert place.Ledger("job").spent(10**6) == pytest.approx(2.0)
-    found = place.Ledger("job")
+    job_ledger.JobLedger("job").record(
+        "z", 1000.0, 1060.0, time_limit=7200.0
+    )  # and then the launcher is killed
+    assert job_ledger.JobLedger("job").hours_spent(4600.0) == pytest.approx(1.0)
+    assert job_ledger.JobLedger("job").hours_spent(10**6) == pytest.approx(2.0)
+    found = job_ledger.JobLedger("job")
     found.close(4600.0)  # seen to be gone
-    assert place.Ledger("job").spent(10**6) == pytest.approx(1.0)
+    assert job_ledger.JobLedger("job").hours_spent(10**6) == pytest.approx(1.0)
 
 
 def test_a_slice_is_found_in_another_zone_than_the_one_it_was_last_in(google, capsys):
     told = {"acceleratorType": "v4-8", "labels": {"headrace": "yes"}, "metadata": {}}
     google.make_node("projects/project/locations/us-east1-d/nodes/lost", told)
-    place.Ledger("project/lost").seen("us-central2-b", 1.0, 2.0)
+    job_ledger.JobLedger("project/lost").record("us-central2-b", 1.0, 2.0)
     assert main(["tpu", "status", "lost", "--ssh-key", str(google.root / "key")]) == 0
     assert "in us-east1-d: READY" in capsys.readouterr().out
     assert main(["tpu", "delete", "lost", "--zone", "us-central2-b"]) == 2  # where it is told to look
@@ -554,23 +558,23 @@ def test_a_slice_is_found_in_another_zone_than_the_one_it_was_last_in(google, ca
 @pytest.mark.parametrize(
     ("codes", "end"),
     [
-        ([0, 0], ending.End.DONE),
-        ([78, 2], ending.End.MISTAKE),
-        ([3, 78], ending.End.MISTAKE),
-        ([137, 1], ending.End.MISTAKE),
-        ([78, 77], ending.End.WORN),
-        ([75, 75], ending.End.AGAIN),
-        ([0, 134], ending.End.AGAIN),
+        ([0, 0], outcome.JobEnd.DONE),
+        ([78, 2], outcome.JobEnd.FAILED),
+        ([3, 78], outcome.JobEnd.FAILED),
+        ([137, 1], outcome.JobEnd.FAILED),
+        ([78, 77], outcome.JobEnd.FAULTY_WORKER),
+        ([75, 75], outcome.JobEnd.RESTARTABLE),
+        ([0, 134], outcome.JobEnd.RESTARTABLE),
     ],
 )
-def test_the_exit_codes_of_all_workers_come_to_one_end(codes, end):
-    assert ending.verdict(codes).end is end
+def test_exit_codes_of_all_workers_are_combined_into_one_outcome(codes, end):
+    assert outcome.classify_exit(codes).end is end
 
 
-def test_a_local_slice_is_deleted_with_its_own_processes_alone(tmp_path, monkeypatch, capsys):
+def test_deleting_a_local_slice_kills_only_its_own_processes(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("HEADRACE_HOME", str(tmp_path))
     cloud = Local()
-    cloud.create(Request("pod", sliced("v4-16", "any"), ("local",)), "local", 3600.0, None)
+    cloud.create(Request("pod", parse_tpu_slice("v4-16", "any"), ("local",)), "local", 3600.0, None)
     job_ = tmp_path / "local" / "pod" / "w0" / ".headrace" / "jobs" / "pod"
     other = tmp_path / "local" / "pod" / "w1" / ".headrace" / "jobs" / "pod"
     code = [sys.executable, "-c", "import time; time.sleep(60)"]
@@ -593,7 +597,7 @@ def test_a_local_slice_is_deleted_with_its_own_processes_alone(tmp_path, monkeyp
 
 
 @pytest.mark.parametrize("name", ["HEADRACE_POLL", "HEADRACE_PATIENCE"])
-def test_a_time_that_is_none_is_told_in_a_line(name):
+def test_an_invalid_timeout_is_reported_in_one_line(name):
     env = os.environ | {"PYTHONPATH": str(ROOT), name: "abc"}
     command = [sys.executable, "-m", "headrace", "tpu", "ls", "--platform", "local"]
     done = subprocess.run(command, env=env, capture_output=True, text=True)
@@ -601,27 +605,30 @@ def test_a_time_that_is_none_is_told_in_a_line(name):
     assert done.stderr == f"headrace: {name}: found abc, expected seconds above 0\n"
 
 
-def test_a_number_that_another_process_has_is_not_the_trainer(tmp_path):
+def test_a_reused_process_number_is_not_taken_for_the_trainer(tmp_path):
     (tmp_path / "pid").write_text(str(os.getpid()))
     (tmp_path / "identity").write_text("x")
     (tmp_path / "log").write_text("")
-    assert worker.state(tmp_path)["running"] is False
+    assert worker.read_state(tmp_path)["running"] is False
 
 
 def test_no_module_of_the_launcher_imports_jax():
     names = [f"headrace.tpu.{p.stem}" for p in (ROOT / "headrace/tpu").glob("*.py")]
+    names += [f"headrace.cli.{p.stem}" for p in (ROOT / "headrace/cli").glob("tpu*.py")]
     code = f"import sys; [__import__(name) for name in {names}]; assert 'jax' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
-def exported(name: str = "2xv5e-256", **more) -> Exported:
-    told = dict(name="job", command=("headrace", "train", "a b.yaml", "run=gs://b/r"), spot=True, hours=1.5)
+def exported(name: str = "2xv5e-256", **more) -> ExportedJob:
+    told = dict(
+        name="job", command=("headrace", "train", "a b.yaml", "run_dir=gs://b/r"), spot=True, hours=1.5
+    )
     told |= dict(image="image", accelerator="v5litepod-256", runtime="v2-alpha-tpuv5-lite")
-    return Exported(slice=slices.parse(name), **told | more)
+    return ExportedJob(slice=slices.parse_slice(name), **told | more)
 
 
-def written(to: str, run: Exported) -> str:
-    return importlib.import_module(f"headrace.tpu.schedulers.{to}").write(run)
+def written(to: str, run: ExportedJob) -> str:
+    return importlib.import_module(f"headrace.tpu.schedulers.{to}").render(run)
 
 
 def test_a_jobset_has_a_job_for_each_slice_that_kubernetes_accepts():
@@ -632,7 +639,7 @@ def test_a_jobset_has_a_job_for_each_slice_that_kubernetes_accepts():
     assert part["replicas"] == 2 and job["parallelism"] == job["completions"] == 64
     trainer = job["template"]["spec"]["containers"][0]
     assert trainer["resources"]["limits"]["google.com/tpu"] == 4
-    assert trainer["command"] == ["headrace", "train", "a b.yaml", "run=gs://b/r"]
+    assert trainer["command"] == ["headrace", "train", "a b.yaml", "run_dir=gs://b/r"]
     alone = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "job"}, "spec": job}
     validate(alone, "1.31", strict=True)
     job["paralelism"] = 1
@@ -659,7 +666,7 @@ def jobset_schema() -> dict:
     return schema | {"additionalProperties": False}
 
 
-def test_a_jobset_is_what_its_own_schema_takes():
+def test_a_jobset_matches_its_schema():
     check = jsonschema.Draft202012Validator(jobset_schema())
     text = written("jobset", exported())
     assert not list(check.iter_errors(yaml.safe_load(text)))
@@ -675,7 +682,7 @@ def test_a_jobset_is_what_its_own_schema_takes():
         assert list(check.iter_errors(yaml.safe_load(text.replace(good, bad)))), bad
 
 
-def test_a_skypilot_task_is_what_skypilot_takes():
+def test_a_skypilot_task_names_hardware_and_commands():
     task = yaml.safe_load(written("skypilot", exported("v5e-256")))
     assert task["resources"]["accelerators"] == "tpu-v5litepod-256:1" and task["resources"]["use_spot"]
     assert "train 'a b.yaml'" in task["run"] and "SKYPILOT" not in task["run"]
@@ -684,7 +691,7 @@ def test_a_skypilot_task_is_what_skypilot_takes():
     gpus = yaml.safe_load(written("skypilot", exported("gpu:h200x16")))
     assert gpus["num_nodes"] == 2 and gpus["resources"]["accelerators"] == "H200:8"
     assert "HEADRACE_COORDINATOR" in gpus["run"] and "--extra gpu" in gpus["setup"]
-    with pytest.raises(UserError, match="expected one slice"):
+    with pytest.raises(UserError, match="expected a single slice"):
         written("skypilot", exported("2xv5e-256"))
 
 
@@ -732,30 +739,37 @@ def test_skypilot_itself_reads_its_tasks(google, tmp_path, monkeypatch):
 
 
 def test_an_export_installs_and_sends_what_the_run_needs(google, capsys, tmp_path):
-    argv = ["tpu", "export", str(ROOT / "recipes/demo.yaml"), "run=gs://b/r", "data.path=gs://b/d", "--to"]
+    argv = [
+        "tpu",
+        "export",
+        str(ROOT / "recipes/demo.yaml"),
+        "run_dir=gs://b/r",
+        "data.path=gs://b/d",
+        "--to",
+    ]
     assert main([*argv, "skypilot", "--slice", "v5e-8"]) == 0
     task = yaml.safe_load(capsys.readouterr().out)
-    assert "headrace train recipes/demo.yaml run=" in task["run"] and "file_mounts" not in task
+    assert "headrace train recipes/demo.yaml run_dir=" in task["run"] and "file_mounts" not in task
     assert task["setup"].rstrip().endswith("-r pyproject.toml --extra tpu --extra gcs")
     outside = str(tmp_path / "recipe.yaml")
     argv[2] = outside
     assert main([*argv, "skypilot", "--slice", "v5e-8", "log.wandb=true"]) == 0
     task = yaml.safe_load(capsys.readouterr().out)
     (there,) = task["file_mounts"]
-    assert task["file_mounts"] == {there: outside} and f"headrace train {there} run=" in task["run"]
+    assert task["file_mounts"] == {there: outside} and f"headrace train {there} run_dir=" in task["run"]
     assert task["setup"].rstrip().endswith("--extra gcs --extra wandb")
     assert main([*argv, "jobset", "--slice", "v5e-8", "--image", "image"]) == 0
-    assert f"warning: {outside} is not in the tree" in capsys.readouterr().err
+    assert f"warning: {outside} is not in the working tree" in capsys.readouterr().err
     assert main([*argv, "slurm", "--slice", "v5e-16"]) == 0
     text = capsys.readouterr().out
-    assert f"srun headrace train {outside} run=" in text and "#SBATCH --gres=tpu:4\n" in text
+    assert f"srun headrace train {outside} run_dir=" in text and "#SBATCH --gres=tpu:4\n" in text
 
 
 @pytest.mark.parametrize("name", ["v5e-8", "2xv5e-256", "16xv5e-256"])
 def test_no_pod_of_a_jobset_has_a_name_that_kubernetes_refuses(name):
-    with pytest.raises(UserError, match="expected [0-9]+ at most with --to jobset") as told:
+    with pytest.raises(UserError, match="expected at most [0-9]+ with --to jobset") as told:
         written("jobset", dataclasses.replace(exported(name), name="x" * 60))
-    most = int(re.search(r"expected (\d+) at most", str(told.value))[1])
+    most = int(re.search(r"expected at most (\d+)", str(told.value))[1])
     for letters in (most, most + 1):
         with contextlib.nullcontext() if letters == most else pytest.raises(UserError):
             tree = yaml.safe_load(written("jobset", dataclasses.replace(exported(name), name="x" * letters)))
@@ -775,4 +789,4 @@ def test_a_slurm_script_is_bash_that_puts_itself_back_into_the_queue(tmp_path):
         env = os.environ | {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": "7"}
         done = subprocess.run(["bash", "-c", shim + text], env=env, cwd=tmp_path)
         assert done.returncode == code and (tmp_path / "asked").exists() == again
-        assert (tmp_path / "ran").read_text() == "headrace train a b.yaml run=gs://b/r\n"
+        assert (tmp_path / "ran").read_text() == "headrace train a b.yaml run_dir=gs://b/r\n"

@@ -44,7 +44,7 @@ def pattern(expected: str) -> str:
     return found
 
 
-def test_dots_stand_for_what_differs_and_for_nothing_else():
+def test_dots_match_within_a_line_or_whole_lines():
     assert re.fullmatch(pattern("a ... c\n...\nd\n"), "a b c\nx\ny\nd\n")
     assert not re.fullmatch(pattern("a ... c\n"), "a b\nx c\n")
     assert not re.fullmatch(pattern("a\n...\nd\n"), "a\nx\n")
@@ -69,7 +69,7 @@ def story(tmp_path):
     found.close()
 
 
-def test_every_command_of_the_page_prints_what_stands_there(story):
+def test_every_command_of_the_page_prints_the_shown_output(story):
     env = os.environ | story.google.env() | {"PYTHONPATH": str(ROOT), "HOME": str(story.root / "person")}
     env |= {"PATH": f"{story.root}/bin:{os.environ['PATH']}"}
     env["XLA_FLAGS"] = soon.flags(1)

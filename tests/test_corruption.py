@@ -14,27 +14,40 @@ import numpy as np
 import pytest
 from test_step import ENCODER, Bench, assert_close
 
-from headrace.config import reader as config, sections
-from headrace.nn import sharding as mesh
-from headrace.objectives._masking import choosable, choose, choose_spans, diffuse, most_chosen, replace
-from headrace.errors import UserError
-from headrace.nn.stack import Execution
-from headrace.kernels.linear_cross_entropy.dispatch import cut
-from headrace.nn.sharding import row_sharding
-from headrace.nn.module import init
-from headrace.objectives import Batch, Examples, Task, Vocabulary, file
 from headrace.checkpoint.state import State
+from headrace.config import reader, sections
+from headrace.errors import UserError
+from headrace.kernels.linear_cross_entropy.dispatch import fused_cross_entropy
+from headrace.model_wrappers import load_family
+from headrace.nn import sharding
+from headrace.nn.module import init
+from headrace.nn.sharding import row_sharding
+from headrace.nn.stack import Execution
+from headrace.objectives import Batch, Examples, SpecialTokens, TrainTask, load_objective
+from headrace.objectives._masking import (
+    corrupt_tokens,
+    maskable,
+    max_selected,
+    sample_diffusion_mask,
+    sample_positions,
+    sample_spans,
+)
 from headrace.training.step import eval_step
 
-VOCABULARY = Vocabulary(size=40, pad=0, bos=7, eos=8, mask=39)
-SPANS = ("objective.span=3", "objective.rate=0.3", "objective.masked=0.8", "objective.random=0.1")
+VOCABULARY = SpecialTokens(size=40, pad=0, bos=7, eos=8, mask=39)
+SPANS = (
+    "objective.max_span=3",
+    "objective.mask_rate=0.3",
+    "objective.mask_token_share=0.8",
+    "objective.random_token_share=0.1",
+)
 KINDS = {
     "masked": ENCODER,
     "spans": (*ENCODER, *SPANS),
-    "replaced": (*ENCODER, "objective.masked=0.0", "objective.random=1.0"),
+    "replaced": (*ENCODER, "objective.mask_token_share=0.0", "objective.random_token_share=1.0"),
     "diffusion": ("objective.use=diffusion", *ENCODER[1:]),
 }
-BERT = dict(span=3, masked=0.8, random=0.1)
+BERT = dict(max_span=3, mask_token_share=0.8, random_token_share=0.1)
 ROWS, LENGTH = 20_000, 24
 
 
@@ -46,7 +59,7 @@ def texts(rows: int = ROWS) -> Batch:
     segments = np.repeat([1, 2, 0], [9, 11, 4])
     learnt = np.arange(LENGTH) != 14
     arrays = [np.tile(one, (rows, 1)) for one in (row, segments, np.arange(LENGTH), learnt)]
-    return Batch(*(jnp.asarray(one, jnp.int32) for one in arrays[:3]), loss=jnp.asarray(arrays[3]))
+    return Batch(*(jnp.asarray(one, jnp.int32) for one in arrays[:3]), loss_mask=jnp.asarray(arrays[3]))
 
 
 RUNS = [range(1, 8), range(10, 14), range(15, 19)]  # of tokens that may be chosen, in each row of `texts`
@@ -61,16 +74,16 @@ def assert_share(found: np.ndarray, share: float, sigmas: float = 5.0) -> None:
 
 def spans(key: int, rate: float, longest: int, batch: Batch | None = None) -> np.ndarray:
     batch = batch or texts()
-    may = choosable(VOCABULARY, batch)
-    args = dict(segments=batch.segments, rate=rate, longest=longest)
-    return np.asarray(choose_spans(jax.random.key(key), may, **args))
+    may = maskable(VOCABULARY, batch)
+    args = dict(segments=batch.segments, rate=rate, max_span=longest)
+    return np.asarray(sample_spans(jax.random.key(key), may, **args))
 
 
 def test_every_token_that_may_be_chosen_is_chosen_at_the_rate_and_no_other():
     batch = texts()
-    may = choosable(VOCABULARY, batch)
+    may = maskable(VOCABULARY, batch)
     np.testing.assert_array_equal(may, np.tile(MAY, (ROWS, 1)))
-    chosen = np.asarray(choose(jax.random.key(0), may, rate=0.3))
+    chosen = np.asarray(sample_positions(jax.random.key(0), may, rate=0.3))
     assert_share(chosen[:, MAY], 0.3)
     assert not chosen[:, ~MAY].any()
 
@@ -152,27 +165,27 @@ def test_lengths_of_dense_spans_are_those_of_spans_that_overlap_by_chance():
 def test_rows_have_as_many_chosen_tokens_as_the_rate_says_give_or_take_one(rate):
     may = jax.random.uniform(jax.random.key(0), (2000, 50)) < 0.7
     found, wanted = (
-        np.asarray(choose(jax.random.key(1), may, rate=rate).sum(1)),
+        np.asarray(sample_positions(jax.random.key(1), may, rate=rate).sum(1)),
         rate * np.asarray(may.sum(1)),
     )
     assert (np.abs(found - wanted) < 1).all()
     assert (found - wanted).mean() == pytest.approx(0, abs=0.05)  # neither up nor down on the whole
-    assert found.max() <= most_chosen(50, rate=rate) == math.ceil(rate * 50)
+    assert found.max() <= max_selected(50, rate=rate) == math.ceil(rate * 50)
 
 
 def test_no_row_has_more_spans_than_were_reckoned_with(monkeypatch):
-    batch, most = long_texts(500, 400), most_chosen(400, rate=0.15, longest=3)
+    batch, most = long_texts(500, 400), max_selected(400, rate=0.15, max_span=3)
     assert 60 < most < 160
     found = spans(7, 0.15, 3, batch)
     assert found.sum(1).max() <= most
-    monkeypatch.setattr("headrace.objectives._masking.most_chosen", lambda length, **_: 60)
+    monkeypatch.setattr("headrace.objectives._masking.max_selected", lambda length, **_: 60)
     fewer = spans(7, 0.15, 3, batch)
     np.testing.assert_array_equal(fewer, found & (np.cumsum(found, axis=1) <= 60))
     assert fewer.sum(1).max() == 60
 
 
 @pytest.mark.thin(2)
-@pytest.mark.parametrize("kind", [dict(rate=0.3), BERT | dict(rate=0.15)], ids=["tokens", "spans"])
+@pytest.mark.parametrize("kind", [dict(mask_rate=0.3), BERT | dict(mask_rate=0.15)], ids=["tokens", "spans"])
 def test_the_head_sees_only_what_is_to_be_told_and_the_loss_is_the_same(tiny, kind, monkeypatch):
     """The other way: every position goes through the head, and those without weight count for nothing."""
     settings = [f"objective.{key}={value}" for key, value in kind.items()]
@@ -181,18 +194,20 @@ def test_the_head_sees_only_what_is_to_be_told_and_the_loss_is_the_same(tiny, ki
 
     def both():
         def total(params):
-            return file("objectives", its.task.objective).loss(its.task, params, examples).loss
+            return load_objective(its.task.objective).phases[0].loss(its.task, params, examples).loss
 
         return jax.jit(jax.value_and_grad(total))(its.state().params)
 
     seen = []
     monkeypatch.setattr(
-        "headrace.objectives.cut", lambda *args, **how: seen.append(args[1]) or cut(*args, **how)
+        "headrace.objectives.fused_cross_entropy",
+        lambda *args, **how: seen.append(args[1]) or fused_cross_entropy(*args, **how),
     )
     few = both()
-    monkeypatch.setattr(file("objectives", its.task.objective), "most", lambda cfg, length: length)
+    whole = dataclasses.replace(load_objective(its.task.objective), max_targets=lambda cfg, length: length)
+    monkeypatch.setattr("headrace.objectives.load_objective", lambda cfg: whole)
     every = both()
-    assert seen[0].shape[1] == most_chosen(64, rate=kind["rate"], longest=kind.get("span", 1)) < 64
+    assert seen[0].shape[1] == max_selected(64, rate=kind["mask_rate"], max_span=kind.get("max_span", 1)) < 64
     assert seen[1].shape[1] == 64
     for one, other in zip(jax.tree.leaves(few), jax.tree.leaves(every), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=2e-5 * np.abs(other).max())
@@ -201,22 +216,22 @@ def test_the_head_sees_only_what_is_to_be_told_and_the_loss_is_the_same(tiny, ki
 def test_chosen_tokens_are_shown_in_the_shares_asked_for():
     tokens = np.full((40_000, 2), 20)
     chosen = jnp.tile(jnp.array([True, False]), (40_000, 1))
-    args = dict(chosen=chosen, vocabulary=VOCABULARY, masked=0.8, random=0.1)
-    shown = np.asarray(replace(jax.random.key(0), jnp.asarray(tokens), **args))
+    args = dict(selected=chosen, special_tokens=VOCABULARY, masked=0.8, random=0.1)
+    shown = np.asarray(corrupt_tokens(jax.random.key(0), jnp.asarray(tokens), **args))
     assert_share(shown[:, 0] == VOCABULARY.mask, 0.8)
     assert_share(shown[:, 0] == 20, 0.1)
     assert (shown[:, 1] == 20).all()
 
 
 @pytest.mark.parametrize(
-    "vocabulary", [VOCABULARY, Vocabulary(40, 3, 0, 0, None), Vocabulary(40, 8, 7, 9, 39)]
+    "vocabulary", [VOCABULARY, SpecialTokens(40, 3, 0, 0, None), SpecialTokens(40, 8, 7, 9, 39)]
 )
 def test_a_replaced_token_is_any_other_ordinary_one_and_never_the_same(vocabulary):
     special = {vocabulary.pad, vocabulary.bos, vocabulary.eos, vocabulary.mask}
     ordinary = np.array([token for token in range(40) if token not in special])
     tokens = np.tile(ordinary, (8000, 1))
-    args = dict(chosen=jnp.ones(tokens.shape, bool), vocabulary=vocabulary, masked=0.0, random=1.0)
-    shown = np.asarray(replace(jax.random.key(1), jnp.asarray(tokens), **args))
+    args = dict(selected=jnp.ones(tokens.shape, bool), special_tokens=vocabulary, masked=0.0, random=1.0)
+    shown = np.asarray(corrupt_tokens(jax.random.key(1), jnp.asarray(tokens), **args))
     for column, token in enumerate(ordinary):
         counts = np.bincount(shown[:, column], minlength=40)
         others = np.isin(np.arange(40), ordinary) & (np.arange(40) != token)
@@ -225,25 +240,28 @@ def test_a_replaced_token_is_any_other_ordinary_one_and_never_the_same(vocabular
         assert np.abs(counts[others] - mean).max() < 6 * math.sqrt(mean)
 
 
-def task(objective: str, vocabulary: Vocabulary = VOCABULARY, **keys: float) -> Task:
-    model = config.part_class("models", "eurobert")(
+def task(objective: str, vocabulary: SpecialTokens = VOCABULARY, **keys: float) -> TrainTask:
+    model = reader.part_class("models", "eurobert")(
         vocab=40, layers=1, embed=16, heads=2, kv_heads=2, mlp=32, rope_theta=10000.0
     )
-    loss = config.part_class("losses", "cross_entropy", sections.Loss)()
-    how = Execution(config.part_class("attention", "xla")(), "float32")
-    return Task(model, config.part_class("objectives", objective)(**keys), loss, how, vocabulary)
+    loss = reader.part_class("losses", "cross_entropy", sections.LossKeys)()
+    exec_opts = Execution(reader.part_class("attention", "xla")(), "float32")
+    cfg = reader.part_class("objectives", objective)(**keys)
+    return TrainTask(model, cfg, loss, exec_opts, vocabulary, family=None)
 
 
 @functools.cache
-def compiled(of: Task):
-    return jax.jit(lambda batch, key: file("objectives", of.objective).prepare(of, batch, key))
+def compiled(of: TrainTask):
+    return jax.jit(lambda batch, key: load_objective(of.objective).prepare(of, batch, key))
 
 
-def prepare(of: Task, batch: Batch, key: int) -> Examples:
+def prepare(of: TrainTask, batch: Batch, key: int) -> Examples:
     return compiled(of)(batch, jax.random.key(key))
 
 
-@pytest.mark.parametrize("kind", [("masked", dict(span=3)), ("diffusion", {})], ids=["spans", "diffusion"])
+@pytest.mark.parametrize(
+    "kind", [("masked", dict(max_span=3)), ("diffusion", {})], ids=["spans", "diffusion"]
+)
 def test_only_tokens_whose_loss_bit_is_set_are_hidden(kind):
     examples = prepare(task(kind[0], **kind[1]), texts(200), 0)
     hidden = np.asarray(examples.inputs) == VOCABULARY.mask
@@ -254,7 +272,15 @@ def test_only_tokens_whose_loss_bit_is_set_are_hidden(kind):
 
 def test_replaced_tokens_need_no_mask_token_and_are_all_other_than_they_were(tiny, tmp_path):
     examples = prepare(
-        task("masked", Vocabulary(40, 0, 7, 8, None), masked=0.0, random=1.0, rate=0.3), texts(2000), 0
+        task(
+            "masked",
+            SpecialTokens(40, 0, 7, 8, None),
+            mask_token_share=0.0,
+            random_token_share=1.0,
+            mask_rate=0.3,
+        ),
+        texts(2000),
+        0,
     )
     chosen = np.asarray(examples.weights) > 0
     np.testing.assert_array_equal(np.asarray(examples.inputs) != np.asarray(examples.targets), chosen)
@@ -264,30 +290,31 @@ def test_replaced_tokens_need_no_mask_token_and_are_all_other_than_they_were(tin
     (tmp_path / "data").mkdir()
     (tmp_path / "data/index.json").write_text(json.dumps(index))
     there = f"data.path={tmp_path}/data"
-    assert tiny(there, *KINDS["replaced"]).objective.random == 1
+    assert tiny(there, *KINDS["replaced"]).objective.random_token_share == 1
     for kind in ("masked", "spans", "diffusion"):
         with pytest.raises(UserError, match="tokenizer has no mask token"):
             tiny(there, *KINDS[kind])
     for kind in ("masked", "diffusion"):
         with pytest.raises(UserError, match=f"{kind} needs a tokenizer with a mask token"):
-            prepare(task(kind, Vocabulary(40, 0, 7, 8, None)), texts(1), 0)
+            prepare(task(kind, SpecialTokens(40, 0, 7, 8, None)), texts(1), 0)
 
 
 def test_objectives_that_read_both_sides_refuse_a_decoder_and_spans_a_length_of_none(tiny):
     for use in ("masked", "diffusion"):
-        with pytest.raises(UserError, match=f'found "{use}", expected causal, since llama sees only what'):
+        message = f'found "{use}", expected causal, since tokens of llama see only'
+        with pytest.raises(UserError, match=message):
             tiny(f"objective.use={use}")
     for span in (0, 33):
         with pytest.raises(
-            UserError, match=f"objective.span: found {span}, expected a number of tokens from 1"
+            UserError, match=f"objective.max_span: found {span}, expected a number of tokens from 1"
         ):
-            tiny(*ENCODER, f"objective.span={span}")
+            tiny(*ENCODER, f"objective.max_span={span}")
 
 
 def test_the_times_of_a_batch_lie_evenly_and_each_is_uniform():
     may = jnp.ones((16, 1), bool)
     keys = jax.random.split(jax.random.key(0), 4000)
-    weights = jax.vmap(lambda key: diffuse(key, may)[1])(keys)
+    weights = jax.vmap(lambda key: sample_diffusion_mask(key, may)[1])(keys)
     times = (1 / np.asarray(weights, np.float64)[..., 0] - 1e-3) / (1 - 1e-3)
     np.testing.assert_allclose(np.diff(np.sort(times, axis=1), axis=1), 1 / 16, atol=1e-5)
     assert times.min() > -1e-6 and times.max() < 1 + 1e-6
@@ -296,7 +323,7 @@ def test_the_times_of_a_batch_lie_evenly_and_each_is_uniform():
 
 
 def test_diffusion_hides_a_row_at_its_own_chance():
-    chosen, weights = diffuse(jax.random.key(3), jnp.ones((8, 50_000), bool))
+    chosen, weights = sample_diffusion_mask(jax.random.key(3), jnp.ones((8, 50_000), bool))
     for row, weight in zip(np.asarray(chosen), np.asarray(weights)[:, 0], strict=True):
         assert_share(row, 1 / weight)
 
@@ -307,18 +334,19 @@ TEXT = np.array([VOCABULARY.bos, 12, 30, 12])
 def short(rows: int, learnt: tuple[int, ...] = (1, 2, 3)) -> Batch:
     tokens, loss = np.tile(TEXT, (rows, 1)), np.tile(np.isin(np.arange(4), learnt), (rows, 1))
     arrays = (tokens, np.ones_like(tokens), np.tile(np.arange(4), (rows, 1)))
-    return Batch(*(jnp.asarray(one, jnp.int32) for one in arrays), loss=jnp.asarray(loss))
+    return Batch(*(jnp.asarray(one, jnp.int32) for one in arrays), loss_mask=jnp.asarray(loss))
 
 
 def small_model(scale: float):
     cfg = task("diffusion").model
-    fresh = init(file("models", cfg).Model, cfg, jax.random.key(0))
+    fresh = init(load_family(cfg).Model, cfg, jax.random.key(0))
     return jax.tree.map(lambda w: scale * w if w.ndim > 1 else w, fresh)
 
 
 @jax.jit
 def total(model, examples: Examples) -> jax.Array:
-    return file("objectives", task("diffusion").objective).loss(task("diffusion"), model, examples).loss
+    [phase] = load_objective(task("diffusion").objective).phases
+    return phase.loss(task("diffusion"), model, examples).loss
 
 
 def told(model, hidden: np.ndarray) -> np.ndarray:
@@ -326,7 +354,7 @@ def told(model, hidden: np.ndarray) -> np.ndarray:
     of, rows = task("diffusion"), short(len(hidden))
     tokens = jnp.where(jnp.asarray(hidden), VOCABULARY.mask, rows.tokens)
     seen = dict(segments=rows.segments, positions=rows.positions)
-    states = jax.jit(lambda model: model(of.model, tokens, how=of.how, **seen))(model)
+    states = jax.jit(lambda model: model(of.model, tokens, exec_opts=of.exec_opts, **seen))(model)
     logits = np.asarray(states, np.float64) @ np.asarray(model.unembed, np.float64).T
     return np.log(np.exp(logits).sum(-1)) - logits[:, np.arange(4), TEXT]
 
@@ -357,7 +385,7 @@ def test_the_mean_of_the_diffusion_loss_is_the_bound_summed_over_all_that_can_be
 
 def test_with_one_token_hidden_diffusion_tells_it_like_a_masked_model():
     model, batch = small_model(12.0), short(512, learnt=(2,))
-    examples, masked = prepare(task("diffusion"), batch, 0), prepare(task("masked", rate=1.0), batch, 0)
+    examples, masked = prepare(task("diffusion"), batch, 0), prepare(task("masked", mask_rate=1.0), batch, 0)
     hidden = np.asarray(examples.weights)[:, 2] > 0
     assert 0 < hidden.sum() < 512 and float(examples.counts.sum()) == 512
     np.testing.assert_array_equal(examples.inputs[hidden], masked.inputs[hidden])
@@ -374,7 +402,7 @@ def test_with_one_token_hidden_diffusion_tells_it_like_a_masked_model():
 )
 def test_eight_devices_hide_what_one_hides(kind, sizes, capfd):
     of, batch = task(kind[0], **kind[1]), texts(8)
-    devices = mesh.make(dict(zip(mesh.AXES, sizes, strict=False)), jax.devices())
+    devices = sharding.make_mesh(dict(zip(sharding.AXES, sizes, strict=False)), jax.devices())
     home = row_sharding(devices, (8, LENGTH))
     with jax.set_mesh(devices):
         spread = prepare(of, jax.device_put(batch, home), 3)
@@ -414,7 +442,7 @@ def scores(bench: Bench):
 )
 def test_neither_parts_of_the_batch_nor_the_mesh_change_the_update_of_diffusion(tiny, bench, sizes, capfd):
     whole, rows = bench("diffusion").run(2)
-    parts, part_rows = Bench(tiny(*SGD, *KINDS["diffusion"], "batch.accumulate=2"), sizes).run(2)
+    parts, part_rows = Bench(tiny(*SGD, *KINDS["diffusion"], "batch.microbatches=2"), sizes).run(2)
     assert_close(whole, parts, 5e-6)
     assert [row["loss"] for row in part_rows] == pytest.approx([row["loss"] for row in rows], abs=3e-5)
     assert "Involuntary full rematerialization" not in capfd.readouterr().err
@@ -445,7 +473,7 @@ def test_the_evaluation_of_diffusion_is_the_same_for_any_size_of_batch(bench):
     halves = [scores(its)(params, jax.tree.map(lambda x, n=n: x[n : n + 4], batch), 8 + n) for n in (0, 4)]
     for name, value in whole.items():
         assert float(value) == pytest.approx(sum(float(half[name]) for half in halves), rel=1e-5)
-    assert float(whole["count"]) == choosable(its.task.vocabulary, batch).sum()
+    assert float(whole["count"]) == maskable(its.task.special_tokens, batch).sum()
 
 
 def test_what_is_hidden_is_never_stored(bench):
@@ -460,14 +488,14 @@ def test_what_is_hidden_is_never_stored(bench):
     its.run(3)
     assert stored() == before
     np.testing.assert_array_equal(its.batch(1).tokens, tokens)
-    assert not (tokens == its.dataset.mask).any()
+    assert not (tokens == its.dataset.index.special.mask).any()
 
 
 def test_every_objective_trains(bench):
     """Measured on a batch that is hidden in the same way before and after: diffusion weighs its tokens by
     chance. Causal and masked modelling are trained with every model already, pairs in test_deberta.py,
     heads for labels in test_classify.py, and preferences in test_dpo.py."""
-    for use in set(config.names("objectives")) - {"causal", "masked", "rtd", "classify", "dpo"}:
+    for use in set(reader.part_names("objectives")) - {"causal", "masked", "rtd", "classify", "dpo"}:
         its = bench(use)
 
         def loss(state: State, its: Bench = its) -> float:

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from headrace.nn import module
 from headrace.config import recipe, sections
-from headrace.objectives import file
+from headrace.model_wrappers import load_family
+from headrace.nn import module
 
 ROOT = Path(__file__).parent.parent
 PUBLISHED = {
@@ -35,8 +35,8 @@ BODIES = {
 }
 
 
-def size(run: sections.Run) -> int:
-    return module.count(file("models", run.model).Model, run.model)
+def size(run: sections.TrainRecipe) -> int:
+    return module.count(load_family(run.model).Model, run.model)
 
 
 @pytest.mark.parametrize("name, parameters", PUBLISHED.items())

@@ -16,20 +16,19 @@ import transformers
 from hypothesis import strategies as st
 from transformers.activations import ACT2FN
 
-from headrace.config import reader as config, recipe, sections
-from headrace.nn import sharding as mesh, module
-from headrace.training import run as train
-from headrace.errors import UserError
-from headrace.nn.stack import Execution
-from headrace.convert import to_huggingface as huggingface
-from headrace.model_formats import hf_tensors as tensors
+from headrace.attention import _disentangled
 from headrace.checkpoint.open_run import open_run
-from headrace.attention import _disentangled as disentangled
-from headrace.nn import mlp
-from headrace.nn.activations import PLAIN
+from headrace.config import reader, recipe, sections
+from headrace.convert import to_huggingface
+from headrace.errors import UserError
+from headrace.model_formats import hf_tensors
+from headrace.model_wrappers import load_family
 from headrace.models import deberta
-from headrace.objectives import Batch, Task, Vocabulary
-from headrace.objectives import rtd
+from headrace.nn import mlp, module, sharding
+from headrace.nn.activations import PLAIN
+from headrace.nn.stack import Execution
+from headrace.objectives import Batch, SpecialTokens, TrainTask, rtd
+from headrace.training import run as training_run
 from tests import parity
 from tests.test_step import Bench, assert_close, made, weights
 
@@ -75,7 +74,7 @@ def test_parity_of_deberta(settings, tmp_path_factory):
 @hypothesis.given(st.integers(2, 40), st.integers(2, 100))
 def test_parity_of_buckets(half, more):
     distance = np.arange(-700, 701)
-    found = disentangled.vectors(distance, 2 * half, half + more)
+    found = _disentangled.distance_buckets(distance, 2 * half, half + more)
     theirs = make_log_bucket_position(torch.tensor(distance), 2 * half, half + more)
     wanted = torch.clamp(theirs.long() + 2 * half, 0, 4 * half - 1).numpy()
     np.testing.assert_array_equal(found, wanted)
@@ -89,7 +88,7 @@ def test_parity_of_buckets(half, more):
     ],
 )
 def test_distances_fall_into_the_published_buckets(buckets, reach, found):
-    rows = disentangled.vectors(np.array(list(found)), buckets, reach) - buckets
+    rows = _disentangled.distance_buckets(np.array(list(found)), buckets, reach) - buckets
     assert rows.tolist() == list(found.values())
 
 
@@ -99,7 +98,7 @@ def test_distances_fall_into_the_published_buckets(buckets, reach, found):
 )
 def test_the_encoder_has_its_published_size(name, parameters):
     cfg = recipe.load(f"recipes/deberta-v3-{name}.yaml").model
-    both, generator = (module.count(deberta.Model, one) for one in (cfg, deberta.of_generator(cfg)))
+    both, generator = (module.count(deberta.Model, one) for one in (cfg, deberta.generator_config(cfg)))
     head = cfg.embed**2 + 4 * cfg.embed + 1  # dense with a bias, a norm with a bias, and the answer with one
     assert both - generator - head == parameters
 
@@ -114,7 +113,7 @@ def arrays(length: int, *, buckets: int = 4, heads: int = 2, width: int = 5) -> 
 def plainly(reach: int, segments: Any, q: Any, k: Any, v: Any, k_table: Any, q_table: Any) -> Any:
     """By the definition, each score with the vectors of its own distance."""
     index = np.arange(q.shape[1])
-    rows = disentangled.vectors(index[:, None] - index, len(k_table) // 2, reach)
+    rows = _disentangled.distance_buckets(index[:, None] - index, len(k_table) // 2, reach)
     scores = jnp.einsum("bsnh,btnh->bnst", q, k)
     scores += jnp.einsum("bsnh,stnh->bnst", q, k_table[rows])
     scores += jnp.einsum("btnh,stnh->bnst", k, q_table[rows])
@@ -130,13 +129,15 @@ def plainly(reach: int, segments: Any, q: Any, k: Any, v: Any, k_table: Any, q_t
 )
 def test_attention_and_its_gradients_are_those_of_the_definition(length, how):
     how = dict(how)
-    cfg = config.part_class("attention", how.pop("use"))(**how)
+    cfg = reader.part_class("attention", how.pop("use"))(**how)
     segments = jnp.asarray(np.arange(length) // (length // 3))[None] + jnp.zeros((2, 1), jnp.int32)
     given = arrays(length)
     weight = jnp.asarray(np.random.default_rng(0).normal(size=given[0].shape))
 
     def ours(q: Any, k: Any, v: Any, k_table: Any, q_table: Any) -> Any:
-        return disentangled.attend(cfg, q, k, v, k_table=k_table, q_table=q_table, reach=7, segments=segments)
+        return _disentangled.attend(
+            cfg, q, k, v, k_table=k_table, q_table=q_table, reach=7, segments=segments
+        )
 
     def both(function: Any) -> Any:
         out, pull = jax.vjp(function, *given)
@@ -149,11 +150,11 @@ def test_attention_and_its_gradients_are_those_of_the_definition(length, how):
 
 @pytest.mark.parametrize("use", ["xla", "blockwise"])
 def test_attention_has_no_scatter_and_no_gather_as_large_as_the_scores(use):
-    cfg = config.part_class("attention", use)()
+    cfg = reader.part_class("attention", use)()
     given = [jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) for x in arrays(1024, buckets=256)]
 
     def ours(q: Any, k: Any, v: Any, k_table: Any, q_table: Any) -> Any:
-        return disentangled.attend(cfg, q, k, v, k_table=k_table, q_table=q_table, reach=512).sum()
+        return _disentangled.attend(cfg, q, k, v, k_table=k_table, q_table=q_table, reach=512).sum()
 
     program = jax.jit(jax.grad(ours, argnums=(0, 1, 2, 3, 4))).lower(*given).as_text()
     assert "scatter" not in program
@@ -162,11 +163,11 @@ def test_attention_has_no_scatter_and_no_gather_as_large_as_the_scores(use):
 
 
 def test_attention_over_long_rows_makes_nothing_of_the_length_squared():
-    length, cfg = 16384, config.part_class("attention", "auto")()
+    length, cfg = 16384, reader.part_class("attention", "auto")()
     given = [jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) for x in arrays(length, buckets=256)]
 
     def ours(q: Any, k: Any, v: Any, k_table: Any, q_table: Any) -> Any:
-        return disentangled.attend(cfg, q, k, v, k_table=k_table, q_table=q_table, reach=512).sum()
+        return _disentangled.attend(cfg, q, k, v, k_table=k_table, q_table=q_table, reach=512).sum()
 
     traced = jax.jit(jax.grad(ours, argnums=(0, 1, 2, 3, 4))).trace(*given)
     sizes = [math.prod(shape) for shape in made(traced.jaxpr.jaxpr)]
@@ -176,15 +177,15 @@ def test_attention_over_long_rows_makes_nothing_of_the_length_squared():
 def test_a_backend_without_distances_is_refused_in_words():
     q, k, v, k_table, q_table = arrays(8)
     with pytest.raises(UserError, match="attention.use: splash cannot be used here.*auto, xla or blockwise"):
-        cfg = config.part_class("attention", "splash")()
-        disentangled.attend(cfg, q, k, v, k_table=k_table, q_table=q_table, reach=8)
+        cfg = reader.part_class("attention", "splash")()
+        _disentangled.attend(cfg, q, k, v, k_table=k_table, q_table=q_table, reach=8)
 
 
 def test_a_deberta_that_cannot_be_imported_is_refused_in_words():
-    settings = deberta.to_hf(deberta.Config(layers=2, embed=32, heads=4, mlp=48, vocab=64), 64)
-    assert deberta.from_hf(settings) == dict(
-        use="deberta", vocab=64, layers=2, embed=32, heads=4, mlp=48, buckets=256, reach=512,
-        activation="gelu", mask_decoder=False, norm_eps=1e-7,
+    settings = deberta.to_hf_config(deberta.Config(layers=2, embed=32, heads=4, mlp=48, vocab=64), 64)
+    assert deberta.from_hf_config(settings) == dict(
+        use="deberta", vocab=64, layers=2, embed=32, heads=4, mlp=48, position_buckets=256,
+        max_relative_positions=512, activation="gelu", mask_decoder=False, norm_eps=1e-7,
     )  # fmt: skip
     for changes, message in (
         ({"hidden_act": "tanh"}, 'hidden_act: found "tanh", expected gelu, silu, relu or relu2'),
@@ -195,27 +196,32 @@ def test_a_deberta_that_cannot_be_imported_is_refused_in_words():
         ({"num_attention_heads": 5}, "heads: expected a divisor of embed, 32"),
     ):
         with pytest.raises(UserError, match=message):
-            deberta.from_hf(settings | changes)
+            deberta.from_hf_config(settings | changes)
     plain = transformers.DebertaV2Config().to_dict()
     with pytest.raises(UserError, match="relative_attention: found false, only true"):
-        deberta.from_hf(plain)
+        deberta.from_hf_config(plain)
 
 
-@pytest.mark.parametrize("name", typing.get_args(mlp.Plain))
+@pytest.mark.parametrize("name", typing.get_args(mlp.PlainActivation))
 def test_every_activation_is_exported_by_the_name_of_what_it_computes(name):
     cfg = deberta.Config(layers=2, embed=32, heads=4, mlp=48, vocab=64, activation=name)
-    exported = deberta.to_hf(cfg, 64)
+    exported = deberta.to_hf_config(cfg, 64)
     theirs, x = ACT2FN[exported["hidden_act"]], np.linspace(-8, 8, 99, dtype=np.float32)[None, :, None]
     np.testing.assert_allclose(PLAIN[name](jnp.asarray(x)), theirs(torch.tensor(x)).numpy(), atol=1e-6)
-    back = deberta.from_hf(exported)["activation"]  # bits are not of the model, but of how it is trained
+    back = deberta.from_hf_config(exported)[
+        "activation"
+    ]  # bits are not of the model, but of how it is trained
     assert back == exported["hidden_act"] == name.removesuffix("_bits")
 
 
 def test_the_mask_decoder_asks_the_last_layer_twice_with_absolute_positions():
     """The last layer of transformers' model, asked by hand; what it is asked with has the position added, and
     keys and values are the last but one hidden states both times."""
-    settings = deberta.to_hf(
-        deberta.Config(layers=3, embed=32, heads=4, mlp=48, vocab=96, buckets=8, reach=24), 20
+    settings = deberta.to_hf_config(
+        deberta.Config(
+            layers=3, embed=32, heads=4, mlp=48, vocab=96, position_buckets=8, max_relative_positions=24
+        ),
+        20,
     )
     theirs = parity.fill(
         transformers.DebertaV2ForMaskedLM(transformers.DebertaV2Config(**settings)), norm=1.0
@@ -223,12 +229,12 @@ def test_the_mask_decoder_asks_the_last_layer_twice_with_absolute_positions():
     cfg = deberta.Config(**SMALL, vocab=96, layers=3, mask_decoder=True)
     places = np.random.default_rng(1).normal(size=(24, 32)).astype(np.float32)
     named = {name: w.detach().numpy() for name, w in theirs.named_parameters()}
-    named[deberta.HF["places"][0]] = places
+    named[deberta.HF_TENSORS["places"][0]] = places
     shapes = module.shapes(deberta.Model, cfg)
 
     def leaf(path: Any, wanted: Any) -> Any:
-        theirs, pattern = deberta.HF[module.dotted(path)]
-        one = lambda name, shape: tensors.rearrange(
+        theirs, pattern = deberta.HF_TENSORS[module.path_name(path)]
+        one = lambda name, shape: hf_tensors.rearrange(
             named[name], pattern, dict(zip(pattern.split(" -> ")[1].split(), shape, strict=True))
         )
         if "{" not in theirs:
@@ -245,20 +251,20 @@ def test_the_mask_decoder_asks_the_last_layer_twice_with_absolute_positions():
             table = encoder.get_rel_embedding()
             asked = encoder.layer[-1](states, mask, query_states=asked, rel_embeddings=table)[0]
         wanted = theirs.lm_predictions(asked, theirs.deberta.embeddings.word_embeddings).numpy()
-    found = jax.jit(lambda p, t: p(cfg, t, how=HOW) @ p.unembed.T)(params, jnp.asarray(tokens))
+    found = jax.jit(lambda p, t: p(cfg, t, exec_opts=HOW) @ p.unembed.T)(params, jnp.asarray(tokens))
     assert np.abs(wanted).max() > 2
     np.testing.assert_allclose(found, wanted, atol=2e-5)
 
 
-SMALL = dict(embed=32, heads=4, mlp=48, buckets=8, reach=24)
-HOW = Execution(config.part_class("attention", "auto")(), "float32")
+SMALL = dict(embed=32, heads=4, mlp=48, position_buckets=8, max_relative_positions=24)
+HOW = Execution(reader.part_class("attention", "auto")(), "float32")
 SGD = {"optimizer.use": "sgd", "optimizer.momentum": 0.0, "optimizer.weight_decay": 0.0}
 SGD |= {"optimizer.learning_rate": 0.5, "schedule.use": "constant", "schedule.warmup": 0}
 
 
 def pair(changes: dict[str, Any] | None = None) -> list[str]:
     """Overrides for a small pair."""
-    sizes = SMALL | dict(use="deberta", layers=2, generator=1, reach=64)
+    sizes = SMALL | dict(use="deberta", layers=2, generator_layers=1, max_relative_positions=64)
     keys = {f"model.{name}": value for name, value in sizes.items()} | {"objective.use": "rtd"}
     return ["model=null", *(f"{key}={value}" for key, value in (keys | (changes or {})).items())]
 
@@ -266,7 +272,7 @@ def pair(changes: dict[str, Any] | None = None) -> list[str]:
 def test_a_vocabulary_is_drawn_from_by_its_probabilities():
     logits = np.random.default_rng(0).normal(size=(2, 101)).astype(np.float32) * 2
     draws = np.broadcast_to((np.arange(5000) + 0.5) / 5000, (2, 5000)).astype(np.float32)
-    said = rtd.draw_by(jnp.broadcast_to(logits[:, None], (2, 5000, 101)), jnp.asarray(draws))
+    said = rtd.draw_from_logits(jnp.broadcast_to(logits[:, None], (2, 5000, 101)), jnp.asarray(draws))
     for row in range(2):
         wanted = np.exp(logits[row]) / np.exp(logits[row]).sum()
         shares = np.bincount(np.asarray(said[row]), minlength=101) / 5000
@@ -274,34 +280,35 @@ def test_a_vocabulary_is_drawn_from_by_its_probabilities():
 
 
 def test_both_begin_with_the_same_embedding_and_only_the_generator_moves_it():
-    cfg = config.part_class("models", "deberta")(**SMALL, layers=1, generator=1, vocab=64)
-    task = Task(
+    cfg = reader.part_class("models", "deberta")(**SMALL, layers=1, generator_layers=1, vocab=64)
+    task = TrainTask(
         model=cfg,
-        objective=config.part_class("objectives", "rtd")(),
-        loss=config.part_class("losses", "cross_entropy", sections.Loss)(),
-        how=HOW,
-        vocabulary=Vocabulary(64, pad=0, bos=1, eos=2, mask=3),
+        objective=reader.part_class("objectives", "rtd")(),
+        loss=reader.part_class("losses", "cross_entropy", sections.LossKeys)(),
+        exec_opts=HOW,
+        special_tokens=SpecialTokens(64, pad=0, bos=1, eos=2, mask=3),
+        family=load_family(cfg),
     )
     params = module.init(deberta.Model, cfg, jax.random.key(0))
-    np.testing.assert_array_equal(params.whole_embedding(cfg), params.generator.embedding)
+    np.testing.assert_array_equal(params.full_embedding(cfg), params.generator.embedding)
     assert float(jnp.abs(params.generator.embedding).max()) > 0
     tokens = jnp.asarray(np.random.default_rng(0).integers(4, 64, (2, 20)))
     batch = Batch(tokens, jnp.ones_like(tokens), jnp.broadcast_to(jnp.arange(20), tokens.shape))
 
     def loss(params: Any, pairs: Any) -> Any:
-        following = rtd.tell(task, params, pairs).following
-        return rtd.find(task, params, following).loss
+        following = rtd.generator_loss(task, params, pairs).carry
+        return rtd.discriminator_loss(task, params, following).loss
 
     grads = jax.jit(jax.grad(loss))(params, rtd.prepare(task, batch, jax.random.key(0)))
     assert all(float(jnp.abs(g).max()) == 0 for g in jax.tree.leaves(grads.generator))
-    assert all(float(jnp.abs(g).max()) > 0 for _, g in module.named(grads.blocks))
+    assert all(float(jnp.abs(g).max()) > 0 for _, g in module.named_leaves(grads.blocks))
     assert float(jnp.abs(grads.embedding).max()) > 0
 
 
 def test_the_discriminator_reads_what_was_drawn_and_sees_the_updated_embedding(tiny):
     """A whole step by hand: the generator's update, and then, with its new embedding, the other's. Each has
     its own norm to be clipped by."""
-    bench = Bench(tiny(*pair(SGD | {"optimizer.clip": 0.1})))
+    bench = Bench(tiny(*pair(SGD | {"optimizer.max_grad_norm": 0.1})))
     task, start, batch = bench.task, bench.state().params, bench.batch()
     start = jax.tree.map(jnp.array, start)
 
@@ -327,17 +334,17 @@ def test_the_discriminator_reads_what_was_drawn_and_sees_the_updated_embedding(t
             return both
 
         put = lambda own: dataclasses.replace(params, generator=own)
-        told, generator, first = moved(params.generator, loss_of(rtd.tell, put, pairs))
+        told, generator, first = moved(params.generator, loss_of(rtd.generator_loss, put, pairs))
         put_other = lambda own: dataclasses.replace(own, generator=generator)
         other = dataclasses.replace(params, generator=None)
-        found, other, second = moved(other, loss_of(rtd.find, put_other, told.following))
+        found, other, second = moved(other, loss_of(rtd.discriminator_loss, put_other, told.carry))
         new = dataclasses.replace(other, generator=generator)
-        return new, told.following.examples, found.sums, first, second
+        return new, told.carry.examples, found.sums, first, second
 
     state = bench.state()
     wanted, examples, sums, first, second = by_hand(start, state.key)
     new, rows = bench.run(1)
-    for name, value in module.named(wanted):
+    for name, value in module.named_leaves(wanted):
         np.testing.assert_allclose(weights(new)[name], value, atol=2e-6, err_msg=name)
     assert rows[0]["grad_norm"] == pytest.approx(float(first), rel=1e-4) and float(first) > 0.1
     assert rows[0]["discriminator_grad_norm"] == pytest.approx(float(second), rel=1e-4)
@@ -349,7 +356,7 @@ def test_the_discriminator_reads_what_was_drawn_and_sees_the_updated_embedding(t
 
 @pytest.mark.parametrize("sharing", ["gdes", pytest.param("nes", marks=pytest.mark.slow)])
 def test_both_of_a_pair_learn(tiny, sharing):
-    _, rows = Bench(tiny(*pair({"model.sharing": sharing, "schedule.steps": 40}))).run(40)
+    _, rows = Bench(tiny(*pair({"model.embedding_sharing": sharing, "schedule.steps": 40}))).run(40)
     first, last = rows[0], {name: np.mean([row[name] for row in rows[-5:]]) for name in rows[0]}
     assert last["loss"] < first["loss"] - 0.5
     # Better than to say of all of them how often one was replaced.
@@ -361,7 +368,7 @@ def test_both_of_a_pair_learn(tiny, sharing):
 @pytest.mark.slow
 def test_accumulation_gives_the_pair_the_update_of_the_whole_batch(tiny):
     whole, rows = Bench(tiny(*pair(SGD))).run(2)
-    parts, part_rows = Bench(tiny(*pair(SGD | {"batch.accumulate": 4}))).run(2)
+    parts, part_rows = Bench(tiny(*pair(SGD | {"batch.microbatches": 4}))).run(2)
     assert_close(whole, parts, 1e-5)
     assert rows[1]["discriminator_loss"] == pytest.approx(part_rows[1]["discriminator_loss"], abs=1e-5)
 
@@ -370,7 +377,7 @@ def test_accumulation_gives_the_pair_the_update_of_the_whole_batch(tiny):
 def test_the_mesh_does_not_change_the_losses_of_the_pair(tiny, sizes, capfd):
     cfg = tiny(*pair(SGD))
     alone = Bench(cfg).run(3)[1]
-    split = Bench(cfg, dict(zip(mesh.AXES, sizes, strict=False))).run(3)[1]
+    split = Bench(cfg, dict(zip(sharding.AXES, sizes, strict=False))).run(3)[1]
     for name in ("loss", "discriminator_loss", "discriminator_replaced"):
         np.testing.assert_allclose([row[name] for row in split], [row[name] for row in alone], atol=3e-5)
     assert "Involuntary full rematerialization" not in capfd.readouterr().err
@@ -379,20 +386,20 @@ def test_the_mesh_does_not_change_the_losses_of_the_pair(tiny, sizes, capfd):
 @pytest.mark.slow
 def test_a_pair_is_exported_as_two_models(tiny, tmp_path):
     short = {"schedule.steps": 1, "schedule.warmup": 0, "eval.batches": 1}
-    cfg = tiny(*pair(short | {"model.generator": 2, "model.mask_decoder": "true"}))
-    assert train.run(cfg) == 0
-    run = open_run(recipe.load_run(cfg.run))
-    huggingface.export(run, str(tmp_path / "out"), "float32")
+    cfg = tiny(*pair(short | {"model.generator_layers": 2, "model.mask_decoder": "true"}))
+    assert training_run.run(cfg) == 0
+    run = open_run(recipe.load_run(cfg.run_dir))
+    to_huggingface.export(run, str(tmp_path / "out"), "float32")
     tokens = np.random.default_rng(0).integers(4, 300, (2, 30))
     model, info = transformers.DebertaV2Model.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not info["missing_keys"] and not info["mismatched_keys"]
     assert all(name.startswith("mask_predictions.") for name in info["unexpected_keys"])
-    params, own = run.params, run.cfg.model
+    params, own = run.params, run.recipe.model
 
     @jax.jit
     def states(params: Any) -> Any:
-        x = params.embed(own, params.whole_embedding(own), jnp.asarray(tokens), jnp.float32)
-        return params.encode(own, x, params.blocks, how=HOW, segments=None)
+        x = params.embed(own, params.full_embedding(own), jnp.asarray(tokens), jnp.float32)
+        return params.encode(own, x, params.blocks, exec_opts=HOW, segments=None)
 
     assert float(jnp.abs(params.embedding).max()) > 0  # merged with the generator's
     with torch.no_grad():
@@ -404,18 +411,26 @@ def test_a_pair_is_exported_as_two_models(tiny, tmp_path):
     assert not any(info.values()), info
     embedding = loaded.deberta.embeddings.word_embeddings.weight.detach().numpy()
     np.testing.assert_array_equal(embedding, params.generator.embedding)
-    assert huggingface.import_(str(tmp_path / "out" / "generator"), str(tmp_path / "back")).model.mask_decoder
+    assert to_huggingface.import_(
+        str(tmp_path / "out" / "generator"), str(tmp_path / "back")
+    ).model.mask_decoder
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"objective.use": "masked"}, "objective.use: .*expected rtd, which trains the generator"),
-        ({"model.generator": 0}, "objective.use: .*expected another, or a model with model.generator"),
-        ({"model.mask_decoder": "true"}, "model.generator: .*expected 2 or more, since mask_decoder"),
-        ({"model.buckets": 7}, "model.buckets: .*expected an even number"),
-        ({"model.reach": 5}, "model.reach: .*expected more than half of buckets"),
-        ({"objective.rate": 0.0}, "objective.rate: .*expected a share above 0"),
+        (
+            {"model.generator_layers": 0},
+            "objective.use: .*expected another, or a model with model.generator_layers",
+        ),
+        ({"model.mask_decoder": "true"}, "model.generator_layers: .*expected 2 or more, since mask_decoder"),
+        ({"model.position_buckets": 7}, "model.position_buckets: .*expected an even number"),
+        (
+            {"model.max_relative_positions": 5},
+            "model.max_relative_positions: .*expected more than half of position_buckets",
+        ),
+        ({"objective.mask_rate": 0.0}, "objective.mask_rate: .*expected a share above 0"),
     ],
     ids=str,
 )
@@ -425,6 +440,10 @@ def test_a_pair_that_does_not_fit_is_refused_in_words(tiny, change, message):
 
 
 def test_rows_beyond_the_positions_of_the_mask_decoder_are_refused_in_words(tiny):
-    cfg = tiny(*pair({"model.reach": 32, "model.mask_decoder": "true", "model.generator": 2}))
-    with pytest.raises(UserError, match="model.reach: found 32, expected data.sequence_length, 64, or more"):
+    cfg = tiny(
+        *pair({"model.max_relative_positions": 32, "model.mask_decoder": "true", "model.generator_layers": 2})
+    )
+    with pytest.raises(
+        UserError, match="model.max_relative_positions: found 32, expected data.sequence_length, 64, or more"
+    ):
         Bench(cfg)

@@ -14,47 +14,48 @@ import pytest
 from test_corruption import LENGTH, MAY, TEXT, VOCABULARY, short, small_model, task, texts
 from test_step import ENCODER
 
-from headrace.inference import diffusion as diffuse, generate
-from headrace.nn import sharding as mesh
-from headrace.config import recipe
-from headrace.training import run as train
+from headrace.checkpoint.open_run import LoadedRun, open_run
 from headrace.cli.main import main
-from headrace.objectives._masking import choosable, choose_number
-from headrace.data.tokenizer import train as learn
-from headrace.inference.diffusion import Reveal, shares, turns
-from headrace.inference.sampling import Sampling
+from headrace.config import recipe
+from headrace.data.tokenizer import train as tokenizer_train
 from headrace.errors import UserError
-from headrace.checkpoint.open_run import Opened, open_run
-from headrace.kernels.linear_cross_entropy.dispatch import cut
+from headrace.inference import diffusion as inference_diffusion
+from headrace.inference import generate
+from headrace.inference.diffusion import UnmaskSchedule, even_split, unmask_plan
+from headrace.inference.sampling import Sampling
+from headrace.kernels.linear_cross_entropy.dispatch import fused_cross_entropy
 from headrace.models import eurobert
+from headrace.nn import sharding
 from headrace.nn.module import axes, module
-from headrace.objectives import Task
-from headrace.training.step import eval_step, spread
+from headrace.objectives import TrainTask
+from headrace.objectives._masking import mask_by_level, maskable
+from headrace.training import run as training_run
+from headrace.training.step import eval_step, low_discrepancy
 
 GREEDY = Sampling(temperature=0)
-STEP = diffuse.step
+STEP = inference_diffusion.step
 
 
-def diffusion(**keys: Any) -> Task:
+def diffusion(**keys: Any) -> TrainTask:
     return task("diffusion", **keys)
 
 
 def test_evaluation_hides_every_number_of_tokens_alike_and_any_of_them():
-    may = choosable(VOCABULARY, texts())
+    may = maskable(VOCABULARY, texts())
     place = (jnp.arange(len(may)) + 0.5) / len(may)
-    chosen, weights = (np.asarray(x) for x in choose_number(jax.random.key(0), may, place))
+    chosen, weights = (np.asarray(x) for x in mask_by_level(jax.random.key(0), may, place))
     assert not chosen[:, ~MAY].any()
     counts = chosen.sum(axis=1)
     np.testing.assert_allclose(np.bincount(counts)[1:], len(may) / MAY.sum(), atol=1)
     np.testing.assert_allclose(weights[:, 0], MAY.sum() / counts, rtol=1e-6)
     # Each token is hidden equally often: in half of the draws, and a little more, as none hides nothing.
     np.testing.assert_allclose(chosen[:, MAY].mean(axis=0), (MAY.sum() + 1) / 2 / MAY.sum(), atol=0.02)
-    nothing, _ = choose_number(jax.random.key(0), jnp.zeros((3, LENGTH), bool), jnp.array([0.0, 0.5, 0.999]))
+    nothing, _ = mask_by_level(jax.random.key(0), jnp.zeros((3, LENGTH), bool), jnp.array([0.0, 0.5, 0.999]))
     assert not nothing.any()
 
 
 def test_places_of_rows_in_a_row_lie_evenly():
-    places = np.asarray(spread(jnp.arange(10**6, 10**6 + 100)))
+    places = np.asarray(low_discrepancy(jnp.arange(10**6, 10**6 + 100)))
     assert places.min() >= 0 and places.max() < 1
     gaps = np.diff(np.sort(np.concatenate([places, [places.min() + 1]])))
     assert gaps.max() < 2.7 / 100  # of drawn ones, the largest is about 5/100
@@ -73,7 +74,7 @@ def told(model: Any, hidden: np.ndarray, exclude_mask: bool) -> np.ndarray:
     of, rows = diffusion(), short(len(hidden))
     tokens = jnp.where(jnp.asarray(hidden), VOCABULARY.mask, rows.tokens)
     seen = dict(segments=rows.segments, positions=rows.positions)
-    states = jax.jit(lambda model: model(of.model, tokens, how=of.how, **seen))(model)
+    states = jax.jit(lambda model: model(of.model, tokens, exec_opts=of.exec_opts, **seen))(model)
     logits = np.asarray(states, np.float64) @ np.asarray(model.unembed, np.float64).T
     if exclude_mask:
         assert VOCABULARY.mask == 39
@@ -118,13 +119,15 @@ def test_a_token_that_is_ruled_out_has_no_probability_and_no_gradient(way, soft_
 
     def ours(hidden: Any, unembed: Any) -> Any:
         how = dict(split=way, chunk=16, soft_cap=soft_cap, without=7)
-        return cut(lambda stats: stats.lse - stats.target, hidden, unembed, targets, weights, **how).loss
+        return fused_cross_entropy(
+            lambda stats: stats.lse - stats.target, hidden, unembed, targets, weights, **how
+        ).loss
 
     targets = jnp.where(targets == 7, 8, targets)
     wanted, d_wanted = jax.value_and_grad(plain, argnums=(0, 1))(hidden, unembed)
     with jax.set_mesh(
-        mesh.make(
-            dict(zip(mesh.AXES, sizes or (1, 1, 1, 1), strict=False)), jax.devices()[: 8 if sizes else 1]
+        sharding.make_mesh(
+            dict(zip(sharding.AXES, sizes or (1, 1, 1, 1), strict=False)), jax.devices()[: 8 if sizes else 1]
         )
     ):
         found, d_found = jax.jit(jax.value_and_grad(ours, argnums=(0, 1)))(hidden, unembed)
@@ -139,8 +142,8 @@ def test_label_smoothing_is_refused_where_a_token_is_ruled_out_and_draws_where_n
     assert tiny(*both).objective.exclude_mask
     with pytest.raises(UserError, match="label_smoothing: found 0.1, expected 0"):
         tiny(*both, "loss.label_smoothing=0.1")
-    with pytest.raises(UserError, match="eval.draws: found 4, expected 1, since causal"):
-        tiny("eval.draws=4")
+    with pytest.raises(UserError, match="eval.repeats: found 4, expected 1, since causal"):
+        tiny("eval.repeats=4")
 
 
 @module
@@ -156,7 +159,7 @@ class Oracle:
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return learn.train(["the mill turns, the water falls"] * 3, kind="bpe", vocab=270)
+    return tokenizer_train.train_tokenizer(["the mill turns, the water falls"] * 3, kind="bpe", vocab=270)
 
 
 @pytest.fixture
@@ -164,29 +167,29 @@ def oracle(tmp_path, tokenizer, monkeypatch):
     """A run whose model wants these tokens at these places, the surer the greater the number; and the rows
     after each step."""
 
-    def make(wanted: list[int], sure: list[float]) -> tuple[Opened, list[np.ndarray]]:
+    def make(wanted: list[int], sure: list[float]) -> tuple[LoadedRun, list[np.ndarray]]:
         (tmp_path / "recipe.yaml").write_text(
-            "run: x\nmodel: {use: eurobert, layers: 1, embed: 32, heads: 2, kv_heads: 2, mlp: 32}\n"
+            "run_dir: x\nmodel: {use: eurobert, layers: 1, embed: 32, heads: 2, kv_heads: 2, mlp: 32}\n"
             "data: {path: x, sequence_length: 8}\nobjective: {use: diffusion}\n"
-            "optimizer: {learning_rate: 1e-3}\nschedule: {steps: 1}\nmemory: {compute: float32}\n"
+            "optimizer: {learning_rate: 1e-3}\nschedule: {steps: 1}\ncompute: {dtype: float32}\n"
         )
         logits = (
-            jnp.zeros((len(wanted), tokenizer.vocab))
+            jnp.zeros((len(wanted), tokenizer.vocab_size))
             .at[jnp.arange(len(wanted)), jnp.array(wanted)]
             .set(jnp.array(sure))
         )
         logits = logits.at[:, tokenizer.special.mask].set(50.0)  # likeliest of all, and never to be said
-        model, rows = Oracle(jnp.eye(tokenizer.vocab), logits), []
-        monkeypatch.setattr(diffuse, "cast", lambda params, names, how: model)
+        model, rows = Oracle(jnp.eye(tokenizer.vocab_size), logits), []
+        monkeypatch.setattr(inference_diffusion, "cast", lambda params, names, how: model)
 
         def step(*args: Any) -> jax.Array:
             row = STEP(*args)
             rows.append(np.asarray(row)[0].copy())  # the row itself is donated to the next step
             return row
 
-        monkeypatch.setattr(diffuse, "step", step)
-        devices = mesh.make(dict.fromkeys(mesh.AXES, 1), jax.devices()[:1])
-        return Opened(recipe.load(tmp_path / "recipe.yaml"), None, 0, devices, tokenizer, None), rows
+        monkeypatch.setattr(inference_diffusion, "step", step)
+        devices = sharding.make_mesh(dict.fromkeys(sharding.AXES, 1), jax.devices()[:1])
+        return LoadedRun(recipe.load(tmp_path / "recipe.yaml"), None, 0, devices, tokenizer, None), rows
 
     return make
 
@@ -201,7 +204,7 @@ SURE = [3.0, 9.0, 4.0, 8.0, 5.0, 1.0, 7.0, 2.0, 6.0, 10.0]
 )
 def test_a_model_that_knows_the_answer_says_it(oracle, tokenizer, order, reveal):
     run, rows = oracle([20, 21, *WANTED], [9.0, 9.0, *SURE])
-    found = list(diffuse.sample(run, [1, 30], 10, GREEDY, Reveal(order=order, **reveal)))
+    found = list(inference_diffusion.sample(run, [1, 30], 10, GREEDY, UnmaskSchedule(order=order, **reveal)))
     assert found == WANTED
     mask = tokenizer.special.mask
     for before, after in itertools.pairwise([np.array([1, 30, *[mask] * 10]), *(row[:12] for row in rows)]):
@@ -217,7 +220,7 @@ def test_a_model_that_knows_the_answer_says_it(oracle, tokenizer, order, reveal)
 
 def test_the_surest_are_told_first_as_many_as_the_steps_ask_for(oracle, tokenizer):
     run, rows = oracle([20, *WANTED], [9.0, *SURE])
-    list(diffuse.sample(run, [1], 10, GREEDY, Reveal(steps=4)))
+    list(inference_diffusion.sample(run, [1], 10, GREEDY, UnmaskSchedule(steps=4)))
     told = [np.nonzero(row[1:11] != tokenizer.special.mask)[0] for row in rows]
     assert [len(places) for places in told] == [3, 6, 8, 10]
     for places in told:
@@ -228,24 +231,24 @@ def test_one_program_serves_all_steps_blocks_and_lengths_alike(oracle):
     run, _ = oracle([20, *WANTED], [9.0, *SURE])
     before = STEP._cache_size()
     for tokens, ids in ((10, [1]), (9, [1, 30])):
-        list(diffuse.sample(run, ids, tokens, GREEDY, Reveal(block=4, steps=9)))
+        list(inference_diffusion.sample(run, ids, tokens, GREEDY, UnmaskSchedule(block=4, steps=9)))
     assert STEP._cache_size() == before + 1
 
 
 def test_random_and_ancestral_turns_hang_on_no_answer_and_come_alike():
     rng = np.random.default_rng(0)
     for steps in (1, 4, 16):
-        drawn = [turns("random", 10, steps, rng) for _ in range(200)]
-        assert all([count for _, count in one] == [n for n in shares(10, steps) if n] for one in drawn)
+        drawn = [unmask_plan("random", 10, steps, rng) for _ in range(200)]
+        assert all([count for _, count in one] == [n for n in even_split(10, steps) if n] for one in drawn)
         for order in ("random", "ancestral"):
             when = np.zeros((2000, 10), int)
             for number in range(2000):
-                for turn, (among, count) in enumerate(turns(order, 10, steps, rng)):
+                for turn, (among, count) in enumerate(unmask_plan(order, 10, steps, rng)):
                     assert among.sum() == count > 0
                     when[number, among] = turn
             np.testing.assert_allclose(when.mean(axis=0), when.mean(), atol=0.06 * steps)
     # Of 8 tokens in 4 steps, each is told in any step alike: a step tells none of them by (3/4)**8.
-    taken = [len(turns("ancestral", 8, 4, rng)) for _ in range(4000)]
+    taken = [len(unmask_plan("ancestral", 8, 4, rng)) for _ in range(4000)]
     assert np.mean(taken) == pytest.approx(4 * (1 - (3 / 4) ** 8), abs=0.04)
 
 
@@ -254,8 +257,8 @@ def test_tokens_are_drawn_by_their_chances(oracle):
     drawn: list[int] = []
     for seed in range(8):
         how = Sampling(temperature=1.0, top_k=0, seed=seed)
-        drawn += diffuse.sample(run, [1], 120, how, Reveal(steps=2, order="ancestral"))
-    likely = math.exp(4) / (math.exp(4) + run.tokenizer.vocab - 5)  # pad, bos, eos and mask cannot come
+        drawn += inference_diffusion.sample(run, [1], 120, how, UnmaskSchedule(steps=2, order="ancestral"))
+    likely = math.exp(4) / (math.exp(4) + run.tokenizer.vocab_size - 5)  # pad, bos, eos and mask cannot come
     assert np.mean(np.array(drawn) == 20) == pytest.approx(
         likely, abs=5 * math.sqrt(likely * (1 - likely) / 960)
     )
@@ -272,22 +275,37 @@ def test_what_a_diffusion_model_cannot_do_is_refused_in_words(oracle):
     decoder = SimpleNamespace(use="llama", causal=True)
     cfg = SimpleNamespace(model=decoder, objective=SimpleNamespace(use="causal"))
     with pytest.raises(UserError, match="--order: expected nothing, since the run is no diffusion model"):
-        generate.generate(dataclasses.replace(run, cfg=cfg), "the", 10, GREEDY, dict(order="random"))
+        generate.generate(dataclasses.replace(run, recipe=cfg), "the", 10, GREEDY, dict(order="random"))
 
 
 @pytest.mark.slow
 def test_a_run_is_evaluated_by_its_bound_and_continues_a_text_with_its_averaged_weights(tiny, capsys):
     cfg = tiny(
-        "objective.use=diffusion", *ENCODER[1:], "optimizer.ema=0.5", "schedule.steps=4", "eval.batches=1"
+        "objective.use=diffusion",
+        *ENCODER[1:],
+        "optimizer.ema_decay=0.5",
+        "schedule.steps=4",
+        "eval.batches=1",
     )
-    assert train.run(cfg) == 0
+    assert training_run.run(cfg) == 0
     capsys.readouterr()
-    assert main(["eval", cfg.run, "eval.draws=3"]) == 0
+    assert main(["eval", cfg.run_dir, "eval.repeats=3"]) == 0
     said = capsys.readouterr().out
     assert said.startswith("likelihood bound ") and " bits a byte" in said
-    average = open_run(recipe.load_run(cfg.run), item="ema").params
-    jax.tree.map(np.testing.assert_array_equal, open_run(recipe.load_run(cfg.run)).params, average)
-    command = ["generate", cfg.run, "--prompt", "Text 1", "--tokens", "12", "--block", "8", "--steps", "4"]
+    average = open_run(recipe.load_run(cfg.run_dir), item="ema").params
+    jax.tree.map(np.testing.assert_array_equal, open_run(recipe.load_run(cfg.run_dir)).params, average)
+    command = [
+        "generate",
+        cfg.run_dir,
+        "--prompt",
+        "Text 1",
+        "--tokens",
+        "12",
+        "--block",
+        "8",
+        "--steps",
+        "4",
+    ]
     assert main(command) == 0
     once = capsys.readouterr().out
     assert once.startswith("Text 1") and len(once) > 12

@@ -15,12 +15,12 @@ from jax.experimental import pallas as pl
 from test_deberta import plainly
 from test_mosaic import V4, V6E, run
 
-from headrace.config import reader as config
-from headrace.nn import sharding as mesh
-from headrace.kernels import disentangled_tpu as mosaic
-from headrace.attention import _disentangled as disentangled
+from headrace.attention import _disentangled
+from headrace.config import reader
+from headrace.kernels import disentangled_tpu
+from headrace.nn import sharding
 
-AUTO = config.part_class("attention", "auto")()
+AUTO = reader.part_class("attention", "auto")()
 REACH = 100
 
 
@@ -48,14 +48,14 @@ def with_gradients(function: Any, given: list[Any]) -> list[Any]:
 
 def ours(segments: Any, q: Any, k: Any, v: Any, k_table: Any, q_table: Any) -> Any:
     tables = dict(k_table=k_table, q_table=q_table)
-    return disentangled.attend(AUTO, q, k, v, reach=REACH, segments=segments, **tables)
+    return _disentangled.attend(AUTO, q, k, v, reach=REACH, segments=segments, **tables)
 
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the interpreter, a tile as small as they have."""
-    monkeypatch.setattr(mosaic, "refuses", lambda *_: None)
-    monkeypatch.setattr(mosaic, "QUERIES", 128)
+    monkeypatch.setattr(disentangled_tpu, "unsupported_reason", lambda *_: None)
+    monkeypatch.setattr(disentangled_tpu, "QUERIES", 128)
 
 
 @pytest.mark.parametrize("heads, width", [(2, 64), (1, 128), (4, 32)])
@@ -73,7 +73,7 @@ def test_in_16_bits_they_are_as_near_to_the_truth_as_plain_sums(monkeypatch):
     exact = [x.astype(jnp.float32) for x in given]
     truth = with_gradients(lambda *rows: plainly(REACH, segments, *rows, *exact[3:]), exact[:3])
     plain = with_gradients(lambda *rows: ours(None, *rows, *tables), rows)
-    monkeypatch.setattr(mosaic, "refuses", lambda *_: None)
+    monkeypatch.setattr(disentangled_tpu, "unsupported_reason", lambda *_: None)
     found = with_gradients(lambda *rows: ours(None, *rows, *tables), rows)
     for one, other, value in zip(found, plain, truth, strict=True):
         apart = [np.linalg.norm(x - value) / np.linalg.norm(value) for x in (one, other)]
@@ -85,7 +85,7 @@ def test_queries_that_are_a_part_of_the_row_have_their_own_distances(kernels):
     (q, *rest), segments, part = arrays(384), documents(384), slice(128, 256)
     whole = with_gradients(partial(plainly, REACH, segments), [q, *rest])[0]
     out = jax.jit(
-        lambda q, *rest: disentangled._by_kernel(
+        lambda q, *rest: _disentangled._by_kernel(
             REACH, q, *rest, q_segments=segments[:, part], kv_segments=segments, offset=jnp.int32(128)
         )
     )(q[:, part], *rest)
@@ -99,11 +99,11 @@ def test_on_a_mesh_they_give_what_plain_sums_give_on_one_device(monkeypatch):
     wanted = with_gradients(partial(ours, segments), given)
 
     def split(*given: Any) -> Any:
-        rows = [mesh.balance(x) for x in (*given[:3], segments)]
-        return mesh.restore(ours(rows[3], *rows[:3], *given[3:]))
+        rows = [sharding.to_balanced_order(x) for x in (*given[:3], segments)]
+        return sharding.from_balanced_order(ours(rows[3], *rows[:3], *given[3:]))
 
-    monkeypatch.setattr(mosaic, "refuses", lambda *_: None)
-    with jax.set_mesh(mesh.make(dict(data=2, fsdp=1, tensor=2, context=2))):
+    monkeypatch.setattr(disentangled_tpu, "unsupported_reason", lambda *_: None)
+    with jax.set_mesh(sharding.make_mesh(dict(data=2, fsdp=1, tensor=2, context=2))):
         found = with_gradients(split, given)
     for one, other in zip(found, wanted, strict=True):
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-5 * np.abs(other).max())
@@ -115,16 +115,16 @@ def test_a_chip_that_moves_all_rows_alike_moves_each_by_its_own_distance():
     for strided in (True, False):
 
         def body(x: Any, out: Any, strided: bool = strided) -> None:
-            out[...] = mosaic._rolled(SimpleNamespace(strided=strided), x[...], 1)
+            out[...] = disentangled_tpu._rolled(SimpleNamespace(strided=strided), x[...], 1)
 
         np.testing.assert_array_equal(pl.pallas_call(body, x, interpret=True)(x), wanted)
 
 
 def test_what_the_kernels_cannot_do_is_told(monkeypatch):
     q = jnp.zeros((2, 256, 12, 64), jnp.bfloat16)
-    assert mosaic.refuses(q, q, True) == "they are for TPUs"
-    monkeypatch.setattr(mosaic, "device", lambda: V4)
-    assert mosaic.refuses(q, q, True) is None
+    assert disentangled_tpu.unsupported_reason(q, q, True) == "they are for TPUs"
+    monkeypatch.setattr(disentangled_tpu, "device", lambda: V4)
+    assert disentangled_tpu.unsupported_reason(q, q, True) is None
     for x, why in (
         (q.astype(jnp.float32), "for bfloat16, and the activations are float32"),
         (q[:, :, :3], "3 heads of 64 do not fill registers of 128"),
@@ -132,15 +132,17 @@ def test_what_the_kernels_cannot_do_is_told(monkeypatch):
         (q[:, :200], "200 positions are not a multiple of 128"),
         (jnp.zeros((1, 1152, 2, 64), jnp.bfloat16), "rows of 1152 are longer than 1024"),
     ):
-        assert why in str(mosaic.refuses(x, x, True))
-    monkeypatch.setattr(mosaic, "device", lambda: SimpleNamespace(platform="tpu", device_kind="TPU v3"))
-    assert "TPU v3 has no products of bfloat16" in str(mosaic.refuses(q, q, True))
+        assert why in str(disentangled_tpu.unsupported_reason(x, x, True))
+    monkeypatch.setattr(
+        disentangled_tpu, "device", lambda: SimpleNamespace(platform="tpu", device_kind="TPU v3")
+    )
+    assert "TPU v3 has no products of bfloat16" in str(disentangled_tpu.unsupported_reason(q, q, True))
 
 
 @pytest.mark.parametrize("device", [V4, V6E], ids=["v4", "v6e"])
 def test_on_a_tpu_no_scores_are_in_memory(monkeypatch, device):
     """No array of all heads' scores, nor of their products by distance: 2 rows x 2 heads x 512 x 512."""
-    monkeypatch.setattr(mosaic, "device", lambda: device)
+    monkeypatch.setattr(disentangled_tpu, "device", lambda: device)
     given = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays(512, dtype=jnp.bfloat16)]
     grad = jax.jit(jax.value_and_grad(lambda *given: ours(None, *given).sum(), argnums=(0, 1, 2, 3, 4)))
     text = grad.trace(*given).lower(lowering_platforms=("tpu",)).as_text()
@@ -155,23 +157,24 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
-from headrace import config, mesh
-from headrace.layers import disentangled
+from headrace.config import reader
+from headrace.nn import sharding
+from headrace.attention import _disentangled
 
 name, *lengths = sys.argv[1:]
 kind = dict(chip_config_name="megacore") if name.startswith("v4") else {}
 chip = topologies.get_topology_desc(topology_name=name, platform="tpu", **kind).devices[0]
-auto = config.part_class("attention", "auto")()
+auto = reader.part_class("attention", "auto")()
 array = lambda *shape, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(
     shape, dtype, sharding=SingleDeviceSharding(chip)
 )
 
 def loss(segments, q, k, v, k_table, q_table):
-    return disentangled.attend(
+    return _disentangled.attend(
         auto, q, k, v, k_table=k_table, q_table=q_table, reach=512, segments=segments
     ).astype(jnp.float32).sum()
 
-with jax.set_mesh(mesh.make(dict(data=1, fsdp=1, tensor=1, context=1), [chip])):
+with jax.set_mesh(sharding.make_mesh(dict(data=1, fsdp=1, tensor=1, context=1), [chip])):
     for length in map(int, lengths):
         row, table = array(4, length, 4, 64), array(512, 4, 64)
         step = jax.jit(jax.grad(loss, argnums=(1, 2, 3, 4, 5)))
@@ -184,5 +187,5 @@ with jax.set_mesh(mesh.make(dict(data=1, fsdp=1, tensor=1, context=1), [chip])):
 @pytest.mark.slow
 @pytest.mark.parametrize("chip", ["v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])
 def test_rows_up_to_the_longest_fit_the_chip(libtpu: None, chip: str) -> None:
-    lengths = ["128", "512", "640", str(mosaic.LONGEST)]
+    lengths = ["128", "512", "640", str(disentangled_tpu.LONGEST)]
     assert re.findall(r"fits (\d+)", run("-c", FITS, chip, *lengths)) == lengths

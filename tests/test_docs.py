@@ -4,13 +4,14 @@ commands would be understood."""
 import ast
 import re
 import shlex
+import shutil
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import yaml
 
-from headrace.cli import main as cli
+from headrace.cli import main as cli_main
 from headrace.config import recipe
 from headrace.errors import UserError
 
@@ -64,7 +65,7 @@ def commands() -> Iterator[tuple[str, str, str]]:
 def recipe_of(run: str) -> Path | None:
     """The recipe whose run folder that is."""
     for path in sorted((ROOT / "recipes").rglob("*.yaml")):
-        if yaml.safe_load(path.read_text()).get("run") == run:
+        if yaml.safe_load(path.read_text()).get("run_dir") == run:
             return path
     return None
 
@@ -73,7 +74,7 @@ def mistake(command: str) -> str:
     """What would be said of a command before anything is done: nothing if it is understood. What follows a
     `#` is a comment, as in a shell. Settings are read with the recipe that it names, or of its run folder."""
     try:
-        args = cli.parse(shlex.split(command, comments=True)[1:])
+        args = cli_main.parse(shlex.split(command, comments=True)[1:])
         path = getattr(args, "recipe", None)
         if path is None and command.startswith("headrace eval "):
             path = recipe_of(args.run)
@@ -84,8 +85,9 @@ def mistake(command: str) -> str:
     return ""
 
 
-def test_every_command_in_the_documents_would_be_understood(monkeypatch):
-    monkeypatch.chdir(ROOT)
+def test_every_command_in_the_documents_would_be_understood(demo_run, tmp_path):
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    shutil.copytree("runs/demo", "runs/lora-demo")
     found = [(page, command, below, mistake(command)) for page, command, below in commands()]
     assert len(found) > 100
     for page, command, below, said in found:

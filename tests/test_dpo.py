@@ -10,34 +10,36 @@ import pytest
 import torch
 import transformers
 
-from headrace.training import setup as build, step
-from headrace.model_wrappers import split_weights as matrices
-from headrace.nn import sharding as mesh, module
+from headrace import model_wrappers
 from headrace.config import recipe
 from headrace.errors import UserError
-from headrace.training.evaluate import Vocabulary
-from headrace.model_formats.hf_tensors import table_of, to_tensors
-from headrace.objectives import Batch, file, make_task
-from headrace.model_wrappers.frozen_reference import Referred
+from headrace.model_formats.hf_tensors import to_tensors
+from headrace.model_wrappers import load_family
+from headrace.model_wrappers.frozen_reference import PolicyAndReference
+from headrace.nn import module, sharding
+from headrace.objectives import Batch, load_objective
+from headrace.training import setup, step
+from headrace.training.evaluate import SpecialTokens
+from headrace.training.task import make_task
 
 LENGTH, VOCAB = 48, 64
-COPY, LORA = ("model.reference=true",), ("model.lora_rank=4", "model.lora_alpha=16")
+COPY, LORA = ("objective.reference=copy",), ("lora.rank=4", "lora.alpha=16")
 
 
 @pytest.fixture
 def load(tmp_path):
     (tmp_path / "recipe.yaml").write_text(f"""
-run: {tmp_path}/run
-start: {tmp_path}/base
+run_dir: {tmp_path}/run
+init_from: {tmp_path}/base
 model: {{use: llama, layers: 2, embed: 32, heads: 4, kv_heads: 2, mlp: 64, vocab: {VOCAB}, rope_theta: 1e4}}
 data: {{path: nowhere, sequence_length: {LENGTH}}}
 objective: {{use: dpo, beta: 0.5}}
-loss: {{use: cross_entropy, chunk: 24}}
+loss: {{use: cross_entropy, chunk_size: 24}}
 optimizer: {{use: adamw, learning_rate: 1e-2, weight_decay: 0.0}}
 schedule: {{use: constant, steps: 100}}
 batch: {{sequences: 8}}
 mesh: {{fsdp: 1, data: auto}}
-memory: {{compute: float32}}
+compute: {{dtype: float32}}
 """)
     return lambda *overrides: recipe.load(tmp_path / "recipe.yaml", overrides)
 
@@ -72,15 +74,15 @@ def packed(rows):
 
 
 def task_of(cfg):
-    return make_task(cfg, Vocabulary(VOCAB, 0, 1, 2, None))
+    return make_task(cfg, SpecialTokens(VOCAB, 0, 1, 2, None))
 
 
 def llama(cfg, params):
     """The same model of transformers, in float64."""
-    family = file("models", cfg)
-    settings = family.to_hf(cfg, LENGTH)
+    family = load_family(cfg)
+    settings = family.hf_naming.to_config(cfg, LENGTH)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings, attn_implementation="eager"))
-    tensors = {name: torch.tensor(w) for name, w in to_tensors(table_of(family, cfg), params, "float32")}
+    tensors = {name: torch.tensor(w) for name, w in to_tensors(family.tensor_table(cfg), params, "float32")}
     missing = model.load_state_dict(tensors, strict=False)
     assert missing.missing_keys == ["lm_head.weight"] and not missing.unexpected_keys  # it is tied
     model.tie_weights()
@@ -95,14 +97,14 @@ def answered(model, text, answer):
 def test_loss_and_gradients_are_those_of_the_formula_over_transformers_logits(load):
     cfg = load(*COPY)
     task, rows = task_of(cfg), documents()
-    bare = matrices.plain(cfg.model)
+    bare = model_wrappers.without_wrapper(cfg.model)
     draw = lambda seed: jax.tree.map(
-        lambda w: 3.0 * w, module.init(file("models", bare).Model, bare, jax.random.key(seed))
+        lambda w: 3.0 * w, module.init(load_family(bare).Model, bare, jax.random.key(seed))
     )
-    params = Referred(draw(0), draw(1))
-    axes = module.axes(file("models", cfg.model).Model, cfg.model)
-    examples = file("objectives", cfg.objective).prepare(task, packed(rows), jax.random.key(0))
-    found, sums = step.gradients(task, axes, params, step.split(examples, 1))
+    params = PolicyAndReference(draw(0), draw(1))
+    axes = module.axes(load_family(cfg.model).Model, cfg.model)
+    examples = load_objective(cfg.objective).prepare(task, packed(rows), jax.random.key(0))
+    found, sums = step.accumulate_gradients(task, axes, params, step.to_microbatches(examples, 1))
     policy, reference = llama(bare, params.policy), llama(bare, params.reference)
     margins = []
     for row in rows:
@@ -117,7 +119,7 @@ def test_loss_and_gradients_are_those_of_the_formula_over_transformers_logits(lo
     np.testing.assert_allclose(sums["margin"], margins.sum().item(), rtol=1e-4, atol=1e-4)
     assert int(sums["accuracy"]) == int((margins > 0).sum())
     theirs = dict(policy.named_parameters())
-    for name, ours in to_tensors(table_of(file("models", bare), bare), found.policy, "float32"):
+    for name, ours in to_tensors(load_family(bare).tensor_table(bare), found.policy, "float32"):
         wanted = theirs[name].grad.numpy()
         np.testing.assert_allclose(ours, wanted, atol=1e-4 * np.abs(wanted).max(), err_msg=name)
     assert all(not np.any(w) for w in jax.tree.leaves(found.reference))
@@ -126,13 +128,13 @@ def test_loss_and_gradients_are_those_of_the_formula_over_transformers_logits(lo
 def trained(cfg, steps, devices):
     """Metrics of some steps from fresh weights, each over the same pairs."""
     task = task_of(cfg)
-    update = build.make_update(cfg, task)
-    axes = module.axes(file("models", task.model).Model, task.model)
-    laid = build.make_mesh(cfg, devices)
+    update = setup.make_update(cfg, task)
+    axes = module.axes(load_family(task.model).Model, task.model)
+    laid = setup.make_mesh(cfg, devices)
     with jax.set_mesh(laid):
-        _, fresh = build.make_state(cfg, task, update, laid)
+        _, fresh = setup.make_state(cfg, task, update, laid)
         state, take, told = fresh(), jax.jit(step.train_step(task, update, axes)), []
-        home = mesh.row_sharding(laid, (8, LENGTH))
+        home = sharding.row_sharding(laid, (8, LENGTH))
         batch = jax.tree.map(lambda x: jax.device_put(x, home), packed(documents()))
         for _ in range(steps):
             state, metrics = take(state, batch)
@@ -149,8 +151,10 @@ def test_it_begins_at_the_logarithm_of_2_and_learns_to_prefer(load, kind):
     assert told[-1]["loss"] < 0.35 and told[-1]["accuracy"] > 0.9 and told[-1]["margin"] > 0.7
     still = state.params.reference if kind == COPY else None
     if still is not None:
-        fresh = module.init(file("models", load(*kind).model).Model, load(*kind).model, jax.random.key(0))
-        for (name, w), (_, first) in zip(module.named(still), module.named(fresh.reference), strict=True):
+        fresh = module.init(load_family(load(*kind).model).Model, load(*kind).model, jax.random.key(0))
+        for (name, w), (_, first) in zip(
+            module.named_leaves(still), module.named_leaves(fresh.reference), strict=True
+        ):
             np.testing.assert_allclose(w, first, atol=1e-7, err_msg=name)
 
 
@@ -164,11 +168,19 @@ def test_eight_devices_learn_what_one_does(load):
 @pytest.mark.parametrize(
     "overrides, said",
     [
-        ([], 'objective.use: found "dpo", expected another, or a model to measure against; model.lora_rank'),
-        ([*LORA, *COPY], "model.reference: found true, expected false with lora_rank"),
-        ([*COPY, "objective={use: causal}"], "model.reference: found true, expected false, since only dpo"),
+        ([], 'objective.reference: found "base", the default, expected copy, .* or a lora section'),
+        ([*LORA, *COPY], "objective.reference: found .copy., expected base with lora, whose frozen weights"),
+        (["qat.bits=4", *COPY], "objective.reference: found .copy., expected base with qat"),
+        (
+            ["objective.reference=frozen", *LORA],
+            "objective.reference: found .frozen., expected one of base, copy",
+        ),
+        (
+            ["objective.use=causal", *COPY],
+            "objective.reference: unknown key|it belongs to objective.use: dpo",
+        ),
         ([*LORA, "loss.z_loss=1e-4"], "loss.z_loss: found 1e-4, expected plain cross entropy"),
-        ([*LORA, "data.isolate=false"], "data.isolate: found false, expected true"),
+        ([*LORA, "data.isolate_documents=false"], "data.isolate_documents: found false, expected true"),
         ([*LORA, "objective.beta=0"], "objective.beta: found 0, expected a number above 0"),
     ],
 )

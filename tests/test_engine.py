@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.data.pipeline.pool import Engine
+from headrace.data.pipeline.pool import WorkerPool
 from headrace.errors import UserError
 
 
@@ -43,31 +43,31 @@ def tell(folder: str) -> int:
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_every_item_comes_back_with_its_result(workers: int) -> None:
-    results = list(Engine("local", workers).run(square, range(11)))
+    results = list(WorkerPool("local", workers).run(square, range(11)))
     assert sorted(results) == [(number, number * number) for number in range(11)]
 
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_users_mistake_in_a_unit_is_told_as_such(workers: int) -> None:
     with pytest.raises(UserError, match="the third is bad"):
-        list(Engine("local", workers).run(refuse, range(10)))
+        list(WorkerPool("local", workers).run(refuse, range(10)))
 
 
 def test_units_run_side_by_side_in_processes_of_their_own(tmp_path: Path) -> None:
-    pids = {result for _, result in Engine("local", 2).run(tell, [str(tmp_path)] * 4)}
+    pids = {result for _, result in WorkerPool("local", 2).run(tell, [str(tmp_path)] * 4)}
     assert len(pids) == 2 and os.getpid() not in pids
 
 
 def test_a_worker_that_is_killed_costs_its_unit_another_try_and_nothing_else(tmp_path: Path) -> None:
     tasks = [(str(tmp_path), number) for number in range(6)]
-    results = list(Engine("local", 2).run(die_once, tasks))
+    results = list(WorkerPool("local", 2).run(die_once, tasks))
     assert sorted(result for _, result in results) == list(range(6))
 
 
 def test_a_unit_that_always_kills_its_worker_ends_in_a_message() -> None:
-    with pytest.raises(UserError, match="a worker was killed 4 times, most likely for want of memory"):
-        list(Engine("local", 2).run(die, range(3)))
+    with pytest.raises(UserError, match="a worker was killed 4 times, probably because memory ran out"):
+        list(WorkerPool("local", 2).run(die, range(3)))
 
 
 def test_no_items_are_no_work() -> None:
-    assert list(Engine("local", 2).run(square, [])) == []
+    assert list(WorkerPool("local", 2).run(square, [])) == []

@@ -1,4 +1,4 @@
-"""What the backward pass keeps and computes again, by the names of `memory.remat`."""
+"""What the backward pass keeps and computes again, by the names of `compute.remat`."""
 
 import dataclasses
 import functools
@@ -10,27 +10,31 @@ import jax.numpy as jnp
 import pytest
 from jax.extend.core import jaxprs_in_params
 
-from headrace.config import reader as config, sections
-from headrace.nn import stack as execution, sharding as mesh, module
-from headrace.training import step
-from headrace.training.setup import lowered, make_mesh, make_state, make_update
+from headrace.config import reader, sections
 from headrace.errors import UserError
+from headrace.model_wrappers import load_family
+from headrace.nn import compile as nn_compile
+from headrace.nn import module, remat, sharding
+from headrace.nn import stack as nn_stack
 from headrace.nn.stack import Execution
-from headrace.objectives import Batch, Vocabulary, file, make_task
+from headrace.objectives import Batch, SpecialTokens
 from headrace.plan import search
+from headrace.training import step
+from headrace.training.setup import lower_step, make_mesh, make_state, make_update
+from headrace.training.task import make_task
 
 SIZES = dict(layers=2, embed=32, heads=4, kv_heads=2, mlp=48, vocab=64)
 
 
 def gradient(attention: str, remat: str) -> Any:
     """The jaxpr of a small Llama's gradient."""
-    cfg = config.part_class("models", "llama")(**SIZES)
-    family = file("models", cfg)
-    backend = config.part_class("attention", attention)()
-    how = Execution(backend, "float32", remat)
+    cfg = reader.part_class("models", "llama")(**SIZES)
+    family = load_family(cfg)
+    backend = reader.part_class("attention", attention)()
+    exec_opts = Execution(backend, "float32", remat)
     params = jax.eval_shape(lambda: module.init(family.Model, cfg, jax.random.key(0)))
     tokens = jnp.zeros((1, 256), jnp.int32)
-    loss = lambda params: jnp.sum(params(cfg, tokens, how=how).astype(jnp.float32))
+    loss = lambda params: jnp.sum(params(cfg, tokens, exec_opts=exec_opts).astype(jnp.float32))
     return jax.make_jaxpr(jax.grad(loss))(params)
 
 
@@ -67,7 +71,7 @@ def test_layers_taken_in_turn_are_those_of_a_plain_loop(count: int, unroll: int)
     bodies = [functools.partial(body, number) for number in range(3)]
 
     def in_turn(stack: Any) -> Any:
-        x, outs = execution.scan_in_turn(bodies, jnp.ones((2, 4)), stack, unroll=unroll)
+        x, outs = nn_stack.scan_periods(bodies, jnp.ones((2, 4)), stack, unroll=unroll)
         return x.sum() + (outs["made"] ** 2).sum(), outs["made"]
 
     def plain(stack: Any) -> Any:
@@ -89,7 +93,7 @@ def test_each_body_is_compiled_once_however_many_layers_there_are() -> None:
     bodies = [functools.partial(lambda k, x, w: (jnp.sin(x @ w * k), None), k) for k in range(3)]
 
     def lines(count: int) -> int:
-        run = lambda x, w: execution.scan_in_turn(bodies, x, w)[0]
+        run = lambda x, w: nn_stack.scan_periods(bodies, x, w)[0]
         text = jax.jit(run).lower(jnp.ones((2, 4)), jnp.ones((count, 4, 4))).as_text()
         return text.count("stablehlo.sine")
 
@@ -100,9 +104,9 @@ def test_each_body_is_compiled_once_however_many_layers_there_are() -> None:
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_a_loop_over_periods_keeps_no_copy_of_the_weights(remat: str) -> None:
     """Of what its forward pass hands to the backward pass, nothing has a weight's shape."""
-    how = Execution(config.part_class("attention", "xla")(), "float32", remat)
+    exec_opts = Execution(reader.part_class("attention", "xla")(), "float32", remat)
     bodies = [functools.partial(lambda k, w, x: x + jnp.tanh(k * x @ w) @ w.T, k) for k in range(1, 4)]
-    loss = lambda w: execution.layers_in_turn(how, bodies, jnp.ones((2, 4)), w).sum()
+    loss = lambda w: nn_stack.run_layers(exec_opts, bodies, jnp.ones((2, 4)), w).sum()
     jaxpr = jax.make_jaxpr(jax.grad(loss))(jnp.ones((7, 4, 5))).jaxpr
     forward, *_ = [equation for equation in jaxpr.eqns if equation.primitive.name == "scan"]
     made = [variable.aval.shape for variable in forward.outvars]  # type: ignore[union-attr]
@@ -117,18 +121,18 @@ def test_products_go_to_the_host_and_back() -> None:
 @pytest.mark.slow
 def test_a_step_that_offloads_is_the_step_that_keeps(tiny: Any) -> None:
     def updated(remat: str) -> Any:
-        cfg = tiny("model.vocab=300", f"memory.remat={remat}", "mesh.fsdp=2", "mesh.tensor=2")
+        cfg = tiny("model.vocab=300", f"compute.remat={remat}", "mesh.fsdp=2", "mesh.tensor=2")
         devices = make_mesh(cfg)
-        task = make_task(cfg, Vocabulary(300, 0, 1, 2, 3))
-        axes = module.axes(file("models", task.model).Model, task.model)
+        task = make_task(cfg, SpecialTokens(300, 0, 1, 2, 3))
+        axes = module.axes(load_family(task.model).Model, task.model)
         with jax.set_mesh(devices):
             update = make_update(cfg, task)
             abstract, fresh = make_state(cfg, task, update, devices)
-            program = lowered(cfg, step.train_step(task, update, axes), abstract, devices).compile()
+            program = lower_step(cfg, step.train_step(task, update, axes), abstract, devices).compile()
             rows = jax.random.randint(jax.random.key(1), (8, 64), 4, 300)
             ones = jnp.broadcast_to(jnp.arange(64), (8, 64))
             batch = Batch(rows, jnp.ones_like(rows), ones, None)
-            homes = mesh.row_sharding(devices, (8, 64))
+            homes = sharding.row_sharding(devices, (8, 64))
             state, _ = program(fresh(), jax.device_put(batch, homes))
         return jax.device_get(state.params)
 
@@ -138,22 +142,22 @@ def test_a_step_that_offloads_is_the_step_that_keeps(tiny: Any) -> None:
 
 
 def test_a_compiler_without_the_hosts_memory_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    devices = mesh.make({"data": 8, "fsdp": 1, "tensor": 1, "context": 1})
-    execution.check_offload(devices)  # as it is here
+    devices = sharding.make_mesh({"data": 8, "fsdp": 1, "tensor": 1, "context": 1})
+    nn_compile.check_offload(devices)  # as it is here
 
     def refuse(*_: Any, **__: Any) -> None:
         raise NotImplementedError("no such memory: pinned_host\nand more")
 
-    monkeypatch.setitem(execution.REMAT, "offload", refuse)
+    monkeypatch.setitem(remat.REMAT_POLICIES, "offload", refuse)
     said = (
-        r"^memory.remat: offload cannot .*\(no such memory: pinned_host\); expected none, dots, attention or"
+        r"^compute.remat: offload cannot .*\(no such memory: pinned_host\); expected none, dots, attention or"
     )
     with pytest.raises(UserError, match=said):
-        execution.check_offload(devices)
+        nn_compile.check_offload(devices)
 
 
 def test_every_policy_of_recipes_is_one_of_execution() -> None:
-    names = {"none", *execution.REMAT}
-    remat = next(f for f in dataclasses.fields(sections.Memory) if f.name == "remat")
-    assert set(remat.type.__args__) == names  # type: ignore[union-attr]
+    names = {"none", *remat.REMAT_POLICIES}
+    field = next(f for f in dataclasses.fields(sections.ComputeKeys) if f.name == "remat")
+    assert set(field.type.__args__) == names  # type: ignore[union-attr]
     assert set(search.REMATS) == names - {"offload"}

@@ -14,11 +14,11 @@ import jax
 import numpy as np
 import pytest
 
-from headrace.config import reader as config, recipe, sections
-from headrace.training import run as train
 from headrace.checkpoint.manager import Checkpoints
-from headrace.data.pipeline.prepare import prepare
 from headrace.checkpoint.open_run import open_run
+from headrace.config import reader, recipe, sections
+from headrace.data.pipeline.prepare import prepare
+from headrace.training import run as training_run
 
 ROOT = Path(__file__).parent.parent
 TINY = sorted((ROOT / "recipes/tiny").glob("*.yaml"))
@@ -36,7 +36,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> str:
     (folder / "data.yaml").write_text(
         f"path: {folder}/data\nsources: {{pairs: {{path: {folder}/texts.jsonl}}}}\n"
         "tokenizer: {use: bpe, vocab: 260}\n"  # bytes alone, so a letter is a token
-        "pack: {sequence_length: 64, evaluation: 0.1}\n"
+        "pack: {sequence_length: 64, eval_fraction: 0.1}\n"
     )
     prepare(recipe.load_data(folder / "data.yaml"), lambda line: None)
     return f"{folder}/data"
@@ -49,8 +49,8 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def measured(cfg: sections.Run, name: str) -> dict[int, Any]:
-    rows = map(json.loads, (Path(cfg.run) / "metrics.jsonl").read_text().splitlines())
+def measured(cfg: sections.TrainRecipe, name: str) -> dict[int, Any]:
+    rows = map(json.loads, (Path(cfg.run_dir) / "metrics.jsonl").read_text().splitlines())
     return {row["step"]: row[name] for row in rows if name in row}
 
 
@@ -60,29 +60,29 @@ def entropy(share: float) -> float:
 
 
 def test_every_family_has_a_tiny_recipe():
-    assert {recipe.load(path).model.use for path in TINY} == set(config.names("models"))
+    assert {recipe.load(path).model.use for path in TINY} == set(reader.part_names("models"))
 
 
 @pytest.mark.parametrize("path", TINY, ids=lambda path: path.stem)
 def test_a_tiny_run_learns_from_context_and_goes_on_bit_for_bit(path, pairs, tmp_path):
-    def load(name: str) -> sections.Run:
-        return recipe.load(path, [f"run={tmp_path}/{name}", f"data.path={pairs}"])
+    def load(name: str) -> sections.TrainRecipe:
+        return recipe.load(path, [f"run_dir={tmp_path}/{name}", f"data.path={pairs}"])
 
-    def weights(cfg: sections.Run) -> Any:
-        return jax.device_get(open_run(recipe.load_run(cfg.run)).params)
+    def weights(cfg: sections.TrainRecipe) -> Any:
+        return jax.device_get(open_run(recipe.load_run(cfg.run_dir)).params)
 
     whole, again = load("whole"), load("again")
-    assert train.run(whole) == 0
+    assert training_run.run(whole) == 0
     last, half = whole.schedule.steps, whole.checkpoint.every
     # Without attention 3.2 nats are the least: a masked letter is one of 26, a next one of 25.
     assert measured(whole, "evaluate/loss")[last] < 0.9 * math.log(len(LETTERS))
     if whole.objective.use == "rtd":
         chance = entropy(measured(whole, "evaluate/discriminator_replaced")[last])
         assert 0.2 * chance < measured(whole, "evaluate/discriminator_loss")[last] < chance
-    shutil.copytree(whole.run, again.run)
-    shutil.rmtree(f"{again.run}/checkpoints/{last}")
-    assert 0 < half < last and Checkpoints(again.run).latest() == half
-    assert train.run(again) == 0
+    shutil.copytree(whole.run_dir, again.run_dir)
+    shutil.rmtree(f"{again.run_dir}/checkpoints/{last}")
+    assert 0 < half < last and Checkpoints(again.run_dir).latest_step() == half
+    assert training_run.run(again) == 0
     for name in ("loss", "grad_norm", "evaluate/loss"):
         assert measured(again, name) == measured(whole, name)
     jax.tree.map(np.testing.assert_array_equal, weights(again), weights(whole))
@@ -92,6 +92,6 @@ def test_a_tiny_run_learns_from_context_and_goes_on_bit_for_bit(path, pairs, tmp
 def test_a_tiny_recipe_ends_at_the_loss_that_its_head_states(path, demo, tmp_path):
     stated = re.search(STATED, path.read_text().partition("\n")[0])
     assert stated is not None
-    cfg = recipe.load(path, [f"run={tmp_path}/run", f"data.path={demo}"])
-    assert train.run(cfg) == 0
+    cfg = recipe.load(path, [f"run_dir={tmp_path}/run", f"data.path={demo}"])
+    assert training_run.run(cfg) == 0
     assert measured(cfg, "evaluate/loss")[cfg.schedule.steps] == pytest.approx(float(stated[1]), abs=0.1)

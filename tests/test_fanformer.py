@@ -12,16 +12,16 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from headrace.config import reader as config, recipe, sections
-from headrace.nn import module
-from headrace.training import step
 from headrace.checkpoint.manager import Checkpoints
-from headrace.nn.stack import Execution
-from headrace.convert import to_huggingface as huggingface
 from headrace.checkpoint.open_run import open_run
-from headrace.models import fanformer
-from headrace.objectives import Batch, Task, Vocabulary, file
+from headrace.config import reader, recipe, sections
+from headrace.convert import to_huggingface
+from headrace.models import fanformer, load_base_family
+from headrace.nn import module
 from headrace.nn.linear import project
+from headrace.nn.stack import Execution
+from headrace.objectives import Batch, SpecialTokens, TrainTask, load_objective
+from headrace.training import step
 
 
 def layer(x: Any, w: Any, b: Any, width: int) -> Any:
@@ -57,7 +57,7 @@ def reference(cfg: Any, w: dict[str, Any], tokens: Any) -> Any:
         f = layer(h, one["w_fan"], one["b_fan"], cfg.embed)
         q = turn(torch.einsum("bsd,dnh->bsnh", f, one["w_q"]), cfg.rope_theta)
         k = turn(torch.einsum("bsd,dnh->bsnh", f, one["w_k"]), cfg.rope_theta)
-        if cfg.values == "matrix":
+        if cfg.value_projection == "matrix":
             v = torch.einsum("bsd,dnh->bsnh", f, one["w_v"])
         else:
             width = cfg.kv_heads * cfg.head_dim
@@ -68,22 +68,22 @@ def reference(cfg: Any, w: dict[str, Any], tokens: Any) -> Any:
         h = norm(x, one["mlp_norm"], cfg.norm_eps)
         gate = h @ one["w_gate"]
         x = x + (gate * torch.sigmoid(gate) * (h @ one["w_up"])) @ one["w_down"]
-    return norm(x, w["final_norm"], cfg.norm_eps) @ w["embedding" if cfg.tied else "head"].T
+    return norm(x, w["final_norm"], cfg.norm_eps) @ w["embedding" if cfg.tie_embeddings else "head"].T
 
 
 @st.composite
 def configs(draw: Any) -> Any:
     heads = draw(st.sampled_from([1, 2, 4]))
-    return config.part_class("models", "fanformer")(
+    return reader.part_class("models", "fanformer")(
         layers=draw(st.integers(1, 3)),
         embed=heads * draw(st.sampled_from([48 // heads, 64 // heads])),
         heads=heads,
         kv_heads=draw(st.sampled_from([n for n in (1, 2, 4) if heads % n == 0])),
         mlp=draw(st.integers(20, 60)),
         vocab=draw(st.integers(40, 96)),
-        periodic=draw(st.sampled_from([0.0, 0.125, 0.2, 0.5])),
-        values=draw(st.sampled_from(["matrix", "layer"])),
-        tied=draw(st.booleans()),
+        periodic_share=draw(st.sampled_from([0.0, 0.125, 0.2, 0.5])),
+        value_projection=draw(st.sampled_from(["matrix", "layer"])),
+        tie_embeddings=draw(st.booleans()),
         norm_eps=draw(st.sampled_from([1e-5, 1e-6])),
         rope_theta=draw(st.sampled_from([100.0, 10_000.0])),
     )
@@ -93,7 +93,7 @@ def random_weights(cfg: Any, seed: int = 0) -> Any:
     rng = np.random.default_rng(seed)
 
     def leaf(path: Any, wanted: Any) -> jax.Array:
-        middle, spread = (1.0, 0.2) if module.dotted(path).endswith("_norm") else (0.0, 0.15)
+        middle, spread = (1.0, 0.2) if module.path_name(path).endswith("_norm") else (0.0, 0.15)
         return jnp.asarray(rng.normal(middle, spread, wanted.shape), jnp.float32)
 
     return jax.tree_util.tree_map_with_path(leaf, module.shapes(fanformer.Model, cfg))
@@ -106,27 +106,28 @@ def test_parity_of_fanformer_with_its_formulas(cfg, length, seed):
     tokens = np.random.default_rng(seed).integers(4, cfg.vocab, (2, length))
     positions = np.broadcast_to(np.arange(length), tokens.shape)
     batch = Batch(jnp.asarray(tokens), jnp.ones_like(tokens), jnp.asarray(positions))
-    how = Execution(config.part_class("attention", "auto")(), "float32")
-    job = Task(
+    exec_opts = Execution(reader.part_class("attention", "auto")(), "float32")
+    job = TrainTask(
         model=cfg,
-        objective=config.part_class("objectives", "causal")(),
-        loss=config.part_class("losses", "cross_entropy", sections.Loss)(chunk=32),
-        how=how,
-        vocabulary=Vocabulary(cfg.vocab, pad=0, bos=1, eos=2, mask=3),
+        objective=reader.part_class("objectives", "causal")(),
+        loss=reader.part_class("losses", "cross_entropy", sections.LossKeys)(chunk_size=32),
+        exec_opts=exec_opts,
+        special_tokens=SpecialTokens(cfg.vocab, pad=0, bos=1, eos=2, mask=3),
+        family=load_base_family("fanformer"),
     )
 
     @jax.jit
     def run(params: Any) -> Any:
-        examples = file("objectives", job.objective).prepare(job, batch, jax.random.key(0))
+        examples = load_objective(job.objective).prepare(job, batch, jax.random.key(0))
         axes = module.axes(fanformer.Model, cfg)
-        grads, sums = step.gradients(job, axes, params, step.split(examples, 1))
-        logits = project(params.unembed, params(cfg, examples.inputs, how=how), "bsd,vd->bsv")
+        grads, sums = step.accumulate_gradients(job, axes, params, step.to_microbatches(examples, 1))
+        logits = project(params.unembed, params(cfg, examples.inputs, exec_opts=exec_opts), "bsd,vd->bsv")
         return logits, sums["loss"] / sums["count"], jax.tree.map(lambda g: g / sums["count"], grads)
 
     logits, loss, grads = run(params)
     exact = {
         path: torch.tensor(np.asarray(w), dtype=torch.float64, requires_grad=True)
-        for path, w in module.named(params)
+        for path, w in module.named_leaves(params)
     }
     given = torch.tensor(tokens)
     wanted = reference(cfg, exact, given)
@@ -136,7 +137,7 @@ def test_parity_of_fanformer_with_its_formulas(cfg, length, seed):
     assert np.abs(wanted).max() > 1
     assert np.abs(logits - wanted).max() <= 2e-5
     assert abs(float(loss) - answer.item()) <= 1e-5
-    for path, gradient in module.named(grads):
+    for path, gradient in module.named_leaves(grads):
         exactly = exact[path].grad.numpy()
         apart = np.linalg.norm(gradient - exactly) / max(np.linalg.norm(exactly), 1e-6)
         assert apart <= 1e-3, (path, apart)
@@ -144,18 +145,20 @@ def test_parity_of_fanformer_with_its_formulas(cfg, length, seed):
 
 def config_of(**settings: Any) -> Any:
     sizes: dict[str, Any] = dict(layers=2, embed=64, heads=4, kv_heads=2, mlp=48, vocab=64)
-    return config.part_class("models", "fanformer")(**sizes | settings)
+    return reader.part_class("models", "fanformer")(**sizes | settings)
 
 
 def test_the_layer_is_as_wide_as_its_input_whatever_the_share_of_periods():
     for periodic in (0.0, 0.125, 0.3, 0.5):
-        cfg = config_of(periodic=periodic)
+        cfg = config_of(periodic_share=periodic)
         shapes = module.shapes(fanformer.Model, cfg).blocks
         x = jnp.ones((1, 3, 64))
-        out = fanformer.fourier(x, jnp.ones(shapes.w_fan.shape[1:]), jnp.ones(shapes.b_fan.shape[1:]), 64)
+        out = fanformer.fourier_layer(
+            x, jnp.ones(shapes.w_fan.shape[1:]), jnp.ones(shapes.b_fan.shape[1:]), 64
+        )
         assert out.shape == (1, 3, 64)
-    with pytest.raises(ValueError, match="^periodic: expected a share from 0 to 0.5"):
-        config_of(periodic=0.6)
+    with pytest.raises(ValueError, match="^periodic_share: expected a share from 0 to 0.5"):
+        config_of(periodic_share=0.6)
 
 
 def test_fresh_weights_are_drawn_as_published():
@@ -181,23 +184,25 @@ def test_the_published_size_is_that_of_its_parts():
 
 @pytest.mark.parametrize("values", ["matrix", "layer"])
 def test_what_is_exported_can_be_imported_again(values, tmp_path):
-    section = dict(use="fanformer", layers=2, embed=32, heads=4, kv_heads=2, mlp=48, vocab=64, values=values)
+    section = dict(
+        use="fanformer", layers=2, embed=32, heads=4, kv_heads=2, mlp=48, vocab=64, value_projection=values
+    )
     tree = {
-        "run": str(tmp_path / "run"),
+        "run_dir": str(tmp_path / "run"),
         "model": section,
         "data": {"path": "data/none", "sequence_length": 64},
         "optimizer": {"learning_rate": 1e-3},
         "schedule": {"steps": 10},
     }
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "recipe.yaml").write_text(config.dump(tree))
+    (tmp_path / "run" / "recipe.yaml").write_text(reader.dump(tree))
     cfg = recipe.load_run(tmp_path / "run")
     checkpoints = Checkpoints(str(tmp_path / "run"))
     checkpoints.save_params(random_weights(cfg.model), {})
     checkpoints.close()
     first = open_run(cfg)
-    huggingface.export(first, str(tmp_path / "out"), "float32")
-    huggingface.import_(str(tmp_path / "out"), str(tmp_path / "back"))
+    to_huggingface.export(first, str(tmp_path / "out"), "float32")
+    to_huggingface.import_(str(tmp_path / "out"), str(tmp_path / "back"))
     second = open_run(recipe.load_run(tmp_path / "back"))
-    assert second.cfg.model == first.cfg.model
+    assert second.recipe.model == first.recipe.model
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(first.params), jax.device_get(second.params))

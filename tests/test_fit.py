@@ -6,13 +6,14 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from headrace.config import reader as config
-from headrace.training import memory_check as fit, metrics, run as train
-from headrace.nn import sharding as mesh
-from headrace.cli.main import main
-from headrace.errors import DoesNotFit
-from headrace.nn.module import named
 from headrace.checkpoint.state import State
+from headrace.cli.main import main
+from headrace.config import reader
+from headrace.errors import DoesNotFit
+from headrace.nn import sharding
+from headrace.nn.module import named_leaves
+from headrace.training import memory_check, metrics
+from headrace.training import run as training_run
 
 
 def exhaust(*_: object) -> int:
@@ -22,7 +23,7 @@ def exhaust(*_: object) -> int:
 
 def state(size: int, split: P) -> State:
     """`size` weights of 4 bytes without an optimizer, as shapes."""
-    devices = mesh.make({"data": 1, "fsdp": 8, "tensor": 1, "context": 1})
+    devices = sharding.make_mesh({"data": 1, "fsdp": 8, "tensor": 1, "context": 1})
     params = jax.ShapeDtypeStruct((size // 8 * 8,), jnp.float32, sharding=NamedSharding(devices, split))
     return State(*[None, params, None, None, None, None, None])
 
@@ -31,25 +32,25 @@ def test_a_copy_on_each_simulated_device_counts_eight_times():
     memory = metrics.memory_limit(jax.local_devices())
     assert memory is not None
     # Weights and gradients: a quarter of the memory once, twice the memory eight times.
-    fit.check(state(memory // 32, P("fsdp")))
+    memory_check.check_memory(state(memory // 32, P("fsdp")))
     with pytest.raises(DoesNotFit, match=r"take [\d.,]+ GiB on the 8 devices .* [\d.,]+ GiB; .*mesh.fsdp"):
-        fit.check(state(memory // 32, P()))
+        memory_check.check_memory(state(memory // 32, P()))
 
 
 def test_weights_that_stay_have_no_gradients():
     memory = metrics.memory_limit(jax.local_devices())
     assert memory is not None
     whole = state(memory // 6, P("fsdp"))  # two thirds of the memory, without gradients
-    (name,) = (name for name, _ in named(whole.params))
-    fit.check(whole, frozenset([name]))
+    (name,) = (name for name, _ in named_leaves(whole.params))
+    memory_check.check_memory(whole, frozenset([name]))
     with pytest.raises(DoesNotFit):
-        fit.check(whole)
+        memory_check.check_memory(whole)
 
 
 @pytest.mark.fault(26)
 def test_a_model_larger_than_the_memory_is_told_before_it_is_made(tiny, tmp_path, capsys):
     (tmp_path / "large.yaml").write_text(
-        config.to_yaml(tiny("model.layers=64", "model.embed=32768", "model.mlp=131072"))
+        reader.to_yaml(tiny("model.layers=64", "model.embed=32768", "model.mlp=131072"))
     )
     assert main(["train", str(tmp_path / "large.yaml")]) == 3
     said = capsys.readouterr().err
@@ -59,14 +60,14 @@ def test_a_model_larger_than_the_memory_is_told_before_it_is_made(tiny, tmp_path
 
 @pytest.mark.fault(26)
 def test_memory_that_runs_out_in_the_loop_is_told_with_advice(tiny, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(train, "loop", exhaust)
-    (tmp_path / "recipe.yaml").write_text(config.to_yaml(tiny()))
+    monkeypatch.setattr(training_run, "run_steps", exhaust)
+    (tmp_path / "recipe.yaml").write_text(reader.to_yaml(tiny()))
     assert main(["train", str(tmp_path / "recipe.yaml")]) == 3
     said = capsys.readouterr().err
     assert said.startswith("headrace: batch: the step takes more memory than there is (")
-    assert "batch.accumulate" in said and "memory.remat" in said and said.count("\n") == 1
+    assert "batch.microbatches" in said and "compute.remat" in said and said.count("\n") == 1
 
 
 def test_other_errors_of_the_runtime_stay_what_they_are():
-    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"), fit.told():
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"), memory_check.translate_oom():
         raise jax.errors.JaxRuntimeError("INTERNAL: a bug")

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from headrace.attention import hopper
+from headrace.attention import attend, hopper
 from headrace.kernels import flash_hopper
 from headrace.kernels.flash_hopper import LOG2E, SIZES, TILE, Bounds, Shape
-from headrace.attention import Mask, attend
+from headrace.nn.attention_mask import Mask
 
 MASKS = [Mask(), Mask(causal=False), Mask(window=50), Mask(causal=False, window=70)]
 XLA = SimpleNamespace(use="xla")

@@ -17,20 +17,21 @@ import pytest
 import yaml
 from etils import epath
 
-from headrace.cli import main as cli
-from headrace.config import reader as config, recipe, sections
-from headrace.runtime import goodput
-from headrace.checkpoint import manifest, inventory as saved
-from headrace.nn import module
-from headrace.data import inspect as show
-from headrace.data.tokenizer import tokenizer as tokenise
+from headrace.checkpoint import inventory, manifest
+from headrace.cli import main as cli_main
+from headrace.config import reader, recipe, sections
+from headrace.convert import to_huggingface
+from headrace.data import inspect as data_inspect
+from headrace.data.dataset import Dataset
 from headrace.data.documents import Problems
 from headrace.data.pipeline.prepare import prepare
-from headrace.data.dataset import Dataset
+from headrace.data.tokenizer import tokenizer as tokenizer_io
 from headrace.data.verify import verify
 from headrace.errors import UserError
-from headrace.convert import to_huggingface as huggingface
-from headrace.model_formats.hf_tensors import table_of, to_tensors
+from headrace.model_formats.hf_tensors import to_tensors
+from headrace.models import load_base_family
+from headrace.nn import module
+from headrace.runtime import goodput
 from tests import mutate
 from tests.test_contracts import SIZES
 from tests.test_sources import COMPRESS, ROWS, TEXTS, documents
@@ -46,10 +47,12 @@ def refused(call: Callable[[], Any]) -> bool:
         with mutate.ends_within(PATIENCE):
             call()
     except UserError as error:
-        said = str(error)
-        first, *rest = said.split("\n")  # a list of faults may follow
-        assert error.code == 2 and first.strip() and all(line.startswith("  ") for line in rest), said
-        assert len(said) < 8000, said
+        log_lines = str(error)
+        first, *rest = log_lines.split("\n")  # a list of faults may follow
+        assert error.exit_code == 2 and first.strip() and all(line.startswith("  ") for line in rest), (
+            log_lines
+        )
+        assert len(log_lines) < 8000, log_lines
         return True
     return False
 
@@ -64,7 +67,7 @@ def kitchen(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def settings(random: Random) -> list[str]:
     """Overrides of the command line, most of keys that exist."""
-    known = [*config.keys(sections.Run), *config.keys(sections.DataRun)]
+    known = [*reader.all_keys(sections.TrainRecipe), *reader.all_keys(sections.DataRecipe)]
     odd_keys = ["", ".", "model.", ".x", "model.layers.x", "é", "a.b.c.d", "sources.x.path", "model", "data"]
     found = []
     for _ in range(random.choice([0, 0, 1, 1, 2])):
@@ -112,7 +115,7 @@ def test_any_recipe_is_taken_or_refused(cases, kitchen, capsys, record_property)
         if refused(lambda: found.append(load(path, items))):  # noqa: B023
             count += 1
         else:  # what was understood can be written down and is then understood as the same
-            path.write_text(config.to_yaml(found[0]), encoding="utf-8", errors="surrogatepass")
+            path.write_text(reader.to_yaml(found[0]), encoding="utf-8", errors="surrogatepass")
             assert recipe.load_any(path) == found[0], (number, items)
     assert 0.2 * cases < count < cases
     record_property("seen", f"{cases:,} recipes, {count:,} refused")
@@ -120,7 +123,7 @@ def test_any_recipe_is_taken_or_refused(cases, kitchen, capsys, record_property)
 
 def taken_by_command(words: list[str], capsys: pytest.CaptureFixture[str]) -> bool:
     with mutate.ends_within(PATIENCE):
-        code = cli.main(words)
+        code = cli_main.main(words)
     out, error = capsys.readouterr()
     assert code in (0, 2) and (code == 0) == (not error), (code, error)
     assert code == 0 or error.startswith("headrace: ") and error.count("\n") == 1, error
@@ -153,10 +156,16 @@ def packed_data(folder: Path) -> Case:
         data = Dataset.open(folder)
         for split in ("train", "evaluation"):
             for step in range(3):
-                data.batch(step, split=split, sequences=4, seed=step)
+                order = data.train_order(4, seed=step) if split == "train" else data.eval_order(4)
+                data.batch(order, step)
 
-    calls = [read, read, lambda: verify(folder, lambda line: None), lambda: show.inspect(folder, rows=2)]
-    calls.append(lambda: tokenise.load(folder, "tokenizers").encode("a text"))
+    calls = [
+        read,
+        read,
+        lambda: verify(folder, lambda line: None),
+        lambda: data_inspect.inspect(folder, rows=2),
+    ]
+    calls.append(lambda: tokenizer_io.load(folder, "tokenizers").encode("a text"))
 
     def case(random: Random) -> bool:
         file = random.choice(files)
@@ -180,9 +189,9 @@ def sources(folder: Path, tokenizer: Path) -> Case:
     folder.mkdir()
 
     def prepared(file: Path, errors: str) -> None:
-        section = {"path": str(folder / "out"), "sources": {"x": {"path": str(file)}}, "errors": errors}
+        section = {"path": str(folder / "out"), "sources": {"x": {"path": str(file)}}, "on_error": errors}
         section |= {"tokenizer": {"use": "file", "path": str(tokenizer)}, "workers": 1}
-        (folder / "recipe.yaml").write_text(config.dump(section | {"pack": {"sequence_length": 16}}))
+        (folder / "recipe.yaml").write_text(reader.dump(section | {"pack": {"sequence_length": 16}}))
         try:
             prepare(recipe.load_data(folder / "recipe.yaml"), lambda line: None)
         finally:
@@ -194,7 +203,16 @@ def sources(folder: Path, tokenizer: Path) -> Case:
         change = records if is_lines and random.random() < 0.7 else mutate.content
         file = folder / name
         file.write_bytes(change(random, formats[name]))
-        keys = random.choice([{}, {}, {"id": "n"}, {"meta": "n"}, {"column": "n"}, {"column": "messages"}])
+        keys = random.choice(
+            [
+                {},
+                {},
+                {"id_column": "n"},
+                {"meta_columns": "n"},
+                {"text_column": "n"},
+                {"text_column": "messages"},
+            ]
+        )
         try:
             if random.random() < 0.01:
                 return refused(lambda: prepared(file, errors))
@@ -209,19 +227,19 @@ def models(folder: Path) -> Case:
     """Folders of Hugging Face, one of each family: config.json and the weights."""
     folder.mkdir()
     made = []
-    for name in config.names("models"):
-        cls = config.part_class("models", name)
+    for name in reader.part_names("models"):
+        cls = reader.part_class("models", name)
         known = {f.name for f in dataclasses.fields(cls)}
         if "module" in known:
             continue
-        family = __import__(f"headrace.models.{name}", fromlist=[name])
-        wanted = SIZES | {"layers": 2, "balance": "loss"}
-        cfg = cls(**{key: value for key, value in wanted.items() if key in known})
+        family = load_base_family(name)
+        expected = SIZES | {"layers": 2, "load_balance": "loss"}
+        cfg = cls(**{key: value for key, value in expected.items() if key in known})
         target = folder / name
         target.mkdir()
         zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, np.float32), module.shapes(family.Model, cfg))
-        (target / "config.json").write_text(json.dumps(family.to_hf(cfg, 64)))
-        huggingface.save_shards(to_tensors(table_of(family, cfg), zeros, "float32"), target)
+        (target / "config.json").write_text(json.dumps(family.hf_naming.to_config(cfg, 64)))
+        to_huggingface.save_shards(to_tensors(family.tensor_table(cfg), zeros, "float32"), target)
         made.append(target)
 
     def header(random: Random, value: bytes) -> bytes:
@@ -235,7 +253,7 @@ def models(folder: Path) -> Case:
         file = source / ("config.json" if random.random() < 0.7 else "model.safetensors")
         change = mutate.json_file if file.suffix == ".json" else random.choice([header, mutate.content])
         try:
-            return changed(file, random, change, lambda: huggingface.import_(str(source), str(run)))
+            return changed(file, random, change, lambda: to_huggingface.import_(str(source), str(run)))
         finally:
             shutil.rmtree(run, ignore_errors=True)
 
@@ -258,11 +276,11 @@ def checkpoints(run: Path) -> Case:
         return f"{manifest.HEAD} {google_crc32c.value(body):08x}\n".encode() + body
 
     def look() -> None:
-        saved.listed(str(run), lambda line: None)
-        saved.choose(str(run))
+        inventory.ls(str(run), lambda line: None)
+        inventory.find_resume_point(str(run))
 
     def spent() -> None:
-        goodput.spoken(goodput.read(account))
+        goodput.summary_line(goodput.read(account))
 
     def moments(random: Random, value: bytes) -> bytes:
         return b"\n".join(mutate.json_file(random, line) for line in value.splitlines())

@@ -8,10 +8,10 @@ import pytest
 import transformers
 from hypothesis import strategies as st
 
-from headrace.nn import sharding as mesh, module
 from headrace.errors import UserError
-from headrace.attention import Mask
 from headrace.models import gemma2, gemma3
+from headrace.nn import module, sharding
+from headrace.nn.attention_mask import Mask
 from tests import parity
 from tests.test_step import Bench
 
@@ -73,7 +73,7 @@ GEMMA += ("model.mlp=64", "model.head_dim=8", "model.window=8", "model.global_ev
 @pytest.mark.parametrize("sizes", [(1, 4, 2, 1), (1, 2, 2, 2)], ids=str)
 def test_the_mesh_does_not_change_the_loss(tiny, sizes, capfd):
     cfg = tiny(*GEMMA, "model.use=gemma2", "loss.soft_cap=3.0")
-    losses = [row["loss"] for row in Bench(cfg, dict(zip(mesh.AXES, sizes, strict=False))).run(2)[1]]
+    losses = [row["loss"] for row in Bench(cfg, dict(zip(sharding.AXES, sizes, strict=False))).run(2)[1]]
     np.testing.assert_allclose(losses, [row["loss"] for row in Bench(cfg).run(2)[1]], atol=3e-5, rtol=0)
     assert "Involuntary full rematerialization" not in capfd.readouterr().err
 
@@ -98,7 +98,7 @@ def test_flops_count_no_more_than_a_window_of_keys():
         seen = np.asarray(mask.allows(places[:, None], places[None, :])).sum() / 200
         assert mask.keys(200) == pytest.approx(seen, abs=1.1)  # itself, and half a key at each edge
     cfg = gemma3.Config(layers=8, embed=32, heads=4, kv_heads=2, mlp=48, vocab=64, head_dim=8, window=30)
-    scores = gemma3.flops(cfg, 200) - gemma3.flops(cfg, 0)
+    scores = gemma3.flops_per_token(cfg, 200) - gemma3.flops_per_token(cfg, 0)
     keys = Mask(window=30).keys(200) * 7 + Mask().keys(200)  # the sixth layer sees all
     assert scores == pytest.approx(12 * 32 * keys)
 
@@ -109,12 +109,12 @@ SETTINGS = transformers.Gemma3TextConfig(
 
 
 def test_a_config_of_transformers_4_is_read():
-    new = gemma3.from_hf(SETTINGS | {"sliding_window": 16})
+    new = gemma3.from_hf_config(SETTINGS | {"sliding_window": 16})
     old = {key: value for key, value in SETTINGS.items() if key not in ("layer_types", "rope_parameters")}
     old |= dict(sliding_window=16, sliding_window_pattern=3, rope_theta=5e5, rope_local_base_freq=7e3)
     old |= {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}
-    more = dict(global_every=3, rope_theta=5e5, local_theta=7e3, rope_factor=8.0)
-    assert gemma3.from_hf(old) == new | more
+    more = dict(global_every=3, rope_theta=5e5, rope_local_theta=7e3, rope_factor=8.0)
+    assert gemma3.from_hf_config(old) == new | more
 
 
 @pytest.mark.parametrize(
@@ -122,10 +122,10 @@ def test_a_config_of_transformers_4_is_read():
     [
         ({"layer_types": ["full_attention"] * 6 + ["sliding_attention"]}, "layer_types: found .*every n-th"),
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention: found true"),
-        ({"attn_logit_softcapping": 50.0}, "gemma3_text with attention_cap 50.0: only None"),
+        ({"attn_logit_softcapping": 50.0}, "gemma3_text with attention_soft_cap 50.0: only None"),
         ({"sliding_window": None}, "sliding_window: found nothing"),
         ({"hidden_activation": "silu"}, "gemma3_text with activation swiglu: only geglu"),
-        ({"tie_word_embeddings": False}, "gemma3_text with tied False: only True"),
+        ({"tie_word_embeddings": False}, "gemma3_text with tie_embeddings False: only True"),
         ({"rope_parameters": {"full_attention": 3}}, "rope_parameters: found .* expected values in braces"),
         (
             {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
@@ -136,7 +136,7 @@ def test_a_config_of_transformers_4_is_read():
 )
 def test_a_gemma_that_cannot_be_imported_is_refused_in_words(changes, message):
     with pytest.raises(UserError, match=message):
-        gemma3.from_hf(SETTINGS | changes)
+        gemma3.from_hf_config(SETTINGS | changes)
 
 
 @pytest.mark.parametrize(
@@ -154,5 +154,5 @@ def test_a_gemma_that_cannot_be_imported_is_refused_in_words(changes, message):
 def test_sizes_that_cannot_be_are_refused(family, settings, key):
     with pytest.raises(ValueError, match=f"^{key}: expected"):
         family.Config(**dict(layers=2, embed=64, heads=4, kv_heads=2, mlp=112) | settings)
-    with pytest.raises(ValueError, match="^attention_cap: expected"):
-        gemma2.Config(layers=2, embed=64, heads=4, kv_heads=2, mlp=112, attention_cap=0.0)
+    with pytest.raises(ValueError, match="^attention_soft_cap: expected"):
+        gemma2.Config(layers=2, embed=64, heads=4, kv_heads=2, mlp=112, attention_soft_cap=0.0)

@@ -12,19 +12,20 @@ import pytest
 import torch
 import transformers
 
-from headrace.inference import generate
-from headrace.nn import sharding as mesh, module
-from headrace.config import recipe
+from headrace.checkpoint.open_run import LoadedRun, open_run
 from headrace.cli.main import main
-from headrace.data.tokenizer import train as learn, tokenizer as tokenise
-from headrace.inference.sampling import Sampling, draw
-from headrace.errors import UserError
-from headrace.nn.stack import Execution
-from headrace.convert import to_huggingface as huggingface
-from headrace.checkpoint.open_run import Opened, open_run
-from headrace.models import llama
-from headrace.nn.linear import project
+from headrace.config import recipe
 from headrace.config.recipe import load_run
+from headrace.convert import to_huggingface
+from headrace.data.tokenizer import tokenizer as tokenizer_io
+from headrace.data.tokenizer import train as tokenizer_train
+from headrace.errors import UserError
+from headrace.inference import generate
+from headrace.inference.sampling import Sampling, sample_token
+from headrace.models import llama
+from headrace.nn import module, sharding
+from headrace.nn.linear import project
+from headrace.nn.stack import Execution
 
 # Compiling is most of the time of these tests, and most of that is making small programs fast.
 
@@ -36,9 +37,11 @@ PROMPTS = {1: [7], 7: [1, 40, 9, 77, 40, 12, 200]}
 def folder(tmp_path_factory) -> Path:
     """A Llama of transformers with random weights, and a tokenizer of which most tokens are bare bytes."""
     folder = tmp_path_factory.mktemp("llama")
-    tokenizer = learn.train(["the mill turns, the water falls"] * 3, kind="bpe", vocab=270)
+    tokenizer = tokenizer_train.train_tokenizer(
+        ["the mill turns, the water falls"] * 3, kind="bpe", vocab=270
+    )
     settings = transformers.LlamaConfig(
-        vocab_size=tokenizer.vocab,
+        vocab_size=tokenizer.vocab_size,
         hidden_size=64,
         intermediate_size=96,
         num_hidden_layers=2,
@@ -54,27 +57,27 @@ def folder(tmp_path_factory) -> Path:
         for weight in model.parameters():
             weight.normal_(0.0, 0.12) if weight.ndim > 1 else weight.normal_(1.0, 0.2)
     model.save_pretrained(folder)
-    tokenise.save(tokenizer, folder)
+    tokenizer_io.save(tokenizer, folder)
     return folder
 
 
 @pytest.fixture(scope="module")
-def run(folder, tmp_path_factory) -> Opened:
+def run(folder, tmp_path_factory) -> LoadedRun:
     """On one device: programs for eight take thrice as long to compile."""
     target = tmp_path_factory.mktemp("runs") / "run"
-    huggingface.import_(str(folder), str(target))
-    run = open_run(load_run(target, ["memory.compute=float32"]))
-    devices = mesh.make(dict.fromkeys(mesh.AXES, 1), jax.devices()[:1])
+    to_huggingface.import_(str(folder), str(target))
+    run = open_run(load_run(target, ["compute.dtype=float32"]))
+    devices = sharding.make_mesh(dict.fromkeys(sharding.AXES, 1), jax.devices()[:1])
     return dataclasses.replace(run, params=jax.device_get(run.params), devices=devices)
 
 
 @pytest.mark.parametrize("length", PROMPTS)
 def test_greedy_decoding_is_the_likeliest_token_of_the_whole_forward_pass(length, run):
-    cfg, how = run.cfg.model, Execution(run.cfg.attention, "float32")
+    cfg, exec_opts = run.recipe.model, Execution(run.recipe.attention, "float32")
 
     @jax.jit
     def forward(params: Any, tokens: jax.Array) -> jax.Array:
-        return project(params.unembed, params(cfg, tokens, how=how), "bsd,vd->bsv")[0]
+        return project(params.unembed, params(cfg, tokens, exec_opts=exec_opts), "bsd,vd->bsv")[0]
 
     ids = list(PROMPTS[length])
     for token in generate.sample(run, PROMPTS[length], 12, GREEDY):
@@ -89,7 +92,7 @@ def test_greedy_decoding_is_the_likeliest_token_of_the_whole_forward_pass(length
 
 
 def test_greedy_decoding_is_that_of_transformers_on_any_number_of_devices(run, folder):
-    eight = open_run(load_run(run.cfg.run, ["memory.compute=float32"]))
+    eight = open_run(load_run(run.recipe.run_dir, ["compute.dtype=float32"]))
     assert eight.params.embedding.sharding.num_devices == 8
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
     for prompt in PROMPTS.values():
@@ -123,27 +126,31 @@ def test_two_texts_can_be_drawn_at_a_time(run):
 
 
 @pytest.fixture
-def reciter(tmp_path) -> Callable[[str], Opened]:
+def reciter(tmp_path) -> Callable[[str], LoadedRun]:
     """A model that knows one text by heart: for each token its head holds the embedding of the one before."""
 
-    def make(text: str) -> Opened:
-        tokenizer = learn.train(["the mill turns, the water falls"] * 3, kind="bpe", vocab=270)
+    def make(text: str) -> LoadedRun:
+        tokenizer = tokenizer_train.train_tokenizer(
+            ["the mill turns, the water falls"] * 3, kind="bpe", vocab=270
+        )
         special = tokenizer.special
         (tmp_path / "recipe.yaml").write_text(
-            f"run: {tmp_path}\nmodel: {{use: llama, layers: 1, embed: 272, heads: 2, kv_heads: 2, mlp: 8, "
-            f"vocab: {tokenizer.vocab}, tied: false}}\ndata: {{path: x, sequence_length: 8}}\n"
-            "optimizer: {learning_rate: 1e-3}\nschedule: {steps: 1}\nmemory: {compute: float32}\n"
+            f"run_dir: {tmp_path}\n"
+            "model: {use: llama, layers: 1, embed: 272, heads: 2, kv_heads: 2, mlp: 8, "
+            f"vocab: {tokenizer.vocab_size}, tie_embeddings: false}}\n"
+            "data: {path: x, sequence_length: 8}\n"
+            "optimizer: {learning_rate: 1e-3}\nschedule: {steps: 1}\ncompute: {dtype: float32}\n"
         )
         cfg = recipe.load(tmp_path / "recipe.yaml")
         silent = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape), module.shapes(llama.Model, cfg.model))
-        embedding = jnp.eye(tokenizer.vocab, 272)
+        embedding = jnp.eye(tokenizer.vocab_size, 272)
         said = [special.bos, *tokenizer.encode(text), special.eos]
         assert len(set(said)) == len(said)
         head = jnp.zeros_like(embedding).at[jnp.array(said[1:])].set(embedding[jnp.array(said[:-1])])
         head = head.at[said[1], special.eos].set(1.0)  # after the end, from the beginning
         params = dataclasses.replace(silent, embedding=embedding, final_norm=jnp.ones(272), head=head)
-        devices = mesh.make(dict.fromkeys(mesh.AXES, 1), jax.devices()[:1])
-        return Opened(cfg, params, 0, devices, tokenizer, None)
+        devices = sharding.make_mesh(dict.fromkeys(sharding.AXES, 1), jax.devices()[:1])
+        return LoadedRun(cfg, params, 0, devices, tokenizer, None)
 
     return make
 
@@ -163,27 +170,29 @@ def test_a_text_ends_where_the_model_ends_it_and_leaves_the_prompt_out(reciter):
 
 
 def test_what_cannot_be_continued_is_refused_in_words(run, tmp_path):
-    def refused(message: str, run: Opened = run, prompt: str = "the", tokens: int = 3) -> None:
+    def refused(message: str, run: LoadedRun = run, prompt: str = "the", tokens: int = 3) -> None:
         with pytest.raises(UserError, match=message):
             generate.generate(run, prompt, tokens, GREEDY)  # at once, before anything is shown
 
     parts = dict(params=None, step=0, devices=run.devices, tokenizer_sha256=None)
     encoder = tmp_path / "recipe.yaml"
     encoder.write_text(
-        "run: x\nmodel: {use: eurobert, layers: 1, embed: 32, heads: 2, kv_heads: 2, mlp: 32}\n"
+        "run_dir: x\nmodel: {use: eurobert, layers: 1, embed: 32, heads: 2, kv_heads: 2, mlp: 32}\n"
         "data: {path: x, sequence_length: 8}\nobjective: {use: masked}\n"
         "optimizer: {learning_rate: 1e-3}\nschedule: {steps: 1}\n"
     )
     refused(
         "model.use: eurobert reads text in both directions and cannot continue it",
-        Opened(cfg=recipe.load(encoder), tokenizer=run.tokenizer, **parts),
+        LoadedRun(recipe=recipe.load(encoder), tokenizer=run.tokenizer, **parts),
     )
-    refused("no tokenizer.json in the run folder", Opened(cfg=run.cfg, tokenizer=None, **parts))
+    refused("no tokenizer.json in the run folder", LoadedRun(recipe=run.recipe, tokenizer=None, **parts))
     refused("--tokens: expected 1 or more", tokens=0)
     refused("--prompt: found bytes that are not UTF-8", prompt=b"caf\xe9".decode(errors="surrogateescape"))
-    special = tokenise.Special(bos=None, eos=2, pad=0, mask=3)
-    silent = tokenise.Tokenizer(run.tokenizer.inner, special)
-    refused("--prompt: expected some text", Opened(cfg=run.cfg, tokenizer=silent, **parts), prompt="")
+    special = tokenizer_io.SpecialTokenIds(bos=None, eos=2, pad=0, mask=3)
+    silent = tokenizer_io.Tokenizer(run.tokenizer.inner, special)
+    refused(
+        "--prompt: expected some text", LoadedRun(recipe=run.recipe, tokenizer=silent, **parts), prompt=""
+    )
 
 
 @pytest.mark.parametrize(
@@ -211,7 +220,7 @@ def test_a_seed_that_cannot_be_is_refused(seed):
 
 
 def test_what_is_refused_is_told_without_the_prompt(run, capsys):
-    assert main(["generate", run.cfg.run, "--prompt", "the mill", "--tokens", "0"]) == 2
+    assert main(["generate", run.recipe.run_dir, "--prompt", "the mill", "--tokens", "0"]) == 2
     out, err = capsys.readouterr()
     assert (out, err) == ("", "headrace: --tokens: expected 1 or more\n")
 
@@ -222,7 +231,7 @@ CHANCES = np.array([0.05, 0.4, 0.1, 0.25, 0.2])  # of tokens 0 to 4
 def shares(sampling: Sampling, draws: int = 20_000) -> np.ndarray:
     keys = jax.random.split(jax.random.key(5), draws)
     logits = jnp.log(jnp.asarray(CHANCES)) + 3.0  # a constant changes no chance
-    tokens = jax.jit(jax.vmap(lambda key: draw(logits, key, sampling)))(keys)
+    tokens = jax.jit(jax.vmap(lambda key: sample_token(logits, key, sampling)))(keys)
     return np.bincount(tokens, minlength=5) / draws
 
 
@@ -259,5 +268,5 @@ def test_temperature_sharpens_and_flattens():
 def test_top_k_keeps_k_of_equally_likely_tokens():
     logits = jnp.zeros(6)
     keys = jax.random.split(jax.random.key(0), 200)
-    tokens = jax.vmap(lambda key: draw(logits, key, Sampling(top_k=2)))(keys)
+    tokens = jax.vmap(lambda key: sample_token(logits, key, Sampling(top_k=2)))(keys)
     assert len(set(tokens.tolist())) == 2

@@ -19,35 +19,37 @@ import transformers
 import xllamacpp
 from safetensors.numpy import load_file
 
-from headrace.config import reader as config
-from headrace.nn import module
 from headrace.checkpoint.manager import Checkpoints
+from headrace.checkpoint.open_run import LoadedRun, open_run
 from headrace.cli.main import main
-from headrace.data.chat import encode as chat
-from headrace.data.tokenizer import train as learn, tokenizer as tokenise
-from headrace.data.chat.template import remove_marks
-from headrace.errors import UserError
-from headrace.nn.stack import Execution
-from headrace.convert import gguf as gguf_file, to_huggingface as huggingface
-from headrace.checkpoint.open_run import Opened, open_run
-from headrace.objectives import file
-from headrace.nn.linear import project
+from headrace.config import reader
 from headrace.config.recipe import load_run
+from headrace.convert import gguf as convert_gguf
+from headrace.convert import to_huggingface
+from headrace.data.chat import encode
+from headrace.data.chat.template import extract_marked_spans
+from headrace.data.tokenizer import tokenizer as tokenizer_io
+from headrace.data.tokenizer import train as tokenizer_train
+from headrace.errors import UserError
+from headrace.model_wrappers import load_family
+from headrace.nn import module
+from headrace.nn.linear import project
+from headrace.nn.stack import Execution
 
 SIZES: dict[str, Any] = dict(layers=2, embed=64, heads=4, kv_heads=2, mlp=96)
-LLAMA3 = dict(rope_scaling="llama3", rope_factor=4.0, rope_original=32, rope_theta=100.0)
-YARN = dict(rope_scaling="yarn", rope_factor=4.0, rope_original=16, rope_theta=1000.0)
+LLAMA3 = dict(rope_scaling="llama3", rope_factor=4.0, rope_original_length=32, rope_theta=100.0)
+YARN = dict(rope_scaling="yarn", rope_factor=4.0, rope_original_length=16, rope_theta=1000.0)
 GEMMA = SIZES | dict(head_dim=32, window=8, layers=3)
 MODELS: dict[str, dict[str, Any]] = {
-    "llama": SIZES | dict(use="llama", tied=False, **LLAMA3),
-    "plain": SIZES | dict(use="llama", tied=False, rope_theta=500.0),
+    "llama": SIZES | dict(use="llama", tie_embeddings=False, **LLAMA3),
+    "plain": SIZES | dict(use="llama", tie_embeddings=False, rope_theta=500.0),
     "tied": SIZES | dict(use="llama", rope_scaling="ntk", rope_factor=3.0, rope_theta=500.0),
     "linear": SIZES | dict(use="llama", rope_scaling="linear", rope_factor=3.0, rope_theta=500.0),
     "qwen3": SIZES | dict(use="llama", qk_norm=True, head_dim=32, **YARN),
-    "olmo2": SIZES | dict(use="olmo2", tied=True),
-    "gemma2": GEMMA | dict(use="gemma2", query_scale=24, attention_cap=5.0),
-    "uncapped": GEMMA | dict(use="gemma2", attention_cap=None),
-    "gemma3": GEMMA | dict(use="gemma3", layers=7, query_scale=24, rope_factor=2.0, local_theta=500.0),
+    "olmo2": SIZES | dict(use="olmo2", tie_embeddings=True),
+    "gemma2": GEMMA | dict(use="gemma2", query_scale=24, attention_soft_cap=5.0),
+    "uncapped": GEMMA | dict(use="gemma2", attention_soft_cap=None),
+    "gemma3": GEMMA | dict(use="gemma3", layers=7, query_scale=24, rope_factor=2.0, rope_local_theta=500.0),
 }
 CAPS = {"gemma2": 4.0, "gemma3": 4.0}
 WORDS = (
@@ -56,45 +58,45 @@ WORDS = (
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> tokenise.Tokenizer:
-    return learn.train([WORDS] * 3, kind="bpe", vocab=320)
+def tokenizer() -> tokenizer_io.Tokenizer:
+    return tokenizer_train.train_tokenizer([WORDS] * 3, kind="bpe", vocab=320)
 
 
 @pytest.fixture(scope="module")
 def make(tmp_path_factory, tokenizer):
     """Run folders as training leaves them, with weights large enough for logits of several units."""
-    made: dict[str, Opened] = {}
+    made: dict[str, LoadedRun] = {}
 
-    def run(name: str, own: tokenise.Tokenizer = tokenizer) -> Opened:
+    def run(name: str, own: tokenizer_io.Tokenizer = tokenizer) -> LoadedRun:
         if name in made and own is tokenizer:
             return made[name]
         folder = tmp_path_factory.mktemp("runs") / name
         folder.mkdir()
         cap = {"soft_cap": CAPS[name]} if name in CAPS else {}
         tree = {
-            "run": str(folder),
-            "model": MODELS[name] | {"vocab": own.vocab + 3},
+            "run_dir": str(folder),
+            "model": MODELS[name] | {"vocab": own.vocab_size + 3},
             "data": {"path": "data/none", "sequence_length": 64},
             "loss": {"use": "cross_entropy"} | cap,
             "optimizer": {"learning_rate": 1e-3},
             "schedule": {"steps": 10},
-            "memory": {"compute": "float32"},
+            "compute": {"dtype": "float32"},
         }
-        (folder / "recipe.yaml").write_text(config.dump(tree))
-        tokenise.save(own, folder)
+        (folder / "recipe.yaml").write_text(reader.dump(tree))
+        tokenizer_io.save(own, folder)
         cfg = load_run(folder)
         rng = np.random.default_rng(0)
         around = 0.0 if "gemma" in cfg.model.use else 1.0
 
         def leaf(path: Any, wanted: Any) -> np.ndarray:
-            is_norm = module.dotted(path).endswith("_norm")
+            is_norm = module.path_name(path).endswith("_norm")
             return rng.normal(around if is_norm else 0.0, 0.12, wanted.shape).astype(np.float32)
 
         params = jax.tree_util.tree_map_with_path(
-            leaf, module.shapes(file("models", cfg.model).Model, cfg.model)
+            leaf, module.shapes(load_family(cfg.model).Model, cfg.model)
         )
         checkpoints = Checkpoints(str(folder))
-        checkpoints.save_params(params, {"step": 0, "recipe": config.to_dict(cfg), "tokenizer_sha256": None})
+        checkpoints.save_params(params, {"step": 0, "recipe": reader.to_dict(cfg), "tokenizer_sha256": None})
         checkpoints.close()
         opened = open_run(cfg)
         opened = dataclasses.replace(opened, params=jax.device_get(opened.params))
@@ -105,11 +107,13 @@ def make(tmp_path_factory, tokenizer):
     return run
 
 
-def logits_of(run: Opened, ids: list[int]) -> np.ndarray:
-    cfg, how = run.cfg.model, Execution(run.cfg.attention, "float32")
-    forward = jax.jit(lambda params, x: project(params.unembed, params(cfg, x, how=how), "bsd,vd->bsv")[0])
+def logits_of(run: LoadedRun, ids: list[int]) -> np.ndarray:
+    cfg, exec_opts = run.recipe.model, Execution(run.recipe.attention, "float32")
+    forward = jax.jit(
+        lambda params, x: project(params.unembed, params(cfg, x, exec_opts=exec_opts), "bsd,vd->bsv")[0]
+    )
     logits = np.asarray(forward(run.params, np.asarray([ids], np.int32)))
-    cap = run.cfg.loss.soft_cap
+    cap = run.recipe.loss.soft_cap
     return logits if cap is None else cap * np.tanh(logits / cap)
 
 
@@ -120,10 +124,10 @@ def keys_of(reader: gguf.GGUFReader) -> dict[str, Any]:
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "olmo2"])
 def test_what_is_read_back_is_what_transformers_gets_bit_for_bit(name, make, tmp_path):
     run = make(name)
-    path = gguf_file.export(run, str(tmp_path / "model.gguf"), "float32")
-    huggingface.export(run, str(tmp_path / "folder"), "float32")
+    path = convert_gguf.export(run, str(tmp_path / "model.gguf"), "float32")
+    to_huggingface.export(run, str(tmp_path / "folder"), "float32")
     theirs = load_file(tmp_path / "folder" / "model.safetensors")
-    cfg, reader = run.cfg.model, gguf.GGUFReader(path)
+    cfg, reader = run.recipe.model, gguf.GGUFReader(path)
     kind = dict(llama="llama", qwen3="qwen3", gemma2="gemma2", olmo2="olmo2")[name]
     arch = next(arch for arch, its in gguf.MODEL_ARCH_NAMES.items() if its == kind)
     names = gguf.get_tensor_name_map(arch, cfg.layers)
@@ -146,7 +150,7 @@ def test_what_is_read_back_is_what_transformers_gets_bit_for_bit(name, make, tmp
 
 def test_sizes_positions_caps_and_windows_are_told(make, tmp_path):
     read = lambda name: keys_of(
-        gguf.GGUFReader(gguf_file.export(make(name), str(tmp_path / f"{name}.gguf"), "float32"))
+        gguf.GGUFReader(convert_gguf.export(make(name), str(tmp_path / f"{name}.gguf"), "float32"))
     )
     llama = read("llama")
     assert llama["general.architecture"] == "llama" and llama["general.name"] == "llama"
@@ -169,9 +173,9 @@ def test_sizes_positions_caps_and_windows_are_told(make, tmp_path):
 
 
 def test_llama3_factors_are_those_of_transformers(make, tmp_path):
-    path = gguf_file.export(make("llama"), str(tmp_path / "model.gguf"), "float32")
+    path = convert_gguf.export(make("llama"), str(tmp_path / "model.gguf"), "float32")
     factors = next(t.data for t in gguf.GGUFReader(path).tensors if t.name == "rope_freqs.weight")
-    huggingface.export(make("llama"), str(tmp_path / "folder"), "float32")
+    to_huggingface.export(make("llama"), str(tmp_path / "folder"), "float32")
     settings = transformers.AutoConfig.from_pretrained(tmp_path / "folder")
     stretched, _ = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["llama3"](settings, "cpu")
     plain = 100.0 ** -(np.arange(0, 16, 2) / 16)
@@ -179,13 +183,17 @@ def test_llama3_factors_are_those_of_transformers(make, tmp_path):
 
 
 def test_the_tokenizer_and_its_template_are_in_the_file(make, tokenizer, tmp_path):
-    template = chat.PLAIN.read_text()
-    own = tokenise.Tokenizer(tokenizer.inner, tokenizer.special, template=template)
-    keys = keys_of(gguf.GGUFReader(gguf_file.export(make("tied", own), str(tmp_path / "m.gguf"), "float32")))
+    template = encode.PLAIN_TEMPLATE.read_text()
+    own = tokenizer_io.Tokenizer(tokenizer.inner, tokenizer.special, chat_template=template)
+    keys = keys_of(
+        gguf.GGUFReader(convert_gguf.export(make("tied", own), str(tmp_path / "m.gguf"), "float32"))
+    )
     assert keys["tokenizer.ggml.model"] == "gpt2" and keys["tokenizer.ggml.pre"] == "gpt-2"
     tokens, kinds = keys["tokenizer.ggml.tokens"], keys["tokenizer.ggml.token_type"]
-    assert len(tokens) == tokenizer.vocab + 3 == len(kinds)
-    assert [tokenizer.inner.id_to_token(id) for id in range(tokenizer.vocab)] == tokens[: tokenizer.vocab]
+    assert len(tokens) == tokenizer.vocab_size + 3 == len(kinds)
+    assert [tokenizer.inner.id_to_token(id) for id in range(tokenizer.vocab_size)] == tokens[
+        : tokenizer.vocab_size
+    ]
     assert kinds[-3:] == [5, 5, 5] and kinds[tokenizer.special.bos] == 3 and kinds[100] == 1
     assert keys["tokenizer.ggml.bos_token_id"] == tokenizer.special.bos
     assert keys["tokenizer.ggml.eos_token_id"] == tokenizer.special.eos
@@ -196,8 +204,8 @@ def test_the_tokenizer_and_its_template_are_in_the_file(make, tokenizer, tmp_pat
     plain = jinja2.Environment(trim_blocks=True, lstrip_blocks=True).from_string(
         keys["tokenizer.chat_template"]
     )
-    wanted = chat.make_encoder(own).template.show(messages, None, True)
-    assert plain.render(messages=messages, **variables) == remove_marks(wanted).text
+    wanted = encode.make_encoder(own).template.render_text(messages, None, True)
+    assert plain.render(messages=messages, **variables) == extract_marked_spans(wanted).text
 
 
 @pytest.mark.parametrize(
@@ -211,8 +219,8 @@ def test_the_tokenizer_and_its_template_are_in_the_file(make, tokenizer, tmp_pat
 )
 def test_weights_in_few_bits_are_near(dtype, kinds, most, make, tmp_path):
     run = make("tied")
-    reader = gguf.GGUFReader(gguf_file.export(run, str(tmp_path / "model.gguf"), dtype))
-    whole = gguf.GGUFReader(gguf_file.export(run, str(tmp_path / "whole.gguf"), "float32"))
+    reader = gguf.GGUFReader(convert_gguf.export(run, str(tmp_path / "model.gguf"), dtype))
+    whole = gguf.GGUFReader(convert_gguf.export(run, str(tmp_path / "whole.gguf"), "float32"))
     assert {tensor.tensor_type.name for tensor in reader.tensors} == kinds
     for rounded, exact in zip(reader.tensors, whole.tensors, strict=True):
         assert rounded.name == exact.name
@@ -224,7 +232,7 @@ def test_weights_in_few_bits_are_near(dtype, kinds, most, make, tmp_path):
 def test_transformers_reads_the_file_and_computes_the_same(name, make, tmp_path):
     """Of these alone: of the others it leaves out soft caps, stretched positions or the size of heads."""
     run = make(name)
-    gguf_file.export(run, str(tmp_path / "model.gguf"), "float32")
+    convert_gguf.export(run, str(tmp_path / "model.gguf"), "float32")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path, gguf_file="model.gguf", dtype=torch.float32
     )
@@ -238,31 +246,31 @@ def test_what_llama_cpp_cannot_compute_or_cut_is_refused_in_words(make, tokenize
     target = str(tmp_path / "model.gguf")
     run = make("tied")
     change = lambda run, **keys: dataclasses.replace(
-        run, cfg=dataclasses.replace(run.cfg, model=dataclasses.replace(run.cfg.model, **keys))
+        run, recipe=dataclasses.replace(run.recipe, model=dataclasses.replace(run.recipe.model, **keys))
     )
     with pytest.raises(UserError, match="model.activation: found geglu, .* has only swiglu"):
-        gguf_file.export(change(run, activation="geglu"), target, "float32")
+        convert_gguf.export(change(run, activation="geglu"), target, "float32")
     with pytest.raises(UserError, match="model.rope_scaling: found llama3"):
-        gguf_file.export(change(make("qwen3"), rope_scaling="llama3"), target, "float32")
-    unigram = learn.train([WORDS] * 3, kind="unigram", vocab=300)
+        convert_gguf.export(change(make("qwen3"), rope_scaling="llama3"), target, "float32")
+    unigram = tokenizer_train.train_tokenizer([WORDS] * 3, kind="unigram", vocab=300)
     with pytest.raises(UserError, match="tokenizer: found Unigram"):
-        gguf_file.export(make("tied", unigram), target, "float32")
+        convert_gguf.export(make("tied", unigram), target, "float32")
     other = tokenizers.Tokenizer.from_str(tokenizer.inner.to_str())
     other.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=True)
     with pytest.raises(UserError, match="no name for"):
-        gguf_file.export(make("tied", tokenise.Tokenizer(other, tokenizer.special)), target, "float32")
+        convert_gguf.export(make("tied", tokenizer_io.Tokenizer(other, tokenizer.special)), target, "float32")
     assert not list(tmp_path.iterdir())
     (tmp_path / "model.gguf").write_bytes(b"mine")
-    assert main(["export", run.cfg.run, target]) == 2
-    assert main(["export", run.cfg.run, str(tmp_path / "folder"), "--dtype", "q8_0"]) == 2
-    assert main(["export", run.cfg.run, target, "--packed"]) == 2
+    assert main(["export", run.recipe.run_dir, target]) == 2
+    assert main(["export", run.recipe.run_dir, str(tmp_path / "folder"), "--dtype", "q8_0"]) == 2
+    assert main(["export", run.recipe.run_dir, target, "--packed"]) == 2
     said = capsys.readouterr().err
     assert "there is something already" in said and "only .gguf files" in said and "--packed" in said
     assert (tmp_path / "model.gguf").read_bytes() == b"mine"
 
 
 @pytest.fixture(scope="module")
-def pieces(tmp_path_factory) -> tokenise.Tokenizer:
+def pieces(tmp_path_factory) -> tokenizer_io.Tokenizer:
     """A tokenizer of sentencepiece, as Llama 2 and Gemma have them."""
     folder = tmp_path_factory.mktemp("pieces")
     (folder / "text").write_text(f"{WORDS}\n" * 3)
@@ -276,12 +284,12 @@ def pieces(tmp_path_factory) -> tokenise.Tokenizer:
         normalization_rule_name="identity",
         minloglevel=2,
     )
-    return tokenise.load(folder / "tokenizer.model")
+    return tokenizer_io.load(folder / "tokenizer.model")
 
 
 def test_pieces_are_told_with_the_order_of_their_merges(make, pieces, tmp_path):
     keys = keys_of(
-        gguf.GGUFReader(gguf_file.export(make("tied", pieces), str(tmp_path / "m.gguf"), "float32"))
+        gguf.GGUFReader(convert_gguf.export(make("tied", pieces), str(tmp_path / "m.gguf"), "float32"))
     )
     assert keys["tokenizer.ggml.model"] == "llama" and keys["tokenizer.ggml.add_space_prefix"] is True
     tokens, scores = keys["tokenizer.ggml.tokens"], keys["tokenizer.ggml.scores"]
@@ -324,7 +332,7 @@ class LlamaCpp:
 @pytest.mark.parametrize("name", MODELS)
 def test_llama_cpp_computes_the_same_and_cuts_texts_alike(name, make, tokenizer, tmp_path):
     run = make(name)
-    theirs = LlamaCpp(gguf_file.export(run, str(tmp_path / "model.gguf"), "float32"))
+    theirs = LlamaCpp(convert_gguf.export(run, str(tmp_path / "model.gguf"), "float32"))
     for text in (WORDS, "a", "  two  spaces\n\n\nthree", "don't WON'T 12345 <|eos|> é"):
         assert theirs.tokens(text) == tokenizer.encode(text)
     ids = [tokenizer.special.bos, *tokenizer.encode("the mill turns, the stone falls, It's 12 o'clock")]
@@ -332,11 +340,11 @@ def test_llama_cpp_computes_the_same_and_cuts_texts_alike(name, make, tokenizer,
     assert np.ptp(ours) > 2  # a model that says something
     for count in (3, len(ids)):
         wanted = ours[count - 1] - np.logaddexp.reduce(ours[count - 1])
-        found = theirs.after(ids[:count], run.cfg.model.vocab, tokenizer.encode("a")[0])
+        found = theirs.after(ids[:count], run.recipe.model.vocab, tokenizer.encode("a")[0])
         np.testing.assert_allclose(found, wanted, atol=5e-3)
 
 
 def test_llama_cpp_cuts_texts_into_the_same_pieces(make, pieces, tmp_path):
-    theirs = LlamaCpp(gguf_file.export(make("tied", pieces), str(tmp_path / "m.gguf"), "float32"))
+    theirs = LlamaCpp(convert_gguf.export(make("tied", pieces), str(tmp_path / "m.gguf"), "float32"))
     for text in (WORDS, "a", "  two  spaces\n\n\nthree", "don't WON'T 12345 é"):
         assert theirs.tokens(text) == pieces.encode(text)

@@ -11,11 +11,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from headrace.runtime import goodput
-from headrace.checkpoint import inventory as saved
+from headrace.checkpoint import inventory
 from headrace.config import sections
-from headrace.data.dataset import read_ahead
-from headrace.runtime.goodput import Idle, Ledger, note_exit, read
+from headrace.data.prefetch import read_ahead
+from headrace.runtime import goodput
+from headrace.runtime.goodput import DataWait, GoodputClock, note_exit, read
 from tests.test_train import finish, save_recipe, start
 
 
@@ -30,13 +30,13 @@ class Clock:
         self.now += seconds
 
 
-def life(path: Path, clock: Clock, step: int) -> Ledger:
+def life(path: Path, clock: Clock, step: int) -> GoodputClock:
     """A process that has prepared for 10 s and compiled for 20."""
-    ledger = Ledger(path, clock=clock, wall=clock)
+    ledger = GoodputClock(path, clock=clock, wall=clock)
     clock.pass_(2)
     ledger.enter("preparation")
     clock.pass_(8)
-    with ledger.during("compilation"):
+    with ledger.category("compilation"):
         clock.pass_(20)
     ledger.begin(step, devices=8, kind="TPU v5e", hosts=2)
     ledger.train(step)
@@ -47,19 +47,19 @@ def test_why_a_process_ended_is_kept_without_its_secrets(tmp_path):
     path, clock = tmp_path / "goodput.jsonl", Clock()
     with pytest.raises(ValueError), life(path, clock, 0):
         raise ValueError(f"refused: key AIza{'x' * 35}, https://server/file?sig=hidden")
-    assert "refused: key ***, https://server/file?***" in read(path).lives[-1].why
+    assert "refused: key ***, https://server/file?***" in read(path).attempts[-1].why
 
 
 def test_every_second_counts_once_and_in_its_category(tmp_path):
     path, clock = tmp_path / "goodput.jsonl", Clock()
     ledger = life(path, clock, 0)
     clock.pass_(50)
-    ledger.move("data_loading", 4)
+    ledger.reclassify("data_loading", 4)
     ledger.step(10, skipped=1)  # one of ten, of the 50 s
     clock.pass_(10)
-    with ledger.during("evaluation"):
+    with ledger.category("evaluation"):
         clock.pass_(5)
-        with ledger.during("checkpoint_save"):
+        with ledger.category("checkpoint_save"):
             clock.pass_(3)
     ledger.step(12, skipped=1)
     ledger.end(0)
@@ -71,9 +71,9 @@ def test_every_second_counts_once_and_in_its_category(tmp_path):
         }
     )
     assert account.total == pytest.approx(clock.now - 1000) and account.share == pytest.approx(51 / 98)
-    assert account.seconds == ledger.account.seconds
-    assert ledger.told()["badput/compilation"] == 20 and ledger.told()["goodput"] == account.share
-    assert goodput.spoken(account).startswith("goodput 52.0 % of 1.6 minutes; 20.4 % compiling")
+    assert account.seconds == ledger.totals.seconds
+    assert ledger.metrics()["badput/compilation"] == 20 and ledger.metrics()["goodput"] == account.share
+    assert goodput.summary_line(account).startswith("goodput 52.0 % of 1.6 minutes; 20.4 % compiling")
 
 
 def test_what_a_later_life_does_again_was_wasted_and_the_time_between_is_lost(tmp_path):
@@ -94,7 +94,7 @@ def test_what_a_later_life_does_again_was_wasted_and_the_time_between_is_lost(tm
     assert account.seconds["wasted_progress"] == pytest.approx(15)
     assert account.seconds["restart"] == pytest.approx(107)
     assert account.total == pytest.approx(clock.now - 1000) and account.lost_steps == 15
-    assert [(one.step, one.last, one.code) for one in account.lives] == [(0, 30, None), (15, 20, None)]
+    assert [(one.step, one.last, one.code) for one in account.attempts] == [(0, 30, None), (15, 20, None)]
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_time_in_which_nobody_waited_for_the_run_is_not_lost(tmp_path, code, why
     ledger = life(path, clock, 0)
     clock.pass_(10)
     ledger.step(10)
-    ledger.why = why
+    ledger.end_reason = why
     ledger.end(code)
     clock.pass_(5000)
     life(path, clock, 10)
@@ -120,8 +120,8 @@ def test_going_back_within_a_life_wastes_what_came_after(tmp_path):
         clock.pass_(10)
         ledger.step(step)
     clock.pass_(4)
-    ledger.back(5)
-    with ledger.during("checkpoint_restore"):
+    ledger.rewind(5)
+    with ledger.category("checkpoint_restore"):
         clock.pass_(3)
     ledger.train(5)
     clock.pass_(5)
@@ -138,11 +138,11 @@ def test_how_a_process_ended_is_noted_by_who_watched_it_and_by_nobody_else(tmp_p
     ledger = life(path, clock, 0)
     ledger.step(10)
     note_exit(str(tmp_path), os.getpid() + 1, 1, "another host's")
-    assert read(path).lives[0].code is None
+    assert read(path).attempts[0].code is None
     note_exit(str(tmp_path), os.getpid(), 137, "was ended by SIGKILL")
     account = read(path)
-    assert (account.lives[0].code, account.lives[0].why) == (137, "was ended by SIGKILL")
-    assert account.lives[0].host == socket.gethostname()
+    assert (account.attempts[0].code, account.attempts[0].why) == (137, "was ended by SIGKILL")
+    assert account.attempts[0].host == socket.gethostname()
     assert account.seconds["wasted_progress"] == pytest.approx(30, abs=5)  # since it was last heard of
     note_exit(str(tmp_path / "none"), 1, 1, "")
     assert not (tmp_path / "none").exists()
@@ -164,8 +164,8 @@ def test_a_disk_that_is_full_for_a_while_loses_no_line(tmp_path, monkeypatch):
 
 def test_only_the_time_in_which_the_device_waits_too_is_lost_to_data():
     clock, ready = Clock(), False
-    idle = Idle(clock)
-    idle.pending = SimpleNamespace(is_ready=lambda: ready)
+    idle = DataWait(clock)
+    idle.step_output = SimpleNamespace(is_ready=lambda: ready)
     for _ in range(3):
         clock.pass_(1)
         idle.watch()
@@ -173,7 +173,7 @@ def test_only_the_time_in_which_the_device_waits_too_is_lost_to_data():
     idle.watch()
     clock.pass_(2)
     idle.watch()
-    assert idle.ended() == 2 and idle.ended() == 0
+    assert idle.finish() == 2 and idle.finish() == 0
     called = []
     slow = read_ahead(lambda step: time.sleep(0.05) or step, 0, 2, lambda: called.append(1))
     assert list(slow) == [0, 1] and len(called) > 5
@@ -190,14 +190,14 @@ class Week:
     step, blocked, behind, gone = 1.0, 0.3, 10.0, 10.0
     start = {"initialization": 8.0, "preparation": 4.0, "checkpoint_restore": 8.0, "compilation": 10.0}
 
-    def __init__(self, checkpoint: sections.Checkpoint, log: sections.Log) -> None:
+    def __init__(self, checkpoint: sections.CheckpointKeys, log: sections.LogKeys) -> None:
         self.checkpoint, self.log, self.clock = checkpoint, log, Clock()
-        self.account, self.whole, self.most_lost = goodput.Account(), 0, 0
+        self.account, self.whole, self.most_lost = goodput.GoodputTotals(), 0, 0
 
     def live(self, until: float, *, told: bool) -> None:
         """One process. SIGTERM is told: it saves and says why it ends. SIGKILL is not."""
-        ledger = Ledger(None, clock=self.clock, wall=self.clock)
-        ledger.account = self.account  # as it would be read from the run folder
+        ledger = GoodputClock(None, clock=self.clock, wall=self.clock)
+        ledger.totals = self.account  # as it would be read from the run folder
         for category, seconds in self.start.items():
             ledger.enter(category)
             self.clock.pass_(seconds)
@@ -211,15 +211,15 @@ class Week:
                 ledger.step(number)
             if self.clock.now >= saving[1]:
                 self.whole, saving = saving[0], (0, float("inf"))
-            if saved.due(self.checkpoint, number):
-                with ledger.during("checkpoint_save"):
+            if inventory.tier_due(self.checkpoint, number):
+                with ledger.category("checkpoint_save"):
                     self.clock.pass_(self.blocked)
                 saving = number, self.clock.now + self.behind
         if told:
-            with ledger.during("checkpoint_save"):
+            with ledger.category("checkpoint_save"):
                 self.clock.pass_(self.blocked + self.behind)
             ledger.step(number)
-            ledger.why, self.whole = "SIGTERM", number
+            ledger.end_reason, self.whole = "SIGTERM", number
             ledger.end(75)
         self.most_lost = max(self.most_lost, number - self.whole)
         self.clock.pass_(self.gone)
@@ -228,20 +228,20 @@ class Week:
 @pytest.mark.fault(34)
 @pytest.mark.parametrize("told", [True, False], ids=["SIGTERM", "SIGKILL"])
 def test_a_week_with_a_preemption_an_hour_is_97_percent_good(told, record_property):
-    week, random = Week(sections.Checkpoint(every=64), sections.Log()), np.random.default_rng(0)
+    week, random = Week(sections.CheckpointKeys(every=64), sections.LogKeys()), np.random.default_rng(0)
     begun = week.clock.now
     for hour in range(7 * 24):  # at any moment of each hour
         week.live(begun + (hour + random.uniform(0.2, 1.0)) * HOUR, told=told)
     week.live(begun + WEEK, told=True)
     account = week.account
-    assert len(account.lives) == 7 * 24 + 1
+    assert len(account.attempts) == 7 * 24 + 1
     assert account.total == pytest.approx(week.clock.now - week.gone - begun, abs=1.0)
     kept = week.whole * week.step / account.total  # what was not done again, without the account
     unlogged = 0 if told else week.log.every * week.step * 7 * 24 / account.total  # what a kill leaves unsaid
     assert kept - unlogged - 1e-4 <= account.share <= kept + 1e-4
     assert account.share >= 0.97
     assert week.most_lost <= (0 if told else 64)
-    record_property("seen", goodput.spoken(account))
+    record_property("seen", goodput.summary_line(account))
 
 
 @pytest.mark.slow
@@ -253,14 +253,14 @@ def test_goodput_is_of_all_lives_of_a_run(tiny, tmp_path):
     log = tmp_path / "run" / "goodput.jsonl"
     while process.poll() is None and not (log.exists() and '"step": 22' in log.read_text()):
         time.sleep(0.01)
-    os.kill(read(log).lives[0].pid, signal.SIGKILL)
+    os.kill(read(log).attempts[0].pid, signal.SIGKILL)
     code, said = finish(process)
     assert code == 0, said
     account = read(log)
-    assert [one.code for one in account.lives] == [137, 0] and account.lives[1].step >= 10
+    assert [one.code for one in account.attempts] == [137, 0] and account.attempts[1].step >= 10
     assert account.seconds["restart"] > 0.3 and account.seconds["wasted_progress"] > 0
     assert account.seconds["checkpoint_restore"] > 0 and 0 < account.share < 1
-    begun, ended = account.lives[0].begun, account.lives[1].ended
+    begun, ended = account.attempts[0].started_at, account.attempts[1].ended_at
     assert account.total == pytest.approx(ended - begun, abs=1.0)
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     last = [row for row in rows if "loss" in row][-1]

@@ -6,15 +6,15 @@ import json
 import pytest
 import transformers
 
-from headrace.cli import main as cli
-from headrace.config import recipe
-from headrace.training import run as train
-from headrace.errors import UserError
-from headrace.convert import to_huggingface as huggingface
 from headrace.checkpoint.open_run import open_run
+from headrace.cli import main as cli_main
+from headrace.config import recipe
+from headrace.convert import to_huggingface
+from headrace.errors import UserError
+from headrace.training import run as training_run
 
 pytest.importorskip("lm_eval", reason="needs headrace[eval]: make test-all installs it")
-from headrace.inference import lm_eval as harness
+from headrace.inference import lm_eval
 
 CHOICE = """
 task: pick
@@ -55,19 +55,19 @@ def exported(packed, tmp_path_factory):
     folder = tmp_path_factory.mktemp("harness")
     path = folder / "recipe.yaml"
     path.write_text(f"""
-run: {folder}/run
+run_dir: {folder}/run
 model: {{use: llama, layers: 2, embed: 64, heads: 4, kv_heads: 2, mlp: 128, rope_theta: 10000.0}}
 data: {{path: {packed}, sequence_length: 64}}
 optimizer: {{use: adamw, learning_rate: 1e-2}}
 schedule: {{use: cosine, steps: 20, warmup: 2}}
 batch: {{sequences: 16}}
-memory: {{compute: float32}}
+compute: {{dtype: float32}}
 eval: {{every: 0}}
 log: {{every: 20, tensorboard: false}}
 """)
-    assert train.run(recipe.load(path)) == 0
+    assert training_run.run(recipe.load(path)) == 0
     run = open_run(recipe.load_run(f"{folder}/run"))
-    huggingface.export(run, f"{folder}/out", "float32")
+    to_huggingface.export(run, f"{folder}/out", "float32")
     rows = [
         dict(
             question=f"the number {n} and",
@@ -92,7 +92,7 @@ def test_the_harness_gets_the_numbers_that_it_gets_of_transformers(exported):
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "out")
     how = dict(pretrained=model, tokenizer=tokenizer, max_length=64, device="cpu", batch_size=2)
     theirs = HFLM(**how, add_bos_token=True)
-    ours = harness.Model(run, 3)
+    ours = lm_eval.Model(run, 3)
     rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
     pairs = [(row["question"], choice) for row in rows for choice in row["choices"]] + [("", " one")]
     ask = lambda kind, args: [Instance(kind, {}, one, n) for n, one in enumerate(args)]
@@ -114,11 +114,11 @@ def test_the_harness_gets_the_numbers_that_it_gets_of_transformers(exported):
 def test_the_command_evaluates_tasks_of_files(exported, capsys):
     folder, _ = exported
     tasks = ",".join(f"{folder}/{name}.yaml" for name in ("pick", "roll", "write"))
-    assert cli.main(["eval", f"{folder}/run", "--tasks", tasks, "--limit", "5"]) == 0
+    assert cli_main.main(["eval", f"{folder}/run", "--tasks", tasks, "--limit", "5"]) == 0
     said = capsys.readouterr().out
     assert all(word in said for word in ("pick", "acc_norm", "bits_per_byte", "exact_match"))
-    assert cli.main(["eval", f"{folder}/run", "--tasks", "no_such_task"]) == 2
+    assert cli_main.main(["eval", f"{folder}/run", "--tasks", "no_such_task"]) == 2
     assert "found no_such_task" in capsys.readouterr().err
-    assert cli.main(["eval", f"{folder}/run", "--limit", "5"]) == 2
+    assert cli_main.main(["eval", f"{folder}/run", "--limit", "5"]) == 2
     with pytest.raises(UserError, match="no such file"):
-        harness.evaluate(exported[1], ["x.yaml"], limit=None, batch=2)
+        lm_eval.evaluate(exported[1], ["x.yaml"], limit=None, batch=2)

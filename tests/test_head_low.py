@@ -9,17 +9,19 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from headrace.nn import sharding as mesh
 from headrace.errors import UserError
-from headrace.nn.stack import compiler_options
-from headrace.kernels.linear_cross_entropy.dispatch import cut
-from headrace.low_precision.support import emulated
+from headrace.kernels.linear_cross_entropy.dispatch import fused_cross_entropy
+from headrace.low_precision.support import emulation_warning
+from headrace.nn import sharding
+from headrace.nn.compile import compiler_options
 from tests.test_losses import PLAIN_CE, SMOOTHED, Problem, problem
 from tests.test_step import Bench
 
 
 def gradients(per_token: Any, p: Problem, **options: Any) -> tuple[np.ndarray, ...]:
-    loss = lambda hidden, unembed: cut(per_token, hidden, unembed, p.targets, p.weights, **options).loss
+    loss = lambda hidden, unembed: (
+        fused_cross_entropy(per_token, hidden, unembed, p.targets, p.weights, **options).loss
+    )
     value, (d_hidden, d_unembed) = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(p.hidden, p.unembed)
     return tuple(np.asarray(x, np.float64) for x in (value, d_hidden, d_unembed))
 
@@ -85,7 +87,7 @@ def test_gradients_stay_near_the_exact_ones(options: dict[str, Any]) -> None:
 def test_what_is_only_read_is_not_rounded() -> None:
     p = problem()
     p = Problem(p.hidden.astype("bfloat16"), *p.arrays[1:])
-    read = [cut(PLAIN_CE, *p.arrays, split=way).nll for way in ("bf16", "fp8", "tokens")]
+    read = [fused_cross_entropy(PLAIN_CE, *p.arrays, split=way).nll for way in ("bf16", "fp8", "tokens")]
     assert read[0] == read[1] == read[2]
 
 
@@ -93,7 +95,7 @@ def test_what_is_only_read_is_not_rounded() -> None:
 def test_a_mesh_changes_scales_and_little_else(sizes: dict[str, int]) -> None:
     p = problem(tokens=256, vocab=512, embed=128, rows=8)
     alone = gradients(SMOOTHED, p, split="fp8", chunk=64)
-    with jax.set_mesh(mesh.make(dict.fromkeys(mesh.AXES, 1) | sizes)):
+    with jax.set_mesh(sharding.make_mesh(dict.fromkeys(sharding.AXES, 1) | sizes)):
         spread = gradients(SMOOTHED, p, split="fp8", chunk=64)
     for one, other in zip(spread, alone, strict=True):
         assert np.linalg.norm(one - other) < 0.06 * np.linalg.norm(other)
@@ -107,9 +109,9 @@ def test_what_is_not_finite_is_seen() -> None:
 
 
 def test_a_run_learns_as_it_does_without(tiny: Any) -> None:
-    common = "memory.compute=bfloat16", "schedule.steps=20"
+    common = "compute.dtype=bfloat16", "schedule.steps=20"
     exact, short, narrow = (
-        [row["nll"] for row in Bench(tiny(f"loss.split={way}", *common)).run(20)[1]]
+        [row["nll"] for row in Bench(tiny(f"loss.backend={way}", *common)).run(20)[1]]
         for way in ("tokens", "bf16", "fp8")
     )
     assert exact[-1] < exact[0] - 0.5
@@ -118,9 +120,9 @@ def test_a_run_learns_as_it_does_without(tiny: Any) -> None:
 
 def test_logits_of_16_bits_are_refused_where_hidden_states_have_32(tiny: Any) -> None:
     with pytest.raises(
-        UserError, match='loss.split: found "bf16", expected auto, since memory.compute is float32'
+        UserError, match='loss.backend: found "bf16", expected auto, since compute.dtype is float32'
     ):
-        tiny("loss.split=bf16", "memory.compute=float32")
+        tiny("loss.backend=bf16", "compute.dtype=float32")
 
 
 def test_what_the_user_tells_the_compiler_is_the_last_word(monkeypatch: Any) -> None:
@@ -134,5 +136,7 @@ def test_what_the_user_tells_the_compiler_is_the_last_word(monkeypatch: Any) -> 
 
 
 def test_a_chip_without_fp8_says_so() -> None:
-    said = emulated("loss.split", "fp8", jax.devices()[0])
-    assert said.startswith("loss.split: fp8 brings nothing here: cpu") and said.endswith("loss.split=auto")
+    said = emulation_warning("loss.backend", "fp8", jax.devices()[0])
+    assert said.startswith("loss.backend: fp8 brings nothing here: cpu") and said.endswith(
+        "loss.backend=auto"
+    )

@@ -12,14 +12,14 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from headrace.errors import UserError
-from headrace.kernels.linear_cross_entropy import hopper as cut_hopper, by_tokens as cut_tokens
-from headrace.kernels.linear_cross_entropy.dispatch import bind, cut, heard
-from headrace.kernels.linear_cross_entropy.hopper import TOKENS, VOCAB, Work
-from headrace.kernels.linear_cross_entropy.stats import Head, Split
+from headrace.kernels.linear_cross_entropy import by_tokens, hopper
+from headrace.kernels.linear_cross_entropy.dispatch import collect_warnings, fused_cross_entropy, with_z_loss
+from headrace.kernels.linear_cross_entropy.hopper import TOKENS, VOCAB, TileSchedule
+from headrace.kernels.linear_cross_entropy.stats import HeadSharding, HeadSpec
 from headrace.losses import cross_entropy
 
-PLAIN = bind(cross_entropy.per_token, SimpleNamespace(label_smoothing=0.0, z_loss=1e-3))
-SMOOTHED = bind(cross_entropy.per_token, SimpleNamespace(label_smoothing=0.1, z_loss=0.0))
+PLAIN = with_z_loss(cross_entropy.per_token, SimpleNamespace(label_smoothing=0.0, z_loss=1e-3))
+SMOOTHED = with_z_loss(cross_entropy.per_token, SimpleNamespace(label_smoothing=0.1, z_loss=0.0))
 
 
 def arrays(tokens: int = 512, vocab: int = 2048, width: int = 256, dtype: Any = jnp.float32) -> list[Any]:
@@ -38,7 +38,7 @@ def tile(x: Any, w: Any, number: Any, cap: float | None) -> Any:
         jax.lax.dynamic_slice_in_dim(x, i * TOKENS, TOKENS),
         jax.lax.dynamic_slice_in_dim(w, j * VOCAB, VOCAB),
     )
-    return i, j, cut_hopper._capped(product(rows, words.T), cap)
+    return i, j, hopper._capped(product(rows, words.T), cap)
 
 
 def product(a: Any, b: Any) -> Any:
@@ -52,10 +52,10 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     made: list[int] = []
 
     def logsumexp(x: Any, w: Any, cap: Any) -> Any:
-        scores = cut_hopper._capped(product(x, w.T), cap).reshape(len(x), -1, VOCAB)
+        scores = hopper._capped(product(x, w.T), cap).reshape(len(x), -1, VOCAB)
         return scores.max(2).T, jax.nn.logsumexp(scores, axis=2).T
 
-    def d_logits(x: Any, w: Any, rows: Any, work: Work, cap: Any) -> Any:
+    def d_logits(x: Any, w: Any, rows: Any, work: TileSchedule, cap: Any) -> Any:
         jax.debug.callback(lambda used: made.append(int(used)), work.used)
         out = jnp.full((len(work.tiles), TOKENS, VOCAB), jnp.nan, x.dtype)
 
@@ -71,7 +71,7 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
         return jax.lax.fori_loop(0, work.used, one, out).reshape(-1, VOCAB)
 
-    def write_unembed(d_ref: Any, d: Any, x: Any, work: Work) -> None:
+    def write_unembed(d_ref: Any, d: Any, x: Any, work: TileSchedule) -> None:
         d, blocks = d.reshape(-1, TOKENS, VOCAB), len(x) // TOKENS
 
         def row(j: Any, out: Any) -> Any:
@@ -85,7 +85,7 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
         d_ref[...] = jax.lax.fori_loop(work.span[0], work.span[1], row, d_ref[...])
 
-    def add_to_hidden(high_ref: Any, low_ref: Any, d: Any, w: Any, work: Work) -> None:
+    def add_to_hidden(high_ref: Any, low_ref: Any, d: Any, w: Any, work: TileSchedule) -> None:
         d, blocks = d.reshape(-1, TOKENS, VOCAB), len(work.first) - 1
 
         def block(i: Any, out: Any) -> Any:
@@ -107,9 +107,9 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         high_ref[...], low_ref[...] = jax.lax.fori_loop(0, blocks, block, (high_ref[...], low_ref[...]))
 
     for function in (logsumexp, d_logits, write_unembed, add_to_hidden):
-        monkeypatch.setattr(cut_hopper, function.__name__, function)
-    monkeypatch.setattr(cut_hopper, "SLOTS", 4)
-    monkeypatch.setattr(cut_hopper, "LIST", 4)
+        monkeypatch.setattr(hopper, function.__name__, function)
+    monkeypatch.setattr(hopper, "SLOTS", 4)
+    monkeypatch.setattr(hopper, "LIST", 4)
     return made
 
 
@@ -117,29 +117,29 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_rounds_of_tiles_make_the_gradients_of_all(
     plain: list[int], loss: Any, soft_cap: float | None
 ) -> None:
-    p, head = arrays(), Head(loss, soft_cap)
-    ours = jax.jit(lambda *p: cut_hopper.totals_and_gradients(head, Split(), *p))(*p)
-    theirs = jax.jit(lambda *p: cut_tokens.totals_and_gradients(head, Split(), *p))(*p)
+    p, head = arrays(), HeadSpec(loss, soft_cap)
+    ours = jax.jit(lambda *p: hopper.totals_and_gradients(head, HeadSharding(), *p))(*p)
+    theirs = jax.jit(lambda *p: by_tokens.totals_and_gradients(head, HeadSharding(), *p))(*p)
     for one, other in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         np.testing.assert_allclose(one, other, rtol=2e-4, atol=2e-5 * np.abs(other).max())
     jax.effects_barrier()
     assert plain == [4] * 8
-    totals = jax.jit(lambda *p: cut_hopper.totals(head, Split(), *p))(*p)
+    totals = jax.jit(lambda *p: hopper.totals(head, HeadSharding(), *p))(*p)
     assert float(totals.loss) == pytest.approx(float(theirs[0].loss), rel=1e-5)
 
 
 @pytest.mark.parametrize("loss", [PLAIN, SMOOTHED])
 def test_a_vocabulary_in_two_parts_has_the_gradients_of_the_whole(plain: list[int], loss: Any) -> None:
-    p, head, split = arrays(), Head(loss), Split(vocab=("tensor",))
+    p, head, split = arrays(), HeadSpec(loss), HeadSharding(vocab=("tensor",))
     devices = jax.sharding.Mesh(jax.devices()[:2], ("tensor",))
     parts = jax.shard_map(
-        lambda *p: cut_hopper.totals_and_gradients(head, split, *p),
+        lambda *p: hopper.totals_and_gradients(head, split, *p),
         mesh=devices,
         in_specs=(P(), P("tensor"), P(), P()),
         out_specs=(P(), P(), P("tensor")),
         check_vma=False,
     )
-    whole = jax.jit(lambda *p: cut_tokens.totals_and_gradients(head, Split(), *p))(*p)
+    whole = jax.jit(lambda *p: by_tokens.totals_and_gradients(head, HeadSharding(), *p))(*p)
     for one, other in zip(jax.tree.leaves(jax.jit(parts)(*p)), jax.tree.leaves(whole), strict=True):
         np.testing.assert_allclose(one, other, rtol=2e-4, atol=2e-5 * np.abs(other).max())
 
@@ -148,9 +148,9 @@ def test_smoothing_reaches_the_words_that_a_filter_leaves_out(plain: list[int]) 
     p = arrays()
     p[1] = p[1].at[512:].multiply(1e-3).at[:512].multiply(4.0)
     p[2] = p[2] % 512
-    head = Head(SMOOTHED, filter=2.0**-12)
-    ours = jax.jit(lambda *p: cut_hopper.totals_and_gradients(head, Split(), *p))(*p)
-    theirs = jax.jit(lambda *p: cut_tokens.totals_and_gradients(head, Split(), *p))(*p)
+    head = HeadSpec(SMOOTHED, filter=2.0**-12)
+    ours = jax.jit(lambda *p: hopper.totals_and_gradients(head, HeadSharding(), *p))(*p)
+    theirs = jax.jit(lambda *p: by_tokens.totals_and_gradients(head, HeadSharding(), *p))(*p)
     jax.effects_barrier()
     assert sum(plain) == 2 * 4 + 6
     # Rows whose tiles were left out get what smoothing gives them, which is all that they get.
@@ -162,9 +162,9 @@ def test_a_filter_leaves_out_what_lies_below_it_and_no_target(plain: list[int]) 
     p = arrays()
     p[1] = p[1].at[512:].multiply(1e-3).at[:512].multiply(4.0)  # all the probability in the first two tiles
     p[2] = jnp.where(jnp.arange(512) < 128, p[2] % 512, 1800)  # and few targets elsewhere
-    head = Head(PLAIN, filter=2.0**-12)
-    ours = jax.jit(lambda *p: cut_hopper.totals_and_gradients(head, Split(), *p))(*p)
-    theirs = jax.jit(lambda *p: cut_tokens.totals_and_gradients(head, Split(), *p))(*p)
+    head = HeadSpec(PLAIN, filter=2.0**-12)
+    ours = jax.jit(lambda *p: hopper.totals_and_gradients(head, HeadSharding(), *p))(*p)
+    theirs = jax.jit(lambda *p: by_tokens.totals_and_gradients(head, HeadSharding(), *p))(*p)
     jax.effects_barrier()
     # Of 8 x 4 tiles: the first two rows of four, the first of each other, and three with the target 1,800.
     assert sum(plain) == 2 * 4 + 6 + 3
@@ -181,8 +181,8 @@ def test_gradients_in_bf16_are_nearer_to_the_truth_than_those_of_full_logits_in_
     p[1] = p[1].at[512:].multiply(0.25)  # words of which few tokens make anything
     p[2] = p[2] % 512
     p[3] = p[3] / p[3].sum()
-    head = Head(lambda stats: stats.lse - stats.target, soft_cap, filter=filter)
-    ours = jax.jit(lambda *p: cut_hopper.totals_and_gradients(head, Split(), *p))(*p)[1:]
+    head = HeadSpec(lambda stats: stats.lse - stats.target, soft_cap, filter=filter)
+    ours = jax.jit(lambda *p: hopper.totals_and_gradients(head, HeadSharding(), *p))(*p)[1:]
     naive = jax.jit(partial(by_full_logits, soft_cap=soft_cap))(*p)
     with jax.enable_x64(True):
         wide = [jnp.asarray(np.asarray(x, np.float64)) for x in p[:2]]
@@ -199,7 +199,7 @@ def by_full_logits(x: Any, w: Any, targets: Any, weights: Any, *, soft_cap: floa
     """The gradients of both by logits of their own dtype."""
 
     def loss(x: Any, w: Any) -> Any:
-        logits = cut_hopper._capped(x @ w.T, soft_cap)
+        logits = hopper._capped(x @ w.T, soft_cap)
         logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
         target = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
         return (weights * (jax.nn.logsumexp(logits, axis=-1) - target)).sum()
@@ -210,7 +210,9 @@ def by_full_logits(x: Any, w: Any, targets: Any, weights: Any, *, soft_cap: floa
 def test_ignored_tokens_make_no_tile_necessary(plain: list[int]) -> None:
     p = arrays()
     p[3] = jnp.zeros_like(p[3])
-    out = jax.jit(lambda *p: cut_hopper.totals_and_gradients(Head(PLAIN, filter=1e-4), Split(), *p))(*p)
+    out = jax.jit(lambda *p: hopper.totals_and_gradients(HeadSpec(PLAIN, filter=1e-4), HeadSharding(), *p))(
+        *p
+    )
     jax.effects_barrier()
     assert sum(plain) == 8 and not any(np.asarray(x).any() for x in jax.tree.leaves(out))
 
@@ -218,48 +220,54 @@ def test_ignored_tokens_make_no_tile_necessary(plain: list[int]) -> None:
 def test_the_kernels_are_lowered_for_a_gpu() -> None:
     p = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays(256, 512, 256, jnp.bfloat16)]
     for soft_cap, unembed in ((None, p[1]), (30.0, jax.ShapeDtypeStruct(p[1].shape, jnp.float32))):
-        head = Head(PLAIN, soft_cap, filter=2.0**-12)
-        step = jax.jit(lambda *p, head=head: cut_hopper.totals_and_gradients(head, Split(), *p))
+        head = HeadSpec(PLAIN, soft_cap, filter=2.0**-12)
+        step = jax.jit(lambda *p, head=head: hopper.totals_and_gradients(head, HeadSharding(), *p))
         text = step.trace(p[0], unembed, *p[2:]).lower(lowering_platforms=("cuda",)).as_text()
         assert text.count("mosaic_gpu") >= 4
 
 
 def test_what_the_kernels_cannot_do_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     p = arrays(dtype=jnp.bfloat16)
-    with pytest.raises(UserError, match="loss.split: kernels cannot be used here: they are for Hopper GPUs"):
-        cut(PLAIN, *p, split="kernel")
-    # Where they are not, a filter asks for nothing that must be done.
-    assert float(cut(PLAIN, *p, filter=1e-3).loss) == float(cut(PLAIN, *p).loss)
-    here = SimpleNamespace(platform="gpu", compute_capability="9.0")
-    monkeypatch.setattr(cut_hopper.jax, "devices", lambda: [here])
-    monkeypatch.setattr(cut_hopper, "_try", lambda *_: None)
-    assert cut_hopper.refuses(Head(PLAIN), Split(), *p[:2]) is None
-    assert cut_hopper.refuses(Head(SMOOTHED), Split(), *p[:2]) is None
-    for head, hidden, unembed, why in (
-        (Head(SMOOTHED, 30.0), p[0], p[1], "mean of capped logits"),
-        (Head(PLAIN), p[0].astype(jnp.float32), p[1], "bfloat16"),
-        (Head(PLAIN), p[0][:, :500], p[1], "500 tokens are not a multiple of 128"),
-        (Head(PLAIN), p[0], p[1][:2000], "2000 rows are not a multiple of 256"),
-        (Head(PLAIN), p[0], p[1][:, :128], "128 columns are not a multiple of 256"),
+    with pytest.raises(
+        UserError, match="loss.backend: kernels cannot be used here: they are for Hopper GPUs"
     ):
-        assert why in str(cut_hopper.refuses(head, Split(), hidden, unembed))
-    assert "mesh.fsdp" in str(cut_hopper.refuses(Head(PLAIN), Split(width=("fsdp",)), *p[:2]))
+        fused_cross_entropy(PLAIN, *p, split="kernel")
+    # Where they are not, a filter asks for nothing that must be done.
+    assert float(fused_cross_entropy(PLAIN, *p, filter=1e-3).loss) == float(
+        fused_cross_entropy(PLAIN, *p).loss
+    )
+    here = SimpleNamespace(platform="gpu", compute_capability="9.0")
+    monkeypatch.setattr(hopper.jax, "devices", lambda: [here])
+    monkeypatch.setattr(hopper, "_try", lambda *_: None)
+    assert hopper.unsupported_reason(HeadSpec(PLAIN), HeadSharding(), *p[:2]) is None
+    assert hopper.unsupported_reason(HeadSpec(SMOOTHED), HeadSharding(), *p[:2]) is None
+    for head, hidden, unembed, why in (
+        (HeadSpec(SMOOTHED, 30.0), p[0], p[1], "mean of capped logits"),
+        (HeadSpec(PLAIN), p[0].astype(jnp.float32), p[1], "bfloat16"),
+        (HeadSpec(PLAIN), p[0][:, :500], p[1], "500 tokens are not a multiple of 128"),
+        (HeadSpec(PLAIN), p[0], p[1][:2000], "2000 rows are not a multiple of 256"),
+        (HeadSpec(PLAIN), p[0], p[1][:, :128], "128 columns are not a multiple of 256"),
+    ):
+        assert why in str(hopper.unsupported_reason(head, HeadSharding(), hidden, unembed))
+    assert "mesh.fsdp" in str(
+        hopper.unsupported_reason(HeadSpec(PLAIN), HeadSharding(width=("fsdp",)), *p[:2])
+    )
 
 
 def test_a_filter_that_no_kernel_uses_is_told_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     here = SimpleNamespace(platform="gpu", compute_capability="9.0")
-    monkeypatch.setattr(cut_hopper.jax, "devices", lambda: [here])
-    monkeypatch.setattr(cut_hopper, "_try", lambda *_: None)
+    monkeypatch.setattr(hopper.jax, "devices", lambda: [here])
+    monkeypatch.setattr(hopper, "_try", lambda *_: None)
 
     def told(tokens: int, filter: float) -> list[str]:
         p = arrays(tokens, 512, 256, jnp.bfloat16)
-        trained = jax.grad(lambda x: cut(PLAIN, x, *p[1:], filter=filter).loss)
-        with heard() as lines:
+        trained = jax.grad(lambda x: fused_cross_entropy(PLAIN, x, *p[1:], filter=filter).loss)
+        with collect_warnings() as lines:
             jax.make_jaxpr(trained)(p[0])
-            jax.make_jaxpr(lambda x: cut(PLAIN, x, *p[1:], filter=filter).loss)(p[0])
+            jax.make_jaxpr(lambda x: fused_cross_entropy(PLAIN, x, *p[1:], filter=filter).loss)(p[0])
         return lines
 
     assert told(256, 1e-3) == told(250, 0.0) == []
     (line,) = told(250, 1e-3)
-    assert line.startswith("loss.filter: 0.001 has no effect here")
+    assert line.startswith("loss.filter_eps: 0.001 has no effect here")
     assert "since 250 tokens are not a multiple of 128" in line

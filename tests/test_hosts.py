@@ -12,28 +12,28 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headrace.config import reader as config, recipe, sections
-from headrace.runtime import multihost as hosts, supervisor as supervise
 from headrace.checkpoint.manager import Checkpoints
-from headrace.errors import UserError
 from headrace.checkpoint.open_run import open_run
+from headrace.config import reader, recipe, sections
+from headrace.errors import ExitCode, UserError
+from headrace.nn.module import named_leaves
+from headrace.runtime import multihost
+from headrace.runtime.stragglers import HostTime, StragglerMonitor
 from headrace.storage.lock import lock
-from headrace.nn.module import named
-from headrace.runtime.stragglers import Own, Pace
 from tests import soon
 
 # Trains, and writes down which rows of each batch this host has read.
 COUNTED = """
 import json, sys
-from headrace import cli
-from headrace.data.stream import Dataset
+from headrace.cli import main as cli_main
+from headrace.data.dataset import Dataset
 batch, read = Dataset.batch, []
-def counted(self, step, *, split, rows=slice(None), **more):
-    packed = batch(self, step, split=split, rows=rows, **more)
-    read.append([split, step, rows.start, rows.stop, len(packed.tokens)])
+def counted(self, order, step, slots=slice(None)):
+    packed = batch(self, order, step, slots)
+    read.append([order.split, step, slots.start, slots.stop, len(packed.tokens)])
     return packed
 Dataset.batch = counted
-code = cli.main(["train", *sys.argv[2:]])
+code = cli_main.main(["train", *sys.argv[2:]])
 open(sys.argv[1], "w").write(json.dumps(read))
 sys.exit(code)
 """
@@ -41,34 +41,34 @@ sys.exit(code)
 # Trains until the second host stops reading.
 STUCK = """
 import os, sys, time
-from headrace import cli
-from headrace.data.stream import Dataset
+from headrace.cli import main as cli_main
+from headrace.data.dataset import Dataset
 batch = Dataset.batch
-def stuck(self, step, **more):
+def stuck(self, order, step, *slots):
     if step == 6 and os.environ["HEADRACE_PROCESS"] == "1":
         time.sleep(600)
-    return batch(self, step, **more)
+    return batch(self, order, step, *slots)
 Dataset.batch = stuck
-sys.exit(cli.main(["train", *sys.argv[2:]]))
+sys.exit(cli_main.main(["train", *sys.argv[2:]]))
 """
 
 
 # Trains with a second host that takes its time to read.
 SLOW = """
 import os, sys, time
-from headrace import cli
-from headrace.data.stream import Dataset
+from headrace.cli import main as cli_main
+from headrace.data.dataset import Dataset
 batch = Dataset.batch
-def slow(self, step, **more):
+def slow(self, order, step, *slots):
     time.sleep(2.0 * (os.environ["HEADRACE_PROCESS"] == "1"))
-    return batch(self, step, **more)
+    return batch(self, order, step, *slots)
 Dataset.batch = slow
-sys.exit(cli.main(["train", *sys.argv[2:]]))
+sys.exit(cli_main.main(["train", *sys.argv[2:]]))
 """
 
 
-def save_recipe(cfg: sections.Run, path: Path) -> Path:
-    path.write_text(config.to_yaml(cfg))
+def save_recipe(cfg: sections.TrainRecipe, path: Path) -> Path:
+    path.write_text(reader.to_yaml(cfg))
     return path
 
 
@@ -81,7 +81,7 @@ def start(path: Path, *more: str, count: int = 2, devices: int = 4, script: str 
     processes = []
     for host in range(count):
         if count > 1:
-            env |= dict(zip(hosts.NAMES, (f"127.0.0.1:{port}", str(count), str(host)), strict=True))
+            env |= dict(zip(multihost.NAMES, (f"127.0.0.1:{port}", str(count), str(host)), strict=True))
         command = [sys.executable, "-m", "headrace", "train"]
         if script:
             command = [sys.executable, "-c", script, str(path.parent / f"{host}.json")]
@@ -110,7 +110,7 @@ def wait_for_step(run: str, step: int, processes: list) -> None:
 
 
 def weights(run: str) -> dict[str, np.ndarray]:
-    return {name: np.asarray(leaf) for name, leaf in named(open_run(recipe.load_run(run)).params)}
+    return {name: np.asarray(leaf) for name, leaf in named_leaves(open_run(recipe.load_run(run)).params)}
 
 
 def rows(run: str, key: str = "loss") -> dict[int, float]:
@@ -120,8 +120,8 @@ def rows(run: str, key: str = "loss") -> dict[int, float]:
 
 def test_two_hosts_train_as_one_does_and_each_reads_only_its_rows(tiny, tmp_path):
     short = ("schedule.steps=4", "eval.batches=1", "mesh.fsdp=2")
-    both = save_recipe(tiny(f"run={tmp_path}/both", *short), tmp_path / "both.yaml")
-    alone = save_recipe(tiny(f"run={tmp_path}/alone", *short), tmp_path / "alone.yaml")
+    both = save_recipe(tiny(f"run_dir={tmp_path}/both", *short), tmp_path / "both.yaml")
+    alone = save_recipe(tiny(f"run_dir={tmp_path}/alone", *short), tmp_path / "alone.yaml")
     processes = start(both, script=COUNTED)
     codes, said = finish(processes, both)
     assert codes == [0, 0], said
@@ -145,8 +145,8 @@ def test_two_hosts_train_as_one_does_and_each_reads_only_its_rows(tiny, tmp_path
 def test_sigterm_to_one_host_stops_both_at_a_step_from_which_they_go_on_bit_for_bit(tiny, tmp_path):
     """A save is on its way nearly always."""
     settings = ("schedule.steps=60", "checkpoint.every=4", "eval.batches=1", "mesh.fsdp=2")
-    whole = save_recipe(tiny(f"run={tmp_path}/whole", *settings), tmp_path / "whole.yaml")
-    broken = save_recipe(tiny(f"run={tmp_path}/broken", *settings), tmp_path / "broken.yaml")
+    whole = save_recipe(tiny(f"run_dir={tmp_path}/whole", *settings), tmp_path / "whole.yaml")
+    broken = save_recipe(tiny(f"run_dir={tmp_path}/broken", *settings), tmp_path / "broken.yaml")
     codes, said = finish(start(whole), whole)
     assert codes == [0, 0], said
     processes = start(broken)
@@ -154,7 +154,7 @@ def test_sigterm_to_one_host_stops_both_at_a_step_from_which_they_go_on_bit_for_
     processes[1].send_signal(signal.SIGTERM)
     codes, said = finish(processes, broken)
     assert codes == [75, 75], said
-    stopped = Checkpoints(f"{tmp_path}/broken").latest()
+    stopped = Checkpoints(f"{tmp_path}/broken").latest_step()
     assert stopped is not None and 5 <= stopped < 60
     assert f"goes on from step {stopped}" in said
     codes, said = finish(start(broken), broken)
@@ -185,7 +185,7 @@ SLURM = {"SLURM_STEP_NODELIST": "a,b", "SLURM_NTASKS": "2", "SLURM_STEP_NUM_NODE
     ],
 )
 def test_the_other_hosts_are_looked_for_where_there_may_be_some(env, found):
-    assert hosts.settings(env) == found
+    assert multihost.settings(env) == found
 
 
 @pytest.mark.parametrize(
@@ -198,8 +198,8 @@ def test_the_other_hosts_are_looked_for_where_there_may_be_some(env, found):
 )
 def test_a_wrong_address_is_told(change, said):
     with pytest.raises(UserError, match=said):
-        hosts.settings(ADDRESS | change)
-    assert hosts.settings(ADDRESS)["process_id"] == 3
+        multihost.settings(ADDRESS | change)
+    assert multihost.settings(ADDRESS)["process_id"] == 3
 
 
 @pytest.mark.slow
@@ -208,13 +208,15 @@ def test_a_run_goes_on_with_fewer_hosts_and_other_meshes(tiny, tmp_path):
     """Two hosts with eight devices, one with four, one with two, two with eight: as if it were eight all
     along."""
     constant = ("schedule.use=constant", "schedule.warmup=0", "eval.batches=1")
-    path = save_recipe(tiny(f"run={tmp_path}/parts", *constant), tmp_path / "parts.yaml")
+    path = save_recipe(tiny(f"run_dir={tmp_path}/parts", *constant), tmp_path / "parts.yaml")
     lives = [(2, 4, "mesh.fsdp=2"), (1, 4, "mesh.tensor=2"), (1, 2, "mesh.context=2"), (2, 4, "mesh.fsdp=4")]
     for number, (count, devices, mesh) in enumerate(lives, 1):
         processes = start(path, f"schedule.steps={2 * number}", mesh, count=count, devices=devices)
         codes, said = finish(processes, path)
         assert codes == [0] * count, said
-    whole = save_recipe(tiny(f"run={tmp_path}/whole", *constant, "schedule.steps=8"), tmp_path / "whole.yaml")
+    whole = save_recipe(
+        tiny(f"run_dir={tmp_path}/whole", *constant, "schedule.steps=8"), tmp_path / "whole.yaml"
+    )
     codes, said = finish(start(whole, count=1, devices=8), whole)
     assert codes == [0], said
     ours, theirs = (list(rows(f"{tmp_path}/{run}").values()) for run in ("parts", "whole"))
@@ -226,7 +228,7 @@ def test_a_run_goes_on_with_fewer_hosts_and_other_meshes(tiny, tmp_path):
 def test_what_one_host_finds_wrong_ends_all(tiny, tmp_path):
     """The first host cannot have the folder, which the second does not look at."""
     path = save_recipe(tiny(), tmp_path / "recipe2.yaml")
-    with lock(tiny().run):
+    with lock(tiny().run_dir):
         codes, said = finish(start(path, "--once"), path)
     assert codes == [2, 2], said
     assert "host 0: " in said and said.count("another process trains in this folder") == 2
@@ -235,10 +237,10 @@ def test_what_one_host_finds_wrong_ends_all(tiny, tmp_path):
 @pytest.mark.slow
 @pytest.mark.fault(6)
 def test_where_one_host_hangs_both_write_down_their_stacks_and_end(tiny, tmp_path):
-    path = save_recipe(tiny("hang=3", "schedule.steps=20", "mesh.fsdp=2"), tmp_path / "stuck.yaml")
+    path = save_recipe(tiny("step_timeout=3", "schedule.steps=20", "mesh.fsdp=2"), tmp_path / "stuck.yaml")
     codes, said = finish(start(path, script=STUCK), path)
-    assert codes == [supervise.HUNG] * 2, said
-    files = sorted((Path(tiny().run) / "stacks").iterdir())
+    assert codes == [ExitCode.HUNG] * 2, said
+    files = sorted((Path(tiny().run_dir) / "stacks").iterdir())
     assert [file.name[0] for file in files] == ["0", "1"]
     waiting, stuck = (file.read_text() for file in files)
     assert "in stuck" in stuck and "in stuck" not in waiting and "in loop" in waiting
@@ -257,21 +259,23 @@ def test_a_host_that_holds_up_the_other_is_named(tiny, tmp_path):
 
 
 def test_only_a_host_that_takes_long_again_and_again_is_named():
-    pace, usual = Pace(), {host: Own(f"w{host}", 0.01) for host in range(4)}
-    late = usual | {2: Own("w2", 0.8)}
-    assert [len(pace.named(every, 1.0)) for every in (late, late, usual, late, late, late, late)] == [
+    pace, usual = StragglerMonitor(), {host: HostTime(f"w{host}", 0.01) for host in range(4)}
+    late = usual | {2: HostTime("w2", 0.8)}
+    assert [
+        len(pace.find_stragglers(every, 1.0)) for every in (late, late, usual, late, late, late, late)
+    ] == [
         *(0, 0, 0, 0, 0),
         *(1, 0),
     ]
-    assert pace.named(usual, 0.01) == []  # all alike, however short a step is
-    together = {host: Own(f"w{host}", 0.8) for host in range(4)}
-    assert [pace.named(together, 1.0) for _ in range(5)] == [[]] * 5
+    assert pace.find_stragglers(usual, 0.01) == []  # all alike, however short a step is
+    together = {host: HostTime(f"w{host}", 0.8) for host in range(4)}
+    assert [pace.find_stragglers(together, 1.0) for _ in range(5)] == [[]] * 5
 
 
 @pytest.mark.slow
 def test_two_hosts_go_back_together_and_past_the_same_data(tiny, tmp_path):
     """Weights that are not numbers from one step on, as after a wild update."""
-    short = ("schedule.use=constant", "schedule.warmup=0", "optimizer.patience=2", "mesh.fsdp=2")
+    short = ("schedule.use=constant", "schedule.warmup=0", "optimizer.max_skipped=2", "mesh.fsdp=2")
     usual = tiny(*short, "schedule.steps=3", "checkpoint.every=3", "eval.batches=1")
     codes, said = finish(start(path := save_recipe(usual, tmp_path / "usual.yaml")), path)
     assert codes == [0, 0], said
@@ -282,6 +286,6 @@ def test_two_hosts_go_back_together_and_past_the_same_data(tiny, tmp_path):
     mended = tiny(*short, "schedule.steps=6", "eval.batches=1")
     codes, said = finish(start(path := save_recipe(mended, tmp_path / "mended.yaml")), path)
     assert codes == [0, 0], said
-    lines = (Path(usual.run) / "bad-steps" / "rollbacks.jsonl").read_text().splitlines()
+    lines = (Path(usual.run_dir) / "bad-steps" / "rollbacks.jsonl").read_text().splitlines()
     assert [json.loads(line)["rows"] for line in lines] == [2 * 8, 2 * 8, -1]
-    assert Checkpoints(usual.run).meta(6)["data"]["next_row"] == (6 + 4) * 8
+    assert Checkpoints(usual.run_dir).read_meta(6)["data"]["next_row"] == (6 + 4) * 8

@@ -18,25 +18,27 @@ import torch
 import transformers
 from safetensors.numpy import load_file, save_file
 
-from headrace.config import reader as config, recipe
-from headrace.nn import sharding as mesh, module
+from headrace.checkpoint import open_hf
 from headrace.checkpoint.manager import Checkpoints
+from headrace.checkpoint.open_run import LoadedRun, open_run
 from headrace.cli.main import main
-from headrace.data.tokenizer import train as learn, tokenizer as tokenise
-from headrace.errors import UserError
-from headrace.nn.stack import Execution
-from headrace.convert import to_huggingface as huggingface
-from headrace.checkpoint.open_run import Opened, open_run
-from headrace.objectives import file
-from headrace.nn.linear import project
+from headrace.config import reader, recipe
 from headrace.config.recipe import load_run
+from headrace.convert import to_huggingface
+from headrace.data.tokenizer import tokenizer as tokenizer_io
+from headrace.data.tokenizer import train as tokenizer_train
+from headrace.errors import UserError
+from headrace.model_wrappers import load_family
+from headrace.nn import module, sharding
+from headrace.nn.linear import project
+from headrace.nn.stack import Execution
 
 # Compiling is most of the time of these tests, and most of that is making small programs fast.
 
 SIZES: dict[str, Any] = dict(layers=2, embed=64, heads=4, kv_heads=2, mlp=96)
-LLAMA3 = dict(rope_scaling="llama3", rope_factor=4.0, rope_original=32, rope_theta=100.0)
+LLAMA3 = dict(rope_scaling="llama3", rope_factor=4.0, rope_original_length=32, rope_theta=100.0)
 MODELS: dict[str, dict[str, Any]] = {
-    "llama": dict(use="llama", tied=False, **LLAMA3),
+    "llama": dict(use="llama", tie_embeddings=False, **LLAMA3),
     "tied": dict(use="llama", activation="geglu", rope_scaling="ntk", rope_factor=3.0, rope_theta=500.0),
     "qwen3": dict(
         use="llama",
@@ -44,7 +46,7 @@ MODELS: dict[str, dict[str, Any]] = {
         head_dim=32,
         rope_scaling="yarn",
         rope_factor=4.0,
-        rope_original=16,
+        rope_original_length=16,
         rope_theta=1000.0,
     ),
     "eurobert": dict(use="eurobert"),
@@ -52,29 +54,31 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> tokenise.Tokenizer:
-    return learn.train(["the mill turns, the water falls, the wheel, the stone"] * 3, kind="bpe", vocab=280)
+def tokenizer() -> tokenizer_io.Tokenizer:
+    return tokenizer_train.train_tokenizer(
+        ["the mill turns, the water falls, the wheel, the stone"] * 3, kind="bpe", vocab=280
+    )
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory, tokenizer) -> Callable[[str], Opened]:
+def runs(tmp_path_factory, tokenizer) -> Callable[[str], LoadedRun]:
     """Run folders as training leaves them, with weights large enough for logits of several units."""
 
-    def make(name: str) -> Opened:
-        section = SIZES | MODELS[name] | {"vocab": tokenizer.vocab}
+    def make(name: str) -> LoadedRun:
+        section = SIZES | MODELS[name] | {"vocab": tokenizer.vocab_size}
         folder = tmp_path_factory.mktemp("run")
         tree = {
-            "run": str(folder),
+            "run_dir": str(folder),
             "model": section,
             "data": {"path": "data/none", "sequence_length": 64},
             "objective": {"use": "masked" if name == "eurobert" else "causal"},
             "optimizer": {"learning_rate": 1e-3},
             "schedule": {"steps": 10},
-            "memory": {"compute": "float32"},
+            "compute": {"dtype": "float32"},
         }
-        (folder / "recipe.yaml").write_text(config.dump(tree))
-        tokenise.save(tokenizer, folder)
-        family = huggingface.family_of({"model_type": "eurobert" if name == "eurobert" else "llama"})
+        (folder / "recipe.yaml").write_text(reader.dump(tree))
+        tokenizer_io.save(tokenizer, folder)
+        family = open_hf.find_family({"model_type": "eurobert" if name == "eurobert" else "llama"})
         shapes = module.shapes(
             family.Model, family.Config(**{k: v for k, v in section.items() if k != "use"})
         )
@@ -82,7 +86,7 @@ def runs(tmp_path_factory, tokenizer) -> Callable[[str], Opened]:
         checkpoints = Checkpoints(str(folder))
 
         def leaf(path: Any, wanted: Any) -> np.ndarray:
-            is_norm = module.dotted(path).endswith("_norm")
+            is_norm = module.path_name(path).endswith("_norm")
             return rng.normal(*((1.0, 0.2) if is_norm else (0.0, 0.12)), wanted.shape).astype(np.float32)
 
         checkpoints.save_params(jax.tree_util.tree_map_with_path(leaf, shapes), {})
@@ -92,10 +96,12 @@ def runs(tmp_path_factory, tokenizer) -> Callable[[str], Opened]:
     return functools.cache(make)
 
 
-def our_logits(run: Opened, tokens: np.ndarray) -> np.ndarray:
+def our_logits(run: LoadedRun, tokens: np.ndarray) -> np.ndarray:
     params = jax.tree.map(jnp.asarray, jax.device_get(run.params))
-    how = Execution(run.cfg.attention, "float32")
-    hidden = jax.jit(lambda params, tokens: params(run.cfg.model, tokens, how=how))(params, tokens)
+    exec_opts = Execution(run.recipe.attention, "float32")
+    hidden = jax.jit(lambda params, tokens: params(run.recipe.model, tokens, exec_opts=exec_opts))(
+        params, tokens
+    )
     return np.asarray(project(params.unembed, hidden, "bsd,vd->bsv"))
 
 
@@ -120,7 +126,7 @@ def some_tokens(vocab: int) -> np.ndarray:
 @pytest.mark.parametrize("name", MODELS)
 def test_transformers_loads_an_export_and_computes_the_same(name, runs, tokenizer, tmp_path):
     run, target = runs(name), tmp_path / "out"
-    files = huggingface.export(run, str(target), "float32")
+    files = to_huggingface.export(run, str(target), "float32")
     assert [path.name for path in files] == [
         "README.md",
         "config.json",
@@ -137,7 +143,7 @@ def test_transformers_loads_an_export_and_computes_the_same(name, runs, tokenize
     assert theirs.config.bos_token_id == special.bos
     assert theirs.config.eos_token_id == special.eos
     assert theirs.config.pad_token_id == special.pad
-    tokens = some_tokens(tokenizer.vocab)
+    tokens = some_tokens(tokenizer.vocab_size)
     wanted = our_logits(run, tokens)
     assert np.abs(wanted).max() > 3  # small logits would agree whatever the model
     assert np.abs(their_logits(theirs, tokens) - wanted).max() <= 2e-5
@@ -155,7 +161,7 @@ def test_transformers_loads_an_export_and_computes_the_same(name, runs, tokenize
 
 def test_an_export_in_bfloat16_holds_the_rounded_weights(runs, tmp_path):
     run, target = runs("llama"), tmp_path / "out"
-    huggingface.export(run, str(target), "bfloat16")
+    to_huggingface.export(run, str(target), "bfloat16")
     theirs = load(target)
     assert theirs.dtype == torch.bfloat16
     wanted = np.asarray(jax.device_get(run.params.blocks.w_gate))[1].T.astype(ml_dtypes.bfloat16)
@@ -165,23 +171,23 @@ def test_an_export_in_bfloat16_holds_the_rounded_weights(runs, tmp_path):
 
 def test_a_large_export_is_split_over_files(runs, tmp_path, monkeypatch):
     run, target = runs("qwen3"), tmp_path / "out"
-    monkeypatch.setattr(huggingface, "SHARD_BYTES", 100_000)
-    huggingface.export(run, str(target), "float32")
+    monkeypatch.setattr(to_huggingface, "SHARD_BYTES", 100_000)
+    to_huggingface.export(run, str(target), "float32")
     files = sorted(path.name for path in target.glob("*.safetensors"))
     assert len(files) > 2
     assert files[0] == f"model-00001-of-{len(files):05}.safetensors"
     sizes = {path.name: path.stat().st_size for path in target.glob("*.safetensors")}
     assert max(sizes.values()) < 110_000  # a header more; no tensor here is larger than a file
-    tokens = some_tokens(run.cfg.model.vocab)
+    tokens = some_tokens(run.recipe.model.vocab)
     assert np.abs(their_logits(load(target), tokens) - our_logits(run, tokens)).max() <= 2e-5
     # And back: an import reads all of the files.
-    huggingface.import_(str(target), str(tmp_path / "back"))
+    to_huggingface.import_(str(target), str(tmp_path / "back"))
     same(run.params, open_run(load_run(tmp_path / "back")).params)
 
 
 def test_a_reader_of_the_older_spelling_finds_the_same_positions(runs, tmp_path):
     for name in ("llama", "qwen3", "eurobert"):
-        huggingface.export(runs(name), str(tmp_path / name), "float32")
+        to_huggingface.export(runs(name), str(tmp_path / name), "float32")
         settings = json.loads((tmp_path / name / "config.json").read_text())
         new, old = settings.pop("rope_parameters"), settings.pop("rope_scaling") or {}
         assert settings["rope_theta"] == new["rope_theta"]
@@ -190,8 +196,8 @@ def test_a_reader_of_the_older_spelling_finds_the_same_positions(runs, tmp_path)
 
 def test_an_export_without_a_tokenizer_names_no_tokens_of_others(runs, tmp_path):
     run = runs("eurobert")
-    bare = Opened(run.cfg, run.params, run.step, run.devices, tokenizer=None, tokenizer_sha256=None)
-    huggingface.export(bare, str(tmp_path / "out"), "float32")
+    bare = LoadedRun(run.recipe, run.params, run.step, run.devices, tokenizer=None, tokenizer_sha256=None)
+    to_huggingface.export(bare, str(tmp_path / "out"), "float32")
     theirs = load(tmp_path / "out")
     assert theirs.config.bos_token_id is theirs.config.eos_token_id is theirs.config.pad_token_id is None
     assert not (tmp_path / "out" / "tokenizer.json").exists()
@@ -201,35 +207,35 @@ def test_an_export_without_a_tokenizer_names_no_tokens_of_others(runs, tmp_path)
 def test_no_token_is_named_that_the_vocabulary_has_not(use, tokenizer, tmp_path):
     """transformers' own ids for what begins and ends a text are above 50,000."""
     tree = {
-        "run": str(tmp_path / "run"),
-        "model": dict(use=use, layers=2, embed=32, heads=2, mlp=32, window=8, vocab=tokenizer.vocab),
+        "run_dir": str(tmp_path / "run"),
+        "model": dict(use=use, layers=2, embed=32, heads=2, mlp=32, window=8, vocab=tokenizer.vocab_size),
         "data": {"path": "data/none", "sequence_length": 64},
         "objective": {"use": "masked" if use == "modernbert" else "causal"},
         "optimizer": {"learning_rate": 1e-3},
         "schedule": {"steps": 10},
     }
-    (tmp_path / "recipe.yaml").write_text(config.dump(tree))
+    (tmp_path / "recipe.yaml").write_text(reader.dump(tree))
     cfg = recipe.load(tmp_path / "recipe.yaml")
-    shapes = module.shapes(file("models", cfg.model).Model, cfg.model)
+    shapes = module.shapes(load_family(cfg.model).Model, cfg.model)
     params = jax.tree.map(lambda leaf: np.zeros(leaf.shape, np.float32), shapes)
-    devices = mesh.make(dict.fromkeys(mesh.AXES, 1), jax.devices()[:1])
-    run = Opened(cfg, params, 0, devices, tokenizer, None)
-    huggingface.export(run, str(tmp_path / "out"), "float32")
+    devices = sharding.make_mesh(dict.fromkeys(sharding.AXES, 1), jax.devices()[:1])
+    run = LoadedRun(cfg, params, 0, devices, tokenizer, None)
+    to_huggingface.export(run, str(tmp_path / "out"), "float32")
     theirs = transformers.AutoConfig.from_pretrained(tmp_path / "out")
     ids = {name: id for name, id in theirs.to_dict().items() if name.endswith("_token_id")}
-    assert all(id < tokenizer.vocab for id in ids.values())
+    assert all(id < tokenizer.vocab_size for id in ids.values())
     assert (ids["cls_token_id"], ids["sep_token_id"]) == (tokenizer.special.bos, tokenizer.special.eos)
 
 
 def test_a_run_folder_that_was_moved_is_exported_with_its_tokenizer(runs, tokenizer, tmp_path):
     moved = tmp_path / "moved"
-    shutil.copytree(runs("eurobert").cfg.run, moved)
+    shutil.copytree(runs("eurobert").recipe.run_dir, moved)
     recipe_file = moved / "recipe.yaml"
     for number, place in enumerate([tmp_path / "gone", tmp_path]):  # nothing there, or another tokenizer
-        tokenise.save(learn.train(["other words"], kind="bpe", vocab=262), tmp_path)
+        tokenizer_io.save(tokenizer_train.train_tokenizer(["other words"], kind="bpe", vocab=262), tmp_path)
         text = recipe_file.read_text().splitlines()
-        recipe_file.write_text("\n".join([f"run: {place}", *text[1:]]))
-        huggingface.export(open_run(load_run(moved)), str(tmp_path / f"out{number}"), "float32")
+        recipe_file.write_text("\n".join([f"run_dir: {place}", *text[1:]]))
+        to_huggingface.export(open_run(load_run(moved)), str(tmp_path / f"out{number}"), "float32")
         loaded = transformers.AutoTokenizer.from_pretrained(tmp_path / f"out{number}")
         assert loaded("the wheel")["input_ids"][1:] == tokenizer.encode("the wheel")
         assert loaded.mask_token_id == tokenizer.special.mask
@@ -239,7 +245,7 @@ def test_a_run_folder_that_was_moved_is_exported_with_its_tokenizer(runs, tokeni
 def test_the_files_of_an_export_are_for_whom_other_files_are(mask, runs, tmp_path):
     before = os.umask(mask)
     try:
-        files = huggingface.export(runs("eurobert"), str(tmp_path / "out"), "float32")
+        files = to_huggingface.export(runs("eurobert"), str(tmp_path / "out"), "float32")
     finally:
         os.umask(before)
     assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o666 & ~mask}
@@ -248,21 +254,21 @@ def test_the_files_of_an_export_are_for_whom_other_files_are(mask, runs, tmp_pat
 def test_an_export_overwrites_nothing(runs, tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(UserError, match="there is something already; name a new folder"):
-        huggingface.export(runs("llama"), str(tmp_path), "float32")
+        to_huggingface.export(runs("llama"), str(tmp_path), "float32")
     with pytest.raises(UserError, match="there is something already"):
-        huggingface.export(runs("llama"), str(tmp_path / "notes.txt"), "float32")
+        to_huggingface.export(runs("llama"), str(tmp_path / "notes.txt"), "float32")
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
 def test_what_transformers_cannot_compute_is_not_exported(runs, tmp_path):
     run = runs("llama")
-    capped = open_run(load_run(run.cfg.run, ["loss.soft_cap=30.0"]))
+    capped = open_run(load_run(run.recipe.run_dir, ["loss.soft_cap=30.0"]))
     with pytest.raises(UserError, match="loss.soft_cap: found 30.0, which transformers has not"):
-        huggingface.export(capped, str(tmp_path / "out"), "float32")
-    odd = huggingface.family_of({"model_type": "llama"})
+        to_huggingface.export(capped, str(tmp_path / "out"), "float32")
+    odd = open_hf.find_family({"model_type": "llama"})
     cfg = odd.Config(layers=1, embed=64, heads=6, kv_heads=2, mlp=96, vocab=300, head_dim=16)
-    with pytest.raises(UserError, match="model.heads: transformers loads no Llama"):
-        odd.to_hf(cfg, 64)
+    with pytest.raises(UserError, match="model.heads: found .* transformers loads no other Llama"):
+        odd.hf_naming.to_config(cfg, 64)
     assert not (tmp_path / "out").exists()
 
 
@@ -319,7 +325,7 @@ def copy(saved: Path, folder: Path) -> Path:
 
 
 def same(ours: Any, others: Any) -> None:
-    ours, others = dict(module.named(ours)), dict(module.named(others))
+    ours, others = dict(module.named_leaves(ours)), dict(module.named_leaves(others))
     assert ours.keys() == others.keys()
     for path, weight in ours.items():
         assert (np.asarray(weight) == np.asarray(others[path])).all(), path
@@ -347,10 +353,10 @@ def test_an_imported_model_computes_the_same(settings, change, tmp_path):
     if change:
         rewrite(source, change)
     assert len(list(source.glob("*.safetensors"))) == (12 if "max_shard_size" in settings else 1)
-    cfg = huggingface.import_(str(source), str(target))
-    assert (cfg.objective.use, cfg.data.sequence_length, cfg.run) == ("causal", 128, str(target))
+    cfg = to_huggingface.import_(str(source), str(target))
+    assert (cfg.objective.use, cfg.data.sequence_length, cfg.run_dir) == ("causal", 128, str(target))
     run = open_run(load_run(target))
-    assert (run.step, run.cfg, run.tokenizer) == (0, cfg, None)
+    assert (run.step, run.recipe, run.tokenizer) == (0, cfg, None)
     tokens = some_tokens(96)
     wanted = their_logits(theirs, tokens)
     assert np.abs(wanted).max() > 3
@@ -359,26 +365,26 @@ def test_an_imported_model_computes_the_same(settings, change, tmp_path):
 
 def test_import_export_import_loses_nothing(tmp_path, tokenizer):
     source = tmp_path / "source"
-    save_llama(source, vocab_size=tokenizer.vocab)
-    tokenise.save(tokenizer, source)
+    save_llama(source, vocab_size=tokenizer.vocab_size)
+    tokenizer_io.save(tokenizer, source)
     (tmp_path / "first").mkdir()  # an empty folder is as good as none
-    huggingface.import_(str(source), str(tmp_path / "first"))
+    to_huggingface.import_(str(source), str(tmp_path / "first"))
     first = open_run(load_run(tmp_path / "first"))
-    huggingface.export(first, str(tmp_path / "out"), "float32")
-    huggingface.import_(str(tmp_path / "out"), str(tmp_path / "second"))
+    to_huggingface.export(first, str(tmp_path / "out"), "float32")
+    to_huggingface.import_(str(tmp_path / "out"), str(tmp_path / "second"))
     second = open_run(load_run(tmp_path / "second"))
     same(first.params, second.params)
-    assert first.cfg.model == second.cfg.model
-    assert first.tokenizer_sha256 == second.tokenizer_sha256 == tokenise.sha256(source)
+    assert first.recipe.model == second.recipe.model
+    assert first.tokenizer_sha256 == second.tokenizer_sha256 == tokenizer_io.file_sha256(source)
     before, after = load_file(source / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
     assert before.keys() == after.keys()
     assert all((before[name] == after[name]).all() for name in before)
 
 
 def test_an_encoder_is_imported_with_its_objective(runs, tmp_path):
-    huggingface.export(runs("eurobert"), str(tmp_path / "out"), "float32")
-    cfg = huggingface.import_(str(tmp_path / "out"), str(tmp_path / "run"))
-    assert (cfg.model, cfg.objective.use) == (runs("eurobert").cfg.model, "masked")
+    to_huggingface.export(runs("eurobert"), str(tmp_path / "out"), "float32")
+    cfg = to_huggingface.import_(str(tmp_path / "out"), str(tmp_path / "run"))
+    assert (cfg.model, cfg.objective.use) == (runs("eurobert").recipe.model, "masked")
     same(runs("eurobert").params, open_run(load_run(tmp_path / "run")).params)
 
 
@@ -429,7 +435,10 @@ def rope(**values: Any) -> dict[str, Any]:
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: only 1.0 can be imported"),
         ({"use_sliding_window": True}, "a sliding window, which cannot be imported"),
         ({"quantization_config": {"bits": 4}}, "quantised weights cannot be imported"),
-        ({"model_type": "eurobert", "tie_word_embeddings": True}, "eurobert with tied True: only False"),
+        (
+            {"model_type": "eurobert", "tie_word_embeddings": True},
+            "eurobert with tie_embeddings True: only False",
+        ),
         ({"model_type": "eurobert", "head_dim": 32}, "eurobert with head_dim 32: only 16"),
         ({"model_type": "eurobert"} | rope(), "eurobert with rope_scaling llama3: only none"),
         ({"num_hidden_layers": 3}, r"no tensor model.layers.2.input_layernorm.weight"),
@@ -443,7 +452,7 @@ def test_a_model_that_cannot_be_imported_is_refused_in_words(changes, message, s
     source = copy(saved, tmp_path / "source")
     rewrite(source, lambda settings: settings.update(changes))
     with pytest.raises(UserError, match=message):
-        huggingface.import_(str(source), str(tmp_path / "run"))
+        to_huggingface.import_(str(source), str(tmp_path / "run"))
     assert [path.name for path in tmp_path.iterdir()] == ["source"]  # nothing half-made is left
 
 
@@ -453,10 +462,10 @@ def test_yarn_with_another_magnitude_is_refused(saved, tmp_path):
     for odd in ({"mscale": 0.7}, {"attention_factor": 1.5}, {"beta_fast": 16}, {"truncate": False}):
         rewrite(source, lambda settings, odd=odd: settings.update(rope_parameters=yarn | odd))
         with pytest.raises(UserError, match=f"rope: {next(iter(odd))}: found"):
-            huggingface.import_(str(source), str(tmp_path / "run"))
+            to_huggingface.import_(str(source), str(tmp_path / "run"))
     usual = {"attention_factor": 0.1 * float(np.log(4.0)) + 1.0, "beta_fast": 32, "mscale": None}
     rewrite(source, lambda settings: settings.update(rope_parameters=yarn | usual))
-    assert huggingface.import_(str(source), str(tmp_path / "run")).model.rope_scaling == "yarn"
+    assert to_huggingface.import_(str(source), str(tmp_path / "run")).model.rope_scaling == "yarn"
 
 
 def test_a_folder_that_is_no_model_is_refused_in_words(saved, tmp_path):
@@ -465,7 +474,7 @@ def test_a_folder_that_is_no_model_is_refused_in_words(saved, tmp_path):
 
     def refused(message: str) -> None:
         with pytest.raises(UserError, match=message):
-            huggingface.import_(str(source), target)
+            to_huggingface.import_(str(source), target)
 
     refused("not a Hugging Face model folder: no config.json in it")
     (source / "config.json").write_text("{")
@@ -481,7 +490,7 @@ def test_a_folder_that_is_no_model_is_refused_in_words(saved, tmp_path):
 
 def test_a_model_folder_in_the_place_of_a_run_folder_is_told_how_to_become_one(saved, tmp_path, capsys):
     assert main(["eval", str(saved)]) == 2
-    assert f"of this Hugging Face folder `headrace import {saved} RUN` makes one" in capsys.readouterr().err
+    assert f"`headrace import {saved} RUN` makes one of this Hugging Face folder" in capsys.readouterr().err
     assert main(["eval", str(tmp_path)]) == 2
     assert "`headrace train RECIPE` makes one" in capsys.readouterr().err
 
@@ -491,13 +500,13 @@ def test_a_tensor_too_many_is_refused(saved, tmp_path):
     tensors = load_file(source / "model.safetensors")
     save_file(tensors | {"score.weight": np.zeros((2, 64), np.float32)}, source / "model.safetensors")
     with pytest.raises(UserError, match=r"no place in this model for the tensor score.weight$"):
-        huggingface.import_(str(source), str(tmp_path / "run"))
+        to_huggingface.import_(str(source), str(tmp_path / "run"))
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
 def test_an_import_overwrites_nothing(saved, tmp_path):
     (tmp_path / "recipe.yaml").write_text("mine")
     with pytest.raises(UserError, match="there is something already; name a new folder"):
-        huggingface.import_(str(saved), str(tmp_path))
+        to_huggingface.import_(str(saved), str(tmp_path))
     assert (tmp_path / "recipe.yaml").read_text() == "mine"
     assert len(list(tmp_path.iterdir())) == 1

@@ -14,14 +14,15 @@ import tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from headrace.config import recipe
-from headrace.data import labelled
-from headrace.data.tokenizer import train as learn, tokenizer as tokenise
-from headrace.data.annotations import Notes, ordered
-from headrace.data.pack import plan
+from headrace.data import labeled
+from headrace.data.annotations import AnnotationStats, sort_labels
+from headrace.data.dataset import Dataset
+from headrace.data.inspect import inspect
+from headrace.data.pack import plan_rows
 from headrace.data.pipeline.prepare import prepare
 from headrace.data.shards import Index, read_rows
-from headrace.data.inspect import inspect
-from headrace.data.dataset import Dataset
+from headrace.data.tokenizer import tokenizer as tokenizer_io
+from headrace.data.tokenizer import train as tokenizer_train
 from headrace.data.verify import verify
 from headrace.errors import UserError
 
@@ -43,16 +44,16 @@ def texts(count: int, seed: int, longest: int = 30) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> tokenise.Tokenizer:
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> tokenizer_io.Tokenizer:
     folder = tmp_path_factory.mktemp("tokenizer")
-    tokenise.save(learn.train(iter(texts(200, 0)), kind="bpe", vocab=380), folder)
-    return tokenise.load(folder)
+    tokenizer_io.save(tokenizer_train.train_tokenizer(iter(texts(200, 0)), kind="bpe", vocab=380), folder)
+    return tokenizer_io.load(folder)
 
 
 def prepared(tmp_path: Path, sources: str, *overrides: str, say: Any = silent) -> Path:
     (tmp_path / "data.yaml").write_text(
         f"path: {tmp_path}/data\nworkers: 1\nsources:\n{sources}\n"
-        "tokenizer: {use: bpe, vocab: 380}\npack: {sequence_length: 48, evaluation: 0.2}\n"
+        "tokenizer: {use: bpe, vocab: 380}\npack: {sequence_length: 48, eval_fraction: 0.2}\n"
     )
     prepare(recipe.load_data(tmp_path / "data.yaml", overrides), say)
     return tmp_path / "data"
@@ -60,12 +61,13 @@ def prepared(tmp_path: Path, sources: str, *overrides: str, say: Any = silent) -
 
 def found(folder: Path) -> Counter[tuple[str, str | None]]:
     """Every text with its label, from batches as training gets them."""
-    dataset, inner = Dataset.open(folder), tokenise.load(folder)
+    dataset, inner = Dataset.open(folder), tokenizer_io.load(folder)
     seen: Counter[tuple[str, str | None]] = Counter()
     for split in ("train", "evaluation"):
-        for step in range(-(-dataset.rows(split) // 4)):
-            batch = dataset.batch(step, split=split, sequences=4, seed=0)
-            kept = min(4, dataset.rows(split) - 4 * step)
+        order = dataset.train_order(4, seed=0) if split == "train" else dataset.eval_order(4)
+        for step in range(-(-dataset.rows_per_epoch(split) // 4)):
+            batch = dataset.batch(order, step)
+            kept = min(4, dataset.rows_per_epoch(split) - 4 * step)
             for tokens, segments, labels in zip(
                 batch.tokens[:kept], batch.segments[:kept], batch.labels[:kept], strict=True
             ):
@@ -97,24 +99,27 @@ def test_every_text_keeps_its_label_through_packing_and_shuffling(tmp_path: Path
     )
     index = Index.parse((folder / "index.json").read_bytes(), "")
     assert index.labels == ("ape", "cat", "zebra") and index.labelled == "text" and not index.pairs
-    wanted = Counter({(text, names[n % 3]): 1 for n, text in enumerate(one)})
-    wanted += Counter({(text, names[::-1][n % 2]): 1 for n, text in enumerate(two)})
+    expected = Counter({(text, names[n % 3]): 1 for n, text in enumerate(one)})
+    expected += Counter({(text, names[::-1][n % 2]): 1 for n, text in enumerate(two)})
     if mode != "concat":  # which cuts texts without a label wherever a row ends
-        wanted += Counter({(text, None): 1 for text in three})
+        expected += Counter({(text, None): 1 for text in three})
     seen = found(folder)
-    assert Counter({key: n for key, n in seen.items() if mode != "concat" or key[1]}) == wanted
+    assert Counter({key: n for key, n in seen.items() if mode != "concat" or key[1]}) == expected
     verify(folder, silent)
 
 
-def test_whole_numbers_are_ordered_by_value_and_missing_ones_are_no_label() -> None:
-    assert ordered(["10", "9", "0"]) == ("0", "9", "10")
-    assert ordered(["b", "10", "a"]) == ("10", "a", "b")
-    read = [labelled.parts({"text": "x", "label": label})[0]["label"] for label in (3, -1, None, True, "no")]
+def test_integer_labels_are_ordered_by_value_and_missing_ones_are_no_label() -> None:
+    assert sort_labels(["10", "9", "0"]) == ("0", "9", "10")
+    assert sort_labels(["b", "10", "a"]) == ("10", "a", "b")
+    read = [
+        labeled.to_document_parts({"text": "x", "label": label})[0]["label"]
+        for label in (3, -1, None, True, "no")
+    ]
     assert read == ["3", None, None, "true", "no"]
-    assert not labelled.is_labelled({"text": "x", "label": 0.7})  # a score
+    assert not labeled.has_label({"text": "x", "label": 0.7})  # a score
 
 
-def reference(tokenizer: tokenise.Tokenizer) -> PreTrainedTokenizerFast:
+def reference(tokenizer: tokenizer_io.Tokenizer) -> PreTrainedTokenizerFast:
     """The same tokenizer in transformers, with BERT's way to enclose texts."""
     inner = tokenizers.Tokenizer.from_str(tokenizer.inner.to_str())
     bos, eos = (inner.id_to_token(id) for id in (tokenizer.special.bos, tokenizer.special.eos))
@@ -128,18 +133,18 @@ def reference(tokenizer: tokenise.Tokenizer) -> PreTrainedTokenizerFast:
 
 @pytest.mark.parametrize("length", [16, 17, 40, 400])
 def test_two_texts_are_joined_and_cut_as_transformers_does(
-    tokenizer: tokenise.Tokenizer, length: int
+    tokenizer: tokenizer_io.Tokenizer, length: int
 ) -> None:
     first, second = texts(40, 4, 25), texts(40, 5, 12)
     records = [{"premise": a, "hypothesis": b, "label": "x"} for a, b in zip(first, second, strict=True)]
-    notes = Notes()
-    documents = [json.dumps(labelled.parts(record)) for record in records]
-    ragged = labelled.encode_labelled(tokenizer, documents, length, notes)
+    notes = AnnotationStats()
+    documents = [json.dumps(labeled.to_document_parts(record)) for record in records]
+    ragged = labeled.encode_labeled_texts(tokenizer, documents, length, notes)
     theirs = reference(tokenizer)
     whole = theirs(first, second)["input_ids"]
-    wanted = theirs(first, second, truncation="longest_first", max_length=length)["input_ids"]
-    got = [ragged.take(n, n + 1).values.tolist() for n in range(len(ragged))]
-    assert got == wanted
+    expected = theirs(first, second, truncation="longest_first", max_length=length)["input_ids"]
+    got = [ragged.slice(n, n + 1).values.tolist() for n in range(len(ragged))]
+    assert got == expected
     assert notes.counts["cut"] == sum(len(ids) > length for ids in whole)
     assert [marks[0] for marks in np.split(ragged.labels, ragged.offsets[1:-1])] == [1] * 40
     assert ragged.labels.sum() == 40
@@ -147,29 +152,29 @@ def test_two_texts_are_joined_and_cut_as_transformers_does(
 
 @pytest.mark.parametrize("length", [12, 400])
 def test_tags_stand_at_the_first_piece_of_each_word_as_in_transformers(
-    tokenizer: tokenise.Tokenizer, length: int
+    tokenizer: tokenizer_io.Tokenizer, length: int
 ) -> None:
     draw = random.Random(6)
     records = []
     for _ in range(40):
         words = draw.choices([*WORDS, "unheard-of", "ﬁrst", "🌾", "a"], k=draw.randint(1, 20))
         records.append({"tokens": words, "ner_tags": [draw.choice(["O", "B", "I", -100]) for _ in words]})
-    notes = Notes()
-    documents = [json.dumps(labelled.parts(record)) for record in records]
-    ragged = labelled.encode_tagged(tokenizer, documents, length, notes)
+    notes = AnnotationStats()
+    documents = [json.dumps(labeled.to_document_parts(record)) for record in records]
+    ragged = labeled.encode_tagged_words(tokenizer, documents, length, notes)
     theirs = reference(tokenizer)
     names = {1 + number: name for name, number in notes.names.items()}
     for n, record in enumerate(records):
         encoding = theirs(" ".join(record["tokens"]), truncation=True, max_length=length)
-        here = ragged.take(n, n + 1)
+        here = ragged.slice(n, n + 1)
         assert here.values.tolist() == encoding["input_ids"]
-        wanted, begin = [None] * len(encoding["input_ids"]), 0
+        expected, begin = [None] * len(encoding["input_ids"]), 0
         for word, tag in zip(record["tokens"], record["ner_tags"], strict=True):
             place = encoding.char_to_token(begin)
             if place is not None and tag != -100:
-                wanted[place] = tag
+                expected[place] = tag
             begin += len(word) + 1
-        assert [names.get(int(number)) for number in here.labels] == wanted
+        assert [names.get(int(number)) for number in here.labels] == expected
 
 
 def test_tags_come_through_and_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -187,17 +192,19 @@ def test_tags_come_through_and_are_shown(tmp_path: Path, capsys: pytest.CaptureF
     assert "<td>W</td>" in (folder / "report.html").read_text()
 
 
-def test_long_texts_are_cut_told_and_shown_with_their_label(
+def test_long_texts_are_cut_and_reported_and_inspect_shows_their_label(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     records = [{"text": text, "label": n % 2} for n, text in enumerate(texts(60, 8, 60))]
-    said: list[str] = []
-    folder = prepared(tmp_path, f"  a: {{path: {lines(tmp_path / 'a.jsonl', records)}}}", say=said.append)
-    inner, dataset = tokenise.load(folder), Dataset.open(folder)
+    log_lines: list[str] = []
+    folder = prepared(
+        tmp_path, f"  a: {{path: {lines(tmp_path / 'a.jsonl', records)}}}", say=log_lines.append
+    )
+    inner, dataset = tokenizer_io.load(folder), Dataset.open(folder)
     long = sum(len(inner.encode(record["text"])) > 46 for record in records)
     assert long > 5
-    assert f"pack: {long} labelled texts are cut at the end, to rows of 48 tokens" in said
-    assert "pack: texts have 2 labels: 0, 1" in said
+    assert f"pack: {long} labeled texts are cut at the end, to rows of 48 tokens" in log_lines
+    assert "pack: texts have 2 labels: 0, 1" in log_lines
     assert sum(found(folder).values()) == 60 == sum(s.documents for s in dataset.index.splits.values())
     inspect(folder, rows=1)
     assert "label: 0" in (out := capsys.readouterr().out) or "label: 1" in out
@@ -205,14 +212,14 @@ def test_long_texts_are_cut_told_and_shown_with_their_label(
         Dataset.open(folder, sequence_length=24)
 
 
-def test_one_set_is_for_one_task(tmp_path: Path) -> None:
+def test_a_dataset_holds_documents_of_one_task(tmp_path: Path) -> None:
     lines(tmp_path / "a.jsonl", [{"text": text, "label": 1} for text in texts(20, 9)])
     lines(tmp_path / "b.jsonl", [{"words": ["a", "b"], "tags": [0, n]} for n in range(20)])
-    with pytest.raises(UserError, match="texts with a label and words with tags in one set"):
+    with pytest.raises(UserError, match="texts with a label and words with tags in one dataset"):
         prepared(tmp_path, f"  a: {{path: {tmp_path}/a.jsonl}}\n  b: {{path: {tmp_path}/b.jsonl}}")
 
 
-def test_a_bad_tag_list_is_told_with_its_place(tmp_path: Path) -> None:
+def test_a_bad_tag_list_is_reported_with_its_location(tmp_path: Path) -> None:
     lines(tmp_path / "a.jsonl", [{"words": ["a", "b"], "tags": [0]}])
     with pytest.raises(UserError, match=r"a\.jsonl:1: `tags` has 1 for 2 words"):
         prepared(tmp_path, f"  a: {{path: {tmp_path}/a.jsonl}}")
@@ -232,10 +239,10 @@ def test_verify_finds_a_label_that_no_name_belongs_to_and_one_inside_a_text(tmp_
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_documents_in_turn_stay_whole_and_fill_rows(seed: int) -> None:
+def test_indivisible_documents_are_not_split_and_fill_rows(seed: int) -> None:
     draw = np.random.default_rng(seed)
     lengths, length = draw.integers(0, 60, draw.integers(0, 80)), 40
-    made = plan(lengths, length, "concat", seed, whole=True)
+    made = plan_rows(lengths, length, "concat", seed, keep_whole=True)
     assert np.bincount(made.document, made.size, len(lengths)).tolist() == lengths.tolist()
     short = np.flatnonzero((lengths > 0) & (lengths < length))
     assert np.bincount(made.document, minlength=len(lengths))[short].tolist() == [1] * len(short)

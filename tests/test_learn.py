@@ -9,7 +9,7 @@ import tokenizers
 from corpora import SPECIAL, WORDS, code
 from tokenizers import models, pre_tokenizers, trainers
 
-from headrace.data.tokenizer import train as learn
+from headrace.data.tokenizer import train as tokenizer_train
 from headrace.errors import UserError
 
 TIES = {
@@ -34,9 +34,9 @@ def test_bpe_training_gives_the_merges_and_ids_of_hugging_face(name: str, vocab:
         vocab_size=vocab, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
     )
     reference.train_from_iterator(TIES[name], trainer)
-    ours = learn.train(iter(TIES[name]), kind="bpe", vocab=vocab).inner
-    wanted, found = (json.loads(inner.to_str())["model"] for inner in (reference, ours))
-    assert found["merges"] == wanted["merges"] and found["vocab"] == wanted["vocab"]
+    actual = tokenizer_train.train_tokenizer(iter(TIES[name]), kind="bpe", vocab=vocab).inner
+    expected, found = (json.loads(inner.to_str())["model"] for inner in (reference, actual))
+    assert found["merges"] == expected["merges"] and found["vocab"] == expected["vocab"]
 
 
 PLENTIFUL = {
@@ -49,51 +49,64 @@ PLENTIFUL = {
 
 @pytest.mark.parametrize("name", PLENTIFUL)
 def test_gigatoken_trains_the_same_tokenizer_as_hugging_face(name: str) -> None:
-    texts, vocab = PLENTIFUL[name], sum(map(len, PLENTIFUL[name])) // learn.PLENTY
-    models_made = learn.byte_pairs_by_gigatoken(texts, vocab), learn.byte_pairs_by_tokenizers(texts, vocab)
-    ours, theirs = (json.loads(tokenizers.Tokenizer(model).to_str())["model"] for model in models_made)
-    assert len(theirs["merges"]) >= 20
-    assert ours["merges"] == theirs["merges"] and ours["vocab"] == theirs["vocab"]
+    texts, vocab = PLENTIFUL[name], sum(map(len, PLENTIFUL[name])) // tokenizer_train.MIN_CHARACTERS_PER_ENTRY
+    models_made = (
+        tokenizer_train.train_bpe_with_gigatoken(texts, vocab),
+        tokenizer_train.train_bpe_with_tokenizers(texts, vocab),
+    )
+    actual, reference = (json.loads(tokenizers.Tokenizer(model).to_str())["model"] for model in models_made)
+    assert len(reference["merges"]) >= 20
+    assert actual["merges"] == reference["merges"] and actual["vocab"] == reference["vocab"]
 
 
-def test_without_gigatoken_tokenizers_trains_the_same_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-    wanted = learn.train(code(), kind="bpe", vocab=500, report=said.append).inner.to_str()
-    assert said == []
+def test_without_gigatoken_tokenizers_trains_the_same_and_reports_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    log_lines: list[str] = []
+    expected = tokenizer_train.train_tokenizer(
+        code(), kind="bpe", vocab=500, report=log_lines.append
+    ).inner.to_str()
+    assert log_lines == []
     monkeypatch.setitem(sys.modules, "gigatoken", None)
-    assert learn.train(code(), kind="bpe", vocab=500, report=said.append).inner.to_str() == wanted
-    assert len(said) == 1 and "gigatoken" in said[0]
+    assert (
+        tokenizer_train.train_tokenizer(code(), kind="bpe", vocab=500, report=log_lines.append).inner.to_str()
+        == expected
+    )
+    assert len(log_lines) == 1 and "gigatoken" in log_lines[0]
 
 
-def test_texts_with_new_characters_are_trained_on_by_tokenizers_which_is_said() -> None:
-    texts, said = (*code(), " '\U00016ebb\"," * 50), list[str]()
-    ours = learn.train(texts, kind="bpe", vocab=500, report=said.append).inner
-    theirs = tokenizers.Tokenizer(learn.byte_pairs_by_tokenizers(texts, 500))
-    assert json.loads(ours.to_str())["model"] == json.loads(theirs.to_str())["model"]
-    assert len(said) == 1 and "1 of 14 texts have characters new" in said[0]
+def test_texts_with_new_characters_are_trained_on_by_tokenizers_with_a_message() -> None:
+    texts, log_lines = (*code(), " '\U00016ebb\"," * 50), list[str]()
+    actual = tokenizer_train.train_tokenizer(texts, kind="bpe", vocab=500, report=log_lines.append).inner
+    reference = tokenizers.Tokenizer(tokenizer_train.train_bpe_with_tokenizers(texts, 500))
+    assert json.loads(actual.to_str())["model"] == json.loads(reference.to_str())["model"]
+    assert (
+        len(log_lines) == 1 and "1 of 14 texts have characters that tokenizers does not know" in log_lines[0]
+    )
 
 
-def test_a_few_texts_with_new_characters_are_left_out_of_training_which_is_said() -> None:
+def test_a_few_texts_with_new_characters_are_skipped_in_training_with_a_message() -> None:
     texts = list(code())[:12] * 20
-    wanted = learn.train(texts, kind="bpe", vocab=500).inner.to_str()
-    said: list[str] = []
-    found = learn.train([*texts, "\U00016ebb new"], kind="bpe", vocab=500, report=said.append)
-    assert said == ["tokenizer: trained without 1 of 241 texts that have very new characters"]
-    assert found.inner.to_str() == wanted
+    expected = tokenizer_train.train_tokenizer(texts, kind="bpe", vocab=500).inner.to_str()
+    log_lines: list[str] = []
+    found = tokenizer_train.train_tokenizer(
+        [*texts, "\U00016ebb new"], kind="bpe", vocab=500, report=log_lines.append
+    )
+    assert log_lines == ["tokenizer: 1 of 241 texts with very new characters are skipped in training"]
+    assert found.inner.to_str() == expected
 
 
 def test_training_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     print("before")
-    learn.train(code(), kind="bpe", vocab=300)
+    tokenizer_train.train_tokenizer(code(), kind="bpe", vocab=300)
     print("after")
     assert capfd.readouterr() == ("before\nafter\n", "")
 
 
 def test_training_a_unigram_tokenizer_again_gives_the_same_file(tmp_path: Path) -> None:
     program = (
-        "import sys; from pathlib import Path; from headrace.data import learn, tokenise\n"
+        "import sys; from pathlib import Path\n"
+        "from headrace.data.tokenizer import train as tokenizer_train, tokenizer as tokenizer_io\n"
         "texts = [Path(sys.argv[1]).read_text(encoding='utf-8')]\n"
-        "print(learn.train(texts, kind='unigram', vocab=400).inner.to_str())"
+        "print(tokenizer_train.train_tokenizer(texts, kind='unigram', vocab=400).inner.to_str())"
     )
     (tmp_path / "text").write_text(code()[-2], encoding="utf-8")
     command = [sys.executable, "-c", program, str(tmp_path / "text")]
@@ -102,5 +115,5 @@ def test_training_a_unigram_tokenizer_again_gives_the_same_file(tmp_path: Path) 
 
 
 def test_a_vocabulary_without_room_for_all_bytes_is_refused() -> None:
-    with pytest.raises(UserError, match=r"tokenizer\.vocab: at least 260 .* not 259"):
-        learn.train(code(), kind="bpe", vocab=259)
+    with pytest.raises(UserError, match=r"tokenizer\.vocab: expected at least 260 .* found 259"):
+        tokenizer_train.train_tokenizer(code(), kind="bpe", vocab=259)

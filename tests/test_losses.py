@@ -16,19 +16,19 @@ import pytest
 import torch
 
 import headrace.losses
-from headrace.nn import sharding as mesh
-from headrace.kernels.linear_cross_entropy import tpu as cut_mosaic
-from headrace.kernels.linear_cross_entropy.dispatch import bind
-from headrace.kernels.linear_cross_entropy.dispatch import cut as cut_by
+from headrace.kernels.linear_cross_entropy import tpu
+from headrace.kernels.linear_cross_entropy.dispatch import fused_cross_entropy as cut_by
+from headrace.kernels.linear_cross_entropy.dispatch import with_z_loss
+from headrace.kernels.linear_cross_entropy.stats import NO_PEAK, LossTotals, PerToken, Stats
 from headrace.kernels.linear_cross_entropy.tpu import Blocks
-from headrace.kernels.linear_cross_entropy.stats import NO_PEAK, PerToken, Stats, Totals
 from headrace.losses import cross_entropy, focal
+from headrace.nn import sharding
 
 LOSSES = [module.name for module in pkgutil.iter_modules(headrace.losses.__path__)]
 SHAPES = [(256, 512, 128), (252, 507, 128), (252, 507, 123)]
 # A loss that depends on all three statistics.
-SMOOTHED = bind(cross_entropy.per_token, SimpleNamespace(label_smoothing=0.1, z_loss=1e-3))
-PLAIN_CE = bind(cross_entropy.per_token, SimpleNamespace(label_smoothing=0.0, z_loss=0.0))
+SMOOTHED = with_z_loss(cross_entropy.per_token, SimpleNamespace(label_smoothing=0.1, z_loss=1e-3))
+PLAIN_CE = with_z_loss(cross_entropy.per_token, SimpleNamespace(label_smoothing=0.0, z_loss=0.0))
 
 
 WAY = "tokens"  # the tests of this file go through all of it by each of these ways
@@ -39,11 +39,11 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setitem(globals(), "WAY", request.param)
     # Several blocks of everything, of sizes that no chip would take.
     for name, value in dict(SHAPES=(Blocks(64, 32, 64),), LANES=1, ROWS=8, SIDE=32).items():
-        monkeypatch.setattr(cut_mosaic, name, value)
+        monkeypatch.setattr(tpu, name, value)
     return request.param
 
 
-def cut(*arguments: Any, **options: Any) -> Totals:
+def cut(*arguments: Any, **options: Any) -> LossTotals:
     return cut_by(*arguments, **{"split": WAY} | options)
 
 
@@ -147,7 +147,7 @@ def test_cut_is_no_further_from_the_truth_than_full_logits(
     dtype: Any, tolerance: float, soft_cap: float | None, z_loss: float, shape: tuple[int, int, int]
 ) -> None:
     p = problem(*shape, dtype=dtype)
-    per_token = bind(cross_entropy.per_token, SimpleNamespace(label_smoothing=0.0, z_loss=z_loss))
+    per_token = with_z_loss(cross_entropy.per_token, SimpleNamespace(label_smoothing=0.0, z_loss=z_loss))
     truth = in_float64(p, soft_cap=soft_cap, z_loss=z_loss)
     naive = with_full_logits(per_token, p, soft_cap=soft_cap)
     ours = with_cut(per_token, p, soft_cap=soft_cap, chunk=100)
@@ -214,7 +214,7 @@ def test_logits_are_computed_once_a_pass_and_gradients_only_when_asked_for(
     loss = lambda *arrays: cut(SMOOTHED, *arrays, chunk=64).loss
     # Each kernel is there twice: for a TPU, and for the interpreter.
     once, products = {"tokens": (1, 3), "vocabulary": (1, 4), "mosaic": (2, 2 * 2 + 2)}[way]
-    monkeypatch.setattr(cut_mosaic, "SIDE", 64)  # one product a block
+    monkeypatch.setattr(tpu, "SIDE", 64)  # one product a block
     assert str(jax.make_jaxpr(loss)(*p.arrays)).count("dot_general[") == once
     assert (
         str(jax.make_jaxpr(jax.value_and_grad(loss, argnums=(0, 1)))(*p.arrays)).count("dot_general[")
@@ -224,7 +224,7 @@ def test_logits_are_computed_once_a_pass_and_gradients_only_when_asked_for(
 
 def test_label_smoothing_is_that_of_torch() -> None:
     p = problem()
-    per_token = bind(cross_entropy.per_token, SimpleNamespace(label_smoothing=0.1, z_loss=0.0))
+    per_token = with_z_loss(cross_entropy.per_token, SimpleNamespace(label_smoothing=0.1, z_loss=0.0))
     assert_same(with_cut(per_token, p, chunk=64), in_float64(p, label_smoothing=0.1))
 
 
@@ -238,7 +238,7 @@ def test_focal_loss_matches_its_definition(gamma: float) -> None:
     target = np.maximum(targets, 0).astype(int)[..., None]
     own = np.take_along_axis(probability, target, axis=-1)[..., 0]
     expected = (weights * (1 - own) ** gamma * -np.log(own)).sum()
-    per_token = bind(focal.per_token, SimpleNamespace(gamma=gamma, z_loss=0.0))
+    per_token = with_z_loss(focal.per_token, SimpleNamespace(gamma=gamma, z_loss=0.0))
     assert float(cut(per_token, *p.arrays).loss) == pytest.approx(expected, rel=1e-5)
 
 
@@ -246,7 +246,7 @@ def test_focal_loss_matches_its_definition(gamma: float) -> None:
 def test_every_loss_has_the_gradient_of_its_full_logits_version(name: str) -> None:
     module = importlib.import_module(f"headrace.losses.{name}")
     cfg = SimpleNamespace(**vars(module.Config()), z_loss=1e-3)
-    per_token, p = bind(module.per_token, cfg), problem()
+    per_token, p = with_z_loss(module.per_token, cfg), problem()
     assert_same(
         with_cut(per_token, p, soft_cap=20.0, chunk=64), with_full_logits(per_token, p, soft_cap=20.0)
     )
@@ -262,7 +262,9 @@ def test_every_loss_falls_when_the_target_logit_rises(name: str) -> None:
     assert (after < before).all()
 
 
-@pytest.mark.parametrize("per_token", [SMOOTHED, bind(focal.per_token, SimpleNamespace(gamma=0.5, z_loss=0))])
+@pytest.mark.parametrize(
+    "per_token", [SMOOTHED, with_z_loss(focal.per_token, SimpleNamespace(gamma=0.5, z_loss=0))]
+)
 def test_a_batch_without_targets_gives_zero_and_zero_gradients(per_token: PerToken) -> None:
     p = problem()
     empty = Problem(p.hidden, p.unembed, jnp.full_like(p.targets, -100), jnp.zeros_like(p.weights))
@@ -290,7 +292,7 @@ def test_an_ignored_token_may_have_a_loss_that_needs_a_target() -> None:
 
 @pytest.mark.parametrize("gamma", [None, 0.5, 2.0])
 def test_extreme_logits_stay_finite(gamma: float | None) -> None:
-    per_token = bind(focal.per_token, SimpleNamespace(gamma=gamma, z_loss=1e-4)) if gamma else SMOOTHED
+    per_token = with_z_loss(focal.per_token, SimpleNamespace(gamma=gamma, z_loss=1e-4)) if gamma else SMOOTHED
     p = problem()
     # Every second token is certain of its target and the others are certain of something else.
     certain = p.unembed[jnp.maximum(p.targets, 0)] * jnp.where(jnp.arange(63) % 2, 1, -1)[:, None]
@@ -334,7 +336,7 @@ def test_a_mesh_does_not_change_loss_or_gradients(name: str) -> None:
     p = problem(64 * rows, vocab, embed, rows=rows)
     alone = in_one_piece(64 * rows, vocab, embed, rows)
     devices = jax.devices()[: math.prod(sizes.values())]
-    with jax.set_mesh(mesh.make(sizes, devices)):
+    with jax.set_mesh(sharding.make_mesh(sizes, devices)):
         assert_same(with_cut(SMOOTHED, p, soft_cap=20.0, chunk=20), alone, tolerance=2e-6)
         totals = jax.jit(lambda *arrays: cut(SMOOTHED, *arrays, soft_cap=20.0))(*p.arrays)
     assert_same([totals.loss], alone[:1], tolerance=2e-6)
@@ -343,7 +345,7 @@ def test_a_mesh_does_not_change_loss_or_gradients(name: str) -> None:
 
 def test_the_gradient_of_the_head_is_left_split_as_the_head_is_stored() -> None:
     p = problem(256, 512, 128)
-    with jax.set_mesh(mesh.make(dict(data=2, fsdp=2, tensor=2, context=1))):
+    with jax.set_mesh(sharding.make_mesh(dict(data=2, fsdp=2, tensor=2, context=1))):
         d_unembed = with_cut(SMOOTHED, p)[2]
     assert {shard.data.shape for shard in d_unembed.addressable_shards} == {(256, 64)}
 

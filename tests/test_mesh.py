@@ -7,20 +7,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from headrace.nn import sharding as mesh
 from headrace.attention import blockwise, splash
-from headrace.attention import Mask
+from headrace.nn import sharding
+from headrace.nn.attention_mask import Mask
 
 SPLASH = SimpleNamespace(use="splash", block_q=128, block_kv=128)
 
 
 def test_what_a_mesh_orders_it_restores() -> None:
     x = jnp.broadcast_to(jnp.arange(32), (2, 32))
-    with jax.set_mesh(mesh.make(dict(data=1, fsdp=2, tensor=1, context=4))):
-        there = jax.jit(mesh.balance)(x)
-        np.testing.assert_array_equal(jax.jit(mesh.restore)(there), x)
-        assert mesh.chunks(32) == (0, 7, 1, 6, 2, 5, 3, 4)
-        assert mesh.chunks(36) == (0,)  # no two equal parts for each of four: as it is
+    with jax.set_mesh(sharding.make_mesh(dict(data=1, fsdp=2, tensor=1, context=4))):
+        there = jax.jit(sharding.to_balanced_order)(x)
+        np.testing.assert_array_equal(jax.jit(sharding.from_balanced_order)(there), x)
+        assert sharding.context_chunk_order(32) == (0, 7, 1, 6, 2, 5, 3, 4)
+        assert sharding.context_chunk_order(36) == (0,)  # no two equal parts for each of four: as it is
     held = {shard.index[1].start: shard.data[0].tolist() for shard in there.addressable_shards}
     assert held[8] == [4, 5, 6, 7, 24, 25, 26, 27]
 
@@ -45,8 +45,8 @@ def test_the_order_of_a_mesh_gives_every_device_as_many_tiles(devices: int) -> N
         info = splash._shard(kernel, shards, jnp.int32(offset // 256)).fwd_mask_info
         return int((info.block_mask > 0).sum())
 
-    with jax.set_mesh(mesh.make(dict(data=1, fsdp=8 // devices, tensor=1, context=devices))):
-        order = mesh.chunks(length)
+    with jax.set_mesh(sharding.make_mesh(dict(data=1, fsdp=8 // devices, tensor=1, context=devices))):
+        order = sharding.context_chunk_order(length)
     every = tiles * (tiles + 1) // 2
     for count in (blockwise_tiles, splash_tiles):
         of_chunk = np.array([count(int(offset)) for offset in offsets])

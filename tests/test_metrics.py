@@ -1,4 +1,4 @@
-"""Meter arithmetic with a driven clock, late reading, and what each writer leaves behind."""
+"""The meter with a simulated clock, deferred reading of metrics, and the output of each tracker."""
 
 import io
 import json
@@ -16,12 +16,12 @@ import jax.numpy as jnp
 import pytest
 from rich.console import Console
 
-from headrace.training import metrics
-from headrace import trackers as writers
-from headrace.training.metrics import Late, Meter
-from headrace.trackers import Writers, terminal
+from headrace import trackers
+from headrace.trackers import Trackers, terminal
 from headrace.trackers.jsonl import Jsonl
 from headrace.trackers.tensorboard import TensorBoard
+from headrace.training import metrics
+from headrace.training.metrics import DeferredMetrics, Meter
 
 ROW = {
     "step": 1200,
@@ -47,10 +47,10 @@ class Clock:
         return self.now
 
 
-class Heard:
-    """A writer that remembers, and fails on rows when told to."""
+class RecordingTracker:
+    """A tracker that records rows and events, or fails on rows if `fails`."""
 
-    def __init__(self, name: str = "heard", *, fails: bool = False) -> None:
+    def __init__(self, name: str = "recording", *, fails: bool = False) -> None:
         self.name = name
         self.optional = True
         self.fails = fails
@@ -71,7 +71,12 @@ class Heard:
 
 def meter(clock: Clock, **changes: Any) -> Meter:
     settings: dict[str, Any] = dict(
-        tokens_per_step=1000, flops_per_token=6e9, total_steps=100, devices=4, peak=1e12, clock=clock
+        tokens_per_step=1000,
+        flops_per_token=6e9,
+        total_steps=100,
+        num_devices=4,
+        peak_flops=1e12,
+        clock=clock,
     )
     return Meter(**settings | changes)
 
@@ -98,7 +103,7 @@ def test_rates_count_the_time_of_steps_and_not_of_pauses() -> None:
     assert measured.row(10, {})["tokens_per_second"] == pytest.approx(1000), "a rate since the last row"
 
 
-def test_a_resumed_run_measures_from_where_it_goes_on() -> None:
+def test_a_resumed_run_measures_from_the_step_it_resumes_from() -> None:
     clock = Clock()
     measured = meter(clock)
     clock.now += 500
@@ -110,7 +115,7 @@ def test_a_resumed_run_measures_from_where_it_goes_on() -> None:
     assert row["eta_seconds"] == pytest.approx(15 * 2)
 
 
-def test_a_failing_pause_still_ends() -> None:
+def test_a_failing_pause_ends() -> None:
     clock = Clock()
     measured = meter(clock)
     with pytest.raises(RuntimeError), measured.pause():
@@ -122,7 +127,7 @@ def test_a_failing_pause_still_ends() -> None:
 
 def test_mfu_is_absent_where_the_peak_is_unknown() -> None:
     clock = Clock()
-    measured = meter(clock, peak=metrics.peak_flops(jax.devices()[0]))
+    measured = meter(clock, peak_flops=metrics.peak_flops(jax.devices()[0]))
     clock.now += 1
     assert measured.row(1, {})["mfu"] is None
 
@@ -159,7 +164,7 @@ def test_memory_is_the_fullest_device_or_the_process() -> None:
 
 
 def test_device_scalars_of_any_kind_are_fetched_as_floats() -> None:
-    values = metrics.fetch({"loss": jnp.bfloat16(1.5), "skipped": jnp.int32(2), "learning_rate": 0.25})
+    values = metrics.read_scalars({"loss": jnp.bfloat16(1.5), "skipped": jnp.int32(2), "learning_rate": 0.25})
     assert values == {"loss": 1.5, "skipped": 2.0, "learning_rate": 0.25}
     assert all(type(value) is float for value in values.values())
 
@@ -175,7 +180,7 @@ def test_a_step_is_read_only_after_the_next_was_dispatched() -> None:
             read.append(self.step)
             return float(self.step)
 
-    late = Late()
+    late = DeferredMetrics()
     assert late.push(1, {"loss": Scalar(1)}) == [] and read == []
     assert late.push(2, {"loss": Scalar(2)}) == [(1, {"loss": 1.0})] and read == [1]
     assert late.flush() == [(2, {"loss": 2.0})] and read == [1, 2]
@@ -211,7 +216,7 @@ def test_a_run_from_the_start_begins_an_empty_file(tmp_path: Path) -> None:
     assert path.read_bytes() == b""
 
 
-def test_a_row_that_is_not_finite_is_still_json(tmp_path: Path) -> None:
+def test_a_row_that_is_not_finite_is_valid_json(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     jsonl = Jsonl(path)
     jsonl.write(1, {"loss": math.nan, "grad_norm": math.inf, "mfu": None, "tokens": 5})
@@ -222,66 +227,69 @@ def test_a_row_that_is_not_finite_is_still_json(tmp_path: Path) -> None:
     ]
 
 
-def test_a_full_disk_is_told_once_and_loses_no_row_once_there_is_room(tmp_path: Path) -> None:
-    path, heard = tmp_path / "metrics.jsonl", Heard()
-    held = Writers([Jsonl(path), heard])
+def test_a_full_disk_causes_one_warning_and_loses_no_row(tmp_path: Path) -> None:
+    path, recording = tmp_path / "metrics.jsonl", RecordingTracker()
+    outputs = Trackers([Jsonl(path), recording])
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
     try:
         for step in range(1, 9):
-            held.write(step, {"loss": 1.0, "grad_norm": 2.0})
+            outputs.write(step, {"loss": 1.0, "grad_norm": 2.0})
         full = path.read_bytes()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert len(full) == 100 and not full.endswith(b"\n"), "the limit must have cut a row in two"
-    held.write(9, {"loss": 1.0})
+    outputs.write(9, {"loss": 1.0})
     assert [row["step"] for row in rows(path)] == list(range(1, 10))
-    assert heard.rows == list(range(1, 10))
-    assert len(heard.events) == 1 and "metrics.jsonl" in heard.events[0]
+    assert recording.rows == list(range(1, 10))
+    assert len(recording.events) == 1 and "metrics.jsonl" in recording.events[0]
 
 
 @pytest.mark.fault(21)
-def test_a_tracker_that_fails_is_dropped_after_one_message_and_the_others_go_on(tmp_path: Path) -> None:
-    heard, broken = Heard(), Heard("broken", fails=True)
-    held = Writers([broken, heard, Jsonl(tmp_path / "metrics.jsonl")])
+def test_an_optional_tracker_that_fails_is_removed_with_one_warning(tmp_path: Path) -> None:
+    recording, broken = RecordingTracker(), RecordingTracker("broken", fails=True)
+    outputs = Trackers([broken, recording, Jsonl(tmp_path / "metrics.jsonl")])
     for step in (1, 2, 3):
-        held.write(step, {"loss": 1.0})
-    held.event("saved")
-    held.close()
-    assert heard.rows == [1, 2, 3]
+        outputs.write(step, {"loss": 1.0})
+    outputs.event("saved")
+    outputs.close()
+    assert recording.rows == [1, 2, 3]
     assert [row["step"] for row in rows(tmp_path / "metrics.jsonl")] == [1, 2, 3]
-    assert heard.events == ["broken failed and is off: the server has gone away; training goes on", "saved"]
+    assert recording.events == [
+        "broken failed and is off: the server has gone away; training continues",
+        "saved",
+    ]
     assert broken.events == []
 
 
-def test_a_missing_wandb_is_told_once_with_the_way_to_get_it(
+def test_missing_wandb_causes_one_warning_with_the_command_that_installs_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)  # as if it were not installed
-    held = writers.make(tmp_path, total_steps=10, wandb=True)
-    held.write(1, ROW)
-    held.close()
-    assert capsys.readouterr().out.count('pip install ".[wandb]"') == 1
+    outputs = trackers.make_trackers(tmp_path, total_steps=10, wandb=True)
+    outputs.write(1, ROW)
+    outputs.close()
+    assert capsys.readouterr().out.count("pip install wandb") == 1
     assert [row["step"] for row in rows(tmp_path / "metrics.jsonl")] == [1]
 
 
 @pytest.mark.fault(21)
-def test_wandb_is_waited_for_only_so_long_and_that_is_said_before(
+def test_the_wait_for_wandb_is_limited_and_announced(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said: list[str] = []
+    printed: list[str] = []
 
-    def init(settings: SimpleNamespace, **rest: Any) -> None:
-        said.append(capsys.readouterr().out)
-        assert f"for {settings.init_timeout} s at most" in said[0]
+    def init(settings: SimpleNamespace, **options: Any) -> None:
+        printed.append(capsys.readouterr().out)
+        assert f"for at most {settings.init_timeout} s" in printed[0]
         raise TimeoutError("no answer")
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(Settings=SimpleNamespace, init=init))
-    writers.make(tmp_path, total_steps=10, wandb=True).close()
-    assert said and "wandb is off: no answer" in capsys.readouterr().out
+    trackers.make_trackers(tmp_path, total_steps=10, wandb=True).close()
+    assert printed and "wandb is off: no answer" in capsys.readouterr().out
 
 
-def test_tensorboard_takes_a_nan_in_silence(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_tensorboard_accepts_nan_without_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     board = TensorBoard(tmp_path)
     board.write(1, {"loss": float("nan")})
     board.close()
@@ -291,12 +299,12 @@ def test_tensorboard_takes_a_nan_in_silence(tmp_path: Path, caplog: pytest.LogCa
 def test_plain_output_has_every_column_aligned_and_no_control_characters(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    held = writers.make(tmp_path, total_steps=4000)
+    outputs = trackers.make_trackers(tmp_path, total_steps=4000)
     for step in range(100, 2600, 100):
-        held.write(step, ROW)
-    held.write(2500, {"evaluate/loss": 2.4012, "evaluate/perplexity": 142.7034})
-    held.event("a \x1b[31mred\r word", "warning")
-    held.close()
+        outputs.write(step, ROW)
+    outputs.write(2500, {"evaluate/loss": 2.4012, "evaluate/perplexity": 142.7034})
+    outputs.event("a \x1b[31mred\r word", "warning")
+    outputs.close()
     said = capsys.readouterr().out
     assert all(char.isprintable() or char == "\n" for char in said)
     lines = said.splitlines()
@@ -313,10 +321,10 @@ def test_plain_output_has_every_column_aligned_and_no_control_characters(
     assert [line[21:] for line in logged] == lines
 
 
-def test_what_a_row_does_not_know_is_left_out_and_skipped_updates_appear(
+def test_columns_without_a_value_are_omitted_and_skipped_updates_appear(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    plain = terminal.make(4000)
+    plain = terminal.make_terminal(4000)
     plain.write(1, ROW | {"mfu": None, "memory": None})
     plain.write(2, ROW | {"mfu": None, "memory": None, "skipped": 3})
     said = capsys.readouterr().out
@@ -335,7 +343,7 @@ def screen(console: Console) -> list[str]:
 @pytest.mark.parametrize("width", [30, 50, 80, 120])
 def test_the_display_fits_the_terminal(width: int) -> None:
     console = Console(width=width, height=24, file=io.StringIO(), force_terminal=True)
-    live = terminal.Live(1_000_000, console=console)
+    live = terminal.LiveTerminal(1_000_000, console=console)
     assert "waiting for the first step" in screen(console)[-1]
     widest = ROW | {"loss": 12.3456, "grad_norm": 0.0123, "eta_seconds": 86_000.0, "skipped": 12}
     live.write(999_990, widest)
@@ -363,9 +371,9 @@ def test_the_display_fits_the_terminal(width: int) -> None:
     assert len(shown[1]) >= {30: 2, 50: 3, 80: 6, 120: 7}[width]
 
 
-def test_the_usual_row_is_shown_whole_on_eighty_columns() -> None:
+def test_a_usual_row_fits_on_eighty_columns() -> None:
     console = Console(width=80, height=24, file=io.StringIO(), force_terminal=True)
-    live = terminal.Live(400_000, console=console)
+    live = terminal.LiveTerminal(400_000, console=console)
     live.write(399_000, ROW)
     live.write(400_000, {"evaluate/loss": 2.5})
     live.write(400_000, ROW)
@@ -378,18 +386,18 @@ def test_the_usual_row_is_shown_whole_on_eighty_columns() -> None:
     assert any(line.endswith("evaluate at step 400,000   loss 2.5000") for line in lines)
 
 
-def test_numbers_read_as_people_write_them() -> None:
-    assert [terminal.short(x) for x in (0, 0.5, 999.6, 12_345, 1.2e9)] == [
+def test_numbers_have_few_digits_and_units() -> None:
+    assert [terminal.format_short(x) for x in (0, 0.5, 999.6, 12_345, 1.2e9)] == [
         "0.00", "0.500", "1.00k", "12.3k", "1.20G",
     ]  # fmt: skip
-    assert [terminal.duration(x) for x in (0, 59.6, 200, 7_500, 180_000)] == [
+    assert [terminal.format_duration(x) for x in (0, 59.6, 200, 7_500, 180_000)] == [
         "0s", "1m 00s", "3m 20s", "2h 05m", "2d 02h",
     ]  # fmt: skip
-    assert [terminal.size(x) for x in (12, 5 * 2**20, 1.25 * 2**30, 139 * 2**30)] == [
+    assert [terminal.format_bytes(x) for x in (12, 5 * 2**20, 1.25 * 2**30, 139 * 2**30)] == [
         "12 B", "5.0 MiB", "1.2 GiB", "139 GiB",
     ]  # fmt: skip
-    assert [terminal.scientific(x) for x in (3e-4, 0, 1.0)] == ["3.00e-4", "0", "1.00e0"]
-    assert [terminal.number(x) for x in (math.nan, -math.inf, 2.5, 123.456, 1e9)] == [
+    assert [terminal.format_scientific(x) for x in (3e-4, 0, 1.0)] == ["3.00e-4", "0", "1.00e0"]
+    assert [terminal.format_number(x) for x in (math.nan, -math.inf, 2.5, 123.456, 1e9)] == [
         "nan", "-inf", "2.5000", "123.46", "1e+09",
     ]  # fmt: skip
 
@@ -409,7 +417,7 @@ def tensorboard_events(folder: Path) -> list[list[Any]]:
     return files
 
 
-def test_tensorboard_files_hold_the_scalars_and_hide_what_a_resumed_run_undid(tmp_path: Path) -> None:
+def test_tensorboard_files_have_the_scalars_and_hide_those_after_the_resumed_step(tmp_path: Path) -> None:
     board = TensorBoard(tmp_path)
     board.write(100, ROW | {"mfu": None})
     board.write(100, {"evaluate/loss": 2.5})
@@ -427,8 +435,8 @@ def test_a_tensorboard_that_cannot_be_opened_does_not_stop_the_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "tensorboard").write_text("a file where the folder should be")
-    held = writers.make(tmp_path, total_steps=10, tensorboard=True)
-    held.write(1, ROW)
-    held.close()
+    outputs = trackers.make_trackers(tmp_path, total_steps=10, tensorboard=True)
+    outputs.write(1, ROW)
+    outputs.close()
     assert capsys.readouterr().out.count("tensorboard is off") == 1
     assert len(rows(tmp_path / "metrics.jsonl")) == 1

@@ -13,20 +13,21 @@ import pytest
 import torch
 import transformers
 
-from headrace.config import reader as config, sections
+from headrace import objectives
+from headrace.checkpoint import open_hf, state
+from headrace.config import reader, sections, source_model
+from headrace.convert import to_huggingface
+from headrace.model_wrappers import load_family
 from headrace.nn import module
-from headrace import objectives as objective
-from headrace.checkpoint import state
-from headrace.training import step
-from headrace.nn.stack import REMAT, Execution
-from headrace.convert import to_huggingface as huggingface
-from headrace.model_formats.hf_tensors import table_of
+from headrace.nn.linear import project
 from headrace.nn.mlp import glu
 from headrace.nn.norm import rms_norm
-from headrace.objectives import Batch, Task, Vocabulary
+from headrace.nn.remat import REMAT_POLICIES
+from headrace.nn.stack import Execution
+from headrace.objectives import Batch, SpecialTokens, TrainTask
 from headrace.optim import adamw
-from headrace.nn.linear import project
-from headrace.config.durations import Curves
+from headrace.schedules import Curves
+from headrace.training import loss_spikes, step
 
 VOCAB = 96
 SIZES = dict(
@@ -107,27 +108,28 @@ def pair(tmp_path_factory):
     def make(name: str) -> Pair:
         theirs, folder = hugging_face(name), tmp_path_factory.mktemp(name)
         theirs.save_pretrained(folder)
-        settings = huggingface.read_config(folder)
-        family = huggingface.family_of(settings)
-        section = family.from_hf(settings)
-        cfg = config.part_class("models", section.pop("use"))(**section)
-        params = huggingface.from_tensors(table_of(family, cfg), module.shapes(family.Model, cfg), folder)
+        settings = source_model.read_hf_config(folder)
+        family = open_hf.find_family(settings)
+        section = family.hf_naming.from_config(settings)
+        cfg = reader.part_class("models", section.pop("use"))(**section)
+        params = open_hf.read_params(family.tensor_table(cfg), module.shapes(family.Model, cfg), folder)
         return Pair(theirs, cfg, jax.tree.map(jnp.asarray, params), family)
 
     return make
 
 
 def execution(**settings: Any) -> Execution:
-    return Execution(config.part_class("attention", "auto")(), **{"compute": "float32"} | settings)
+    return Execution(reader.part_class("attention", "auto")(), **{"compute_dtype": "float32"} | settings)
 
 
-def task(cfg: Any, how: Execution) -> Task:
-    return Task(
+def task(cfg: Any, exec_opts: Execution) -> TrainTask:
+    return TrainTask(
         model=cfg,
-        objective=config.part_class("objectives", "causal" if cfg.causal else "masked")(),
-        loss=config.part_class("losses", "cross_entropy", sections.Loss)(chunk=32),
-        how=how,
-        vocabulary=Vocabulary(VOCAB, pad=0, bos=1, eos=2, mask=3),
+        objective=reader.part_class("objectives", "causal" if cfg.causal else "masked")(),
+        loss=reader.part_class("losses", "cross_entropy", sections.LossKeys)(chunk_size=32),
+        exec_opts=exec_opts,
+        special_tokens=SpecialTokens(VOCAB, pad=0, bos=1, eos=2, mask=3),
+        family=load_family(cfg),
     )
 
 
@@ -145,7 +147,7 @@ TEXT = text(2, 24)
 def hidden(pair: Pair, compute: str = "float32") -> Callable[[Batch], jax.Array]:
     def run(params: Any, batch: Batch) -> jax.Array:
         seen = dict(segments=batch.segments, positions=batch.positions)
-        return params(pair.cfg, batch.tokens, how=execution(compute=compute), **seen)
+        return params(pair.cfg, batch.tokens, exec_opts=execution(compute_dtype=compute), **seen)
 
     return functools.partial(jax.jit(run), pair.params)
 
@@ -154,12 +156,12 @@ def hidden(pair: Pair, compute: str = "float32") -> Callable[[Batch], jax.Array]
 def trained(pair: Pair, **how: Any) -> tuple[Any, jax.Array, Any]:
     """The examples made of `TEXT`, the mean loss and its gradients as the training step takes them."""
     job, axes = task(pair.cfg, execution(**how)), module.axes(pair.family.Model, pair.cfg)
-    prepare = objective.file("objectives", job.objective).prepare
+    prepare = objectives.load_objective(job.objective).prepare
 
     @jax.jit
     def run(params: Any, batch: Batch) -> tuple[Any, jax.Array, Any]:
         examples = prepare(job, batch, jax.random.key(0))
-        grads, sums = step.gradients(job, axes, params, step.split(examples, 1))
+        grads, sums = step.accumulate_gradients(job, axes, params, step.to_microbatches(examples, 1))
         return examples, sums["loss"] / sums["count"], jax.tree.map(lambda g: g / sums["count"], grads)
 
     return run(pair.params, TEXT)
@@ -190,7 +192,7 @@ def test_loss_and_gradients_of_the_training_path_are_those_of_transformers(name,
     answer.loss.backward()
     assert abs(float(loss) - answer.loss.item()) <= 1e-5
 
-    ours = dict(huggingface.to_tensors(table_of(both.family, both.cfg), grads, "float32"))
+    ours = dict(to_huggingface.to_tensors(both.family.tensor_table(both.cfg), grads, "float32"))
     theirs = {path: weight.grad.numpy() for path, weight in both.theirs.named_parameters()}
     assert ours.keys() == theirs.keys()
     for path, wanted in theirs.items():
@@ -231,13 +233,15 @@ def test_packed_documents_are_as_if_alone(name, pair):
 
 @pytest.mark.thin(3)
 @pytest.mark.parametrize(
-    "how", [{"remat": name} for name in REMAT] + [{"unroll": 2}, {"unroll": 2, "remat": "attention"}], ids=str
+    "how",
+    [{"remat": name} for name in REMAT_POLICIES] + [{"unroll": 2}, {"unroll": 2, "remat": "attention"}],
+    ids=str,
 )
 def test_what_is_kept_or_unrolled_changes_nothing(how, pair):
     _, loss, grads = trained(pair("llama"))
     _, same, others = trained(pair("llama"), **how)
     assert abs(float(loss) - float(same)) <= 1e-6
-    for (path, wanted), other in zip(module.named(grads), jax.tree.leaves(others), strict=True):
+    for (path, wanted), other in zip(module.named_leaves(grads), jax.tree.leaves(others), strict=True):
         assert jnp.linalg.norm(other - wanted) <= 1e-5 * jnp.linalg.norm(wanted), path
 
 
@@ -262,14 +266,16 @@ def test_the_backward_pass_keeps_no_more_than_the_inputs(kind):
 
 
 def test_flops_count_every_product_once():
-    llama = huggingface.family_of({"model_type": "llama"})
-    cfg = llama.Config(layers=2, embed=64, heads=4, kv_heads=2, mlp=112, vocab=96, tied=False)
+    llama = open_hf.find_family({"model_type": "llama"})
+    cfg = llama.Config(layers=2, embed=64, heads=4, kv_heads=2, mlp=112, vocab=96, tie_embeddings=False)
     matrices = 2 * (64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 112) + 64 * 96
     norms = 5 * 64
     scores = 2 * 2 * 64 * 40 / 2  # two products of width 64 with half of 40 positions, in two layers
-    assert llama.flops(cfg, 40) == 6 * (matrices + norms) + 6 * scores
-    tied = dataclasses.replace(cfg, tied=True)
-    assert llama.flops(tied, 40) == llama.flops(cfg, 40)  # the head multiplies, tied or not
+    assert llama.flops_per_token(cfg, 40) == 6 * (matrices + norms) + 6 * scores
+    tied = dataclasses.replace(cfg, tie_embeddings=True)
+    assert llama.flops_per_token(tied, 40) == llama.flops_per_token(
+        cfg, 40
+    )  # the head multiplies, tied or not
 
 
 @pytest.mark.parametrize(
@@ -285,7 +291,7 @@ def test_flops_count_every_product_once():
     ],
 )
 def test_sizes_that_cannot_be_are_refused(settings, key):
-    llama = config.part_class("models", "llama")
+    llama = reader.part_class("models", "llama")
     with pytest.raises(ValueError, match=f"^{key}: expected"):
         llama(**dict(layers=2, embed=64, heads=4, kv_heads=2, mlp=112) | settings)
 
@@ -299,14 +305,14 @@ def test_whole_updates_follow_torch(pair):
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": norms, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), eps=1e-8)
 
-    cfg = config.part_class("optim", "adamw", sections.Optimizer)(
-        learning_rate=1e-3, weight_decay=0.1, clip=1.0
+    cfg = reader.part_class("optim", "adamw", sections.OptimizerKeys)(
+        learning_rate=1e-3, weight_decay=0.1, max_grad_norm=1.0
     )
     axes = module.axes(ours.family.Model, ours.cfg)
     tx = adamw.make(cfg, axes)
     flat = Curves(learning_rate=lambda step: 1.0, weight_decay=lambda step: 1.0)
-    update = jax.jit(step.train_step(task(ours.cfg, execution()), step.Update(cfg, tx, flat), axes))
-    current = state.fresh(ours.params, tx, seed=0, ema=False)
+    update = jax.jit(step.train_step(task(ours.cfg, execution()), step.OptimizerStep(cfg, tx, flat), axes))
+    current = state.new_state(ours.params, tx, seed=0, ema=False, history=loss_spikes.empty_history(2))
     for number in range(5):
         batch = text(2, 24, seed=number)
         tokens = torch.tensor(np.asarray(batch.tokens), dtype=torch.long)

@@ -11,15 +11,16 @@ import pytest
 import transformers
 from hypothesis import strategies as st
 
-from headrace.config import reader as config, recipe
-from headrace.training import grow as enlarge, init_from as start, run as train
-from headrace.nn import sharding as mesh, module
-from headrace.errors import UserError
-from headrace.nn.stack import Execution
 from headrace.checkpoint.open_run import open_run
-from headrace.nn.bias import BIAS_COLUMNS
+from headrace.config import reader, recipe
+from headrace.errors import UserError
 from headrace.models import modernbert, modernbert_decoder
+from headrace.nn import module, sharding
+from headrace.nn.bias import BIAS_COLUMNS
 from headrace.nn.module import Axes
+from headrace.nn.stack import Execution
+from headrace.training import grow, init_from
+from headrace.training import run as training_run
 from tests import parity
 from tests.test_step import Bench
 
@@ -68,14 +69,14 @@ SMALL = dict(layers=4, embed=32, heads=4, mlp=48, window=8)
 
 def overrides(**sizes: int) -> list[str]:
     chosen = [f"model.{key}={value}" for key, value in (SMALL | sizes).items()]
-    return ["model=null", "model.use=modernbert", *chosen, "objective.use=masked", "objective.rate=0.3"]
+    return ["model=null", "model.use=modernbert", *chosen, "objective.use=masked", "objective.mask_rate=0.3"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(1, 4, 2, 1), (1, 2, 2, 2)], ids=str)
 def test_the_mesh_does_not_change_the_loss(tiny, sizes, capfd):
     cfg = tiny(*overrides())
-    losses = [row["loss"] for row in Bench(cfg, dict(zip(mesh.AXES, sizes, strict=False))).run(2)[1]]
+    losses = [row["loss"] for row in Bench(cfg, dict(zip(sharding.AXES, sizes, strict=False))).run(2)[1]]
     np.testing.assert_allclose(losses, [row["loss"] for row in Bench(cfg).run(2)[1]], atol=3e-5, rtol=0)
     assert "Involuntary full rematerialization" not in capfd.readouterr().err
 
@@ -94,9 +95,13 @@ def test_a_window_reaches_half_of_it_to_either_side():
         params = module.init(family.Model, cfg, jax.random.key(0))
         blocks = dataclasses.replace(params.blocks, w_o=params.blocks.w_o.at[0].set(0) * 50)
         params = dataclasses.replace(params, blocks=blocks)
-        how = Execution(config.part_class("attention", "xla")(), "float32")
+        exec_opts = Execution(reader.part_class("attention", "xla")(), "float32")
         tokens = jnp.arange(24)[None] + 4
-        run = jax.jit(lambda tokens, params=params, cfg=cfg, how=how: params(cfg, tokens, how=how))
+        run = jax.jit(
+            lambda tokens, params=params, cfg=cfg, exec_opts=exec_opts: params(
+                cfg, tokens, exec_opts=exec_opts
+            )
+        )
         apart = jnp.abs(run(tokens) - run(tokens.at[0, 12].set(60))).max(-1)[0]
         seen = np.flatnonzero(apart > 1e-6)
         # Who sees position 12: those after it by at most `back`, and before it by at most `ahead`.
@@ -107,10 +112,10 @@ def test_the_bias_of_the_head_is_added_to_the_logits():
     cfg = modernbert.Config(**SMALL, vocab=64)
     params = module.init(modernbert.Model, cfg, jax.random.key(0))
     bias = jnp.arange(64.0)
-    how = Execution(config.part_class("attention", "xla")(), "float32")
+    exec_opts = Execution(reader.part_class("attention", "xla")(), "float32")
     logits = []
     for one in (params, dataclasses.replace(params, head_bias=bias)):
-        hidden = jax.jit(lambda one: one(cfg, jnp.arange(8)[None], how=how))(one)
+        hidden = jax.jit(lambda one: one(cfg, jnp.arange(8)[None], exec_opts=exec_opts))(one)
         assert hidden.shape == (1, 8, 32 + BIAS_COLUMNS)
         logits.append(hidden @ one.unembed.T)
     np.testing.assert_allclose(logits[1] - logits[0], jnp.broadcast_to(bias, (1, 8, 64)), atol=1e-5)
@@ -130,46 +135,48 @@ def test_weights_are_tiled_from_the_middle(rows, more_rows, columns, more_column
     small = np.arange(rows * columns).reshape(rows, columns)
     padding = [(more // 2, more - more // 2) for more in (more_rows, more_columns)]
     shape = (rows + more_rows, columns + more_columns)
-    found = enlarge.tiled(jnp.asarray(small), Axes(("embed", "mlp")), shape, (2, 3))
+    found = grow.grow_weight(jnp.asarray(small), Axes(("embed", "mlp")), shape, (2, 3))
     np.testing.assert_array_equal(found, np.pad(small, padding, mode="wrap"))
 
 
 def test_layers_are_repeated_in_place():
     small = jnp.arange(22)[:, None]
-    found = enlarge.tiled(small, Axes(("layers", "embed"), stacked=1), (28, 1), (22, 28))[:, 0]
+    found = grow.grow_weight(small, Axes(("layers", "embed"), stacked=1), (28, 1), (22, 28))[:, 0]
     assert found.tolist() == [round(i * 22 / 28) for i in range(28)]
     # A weight that the first layer has not comes from the same layers as the others.
-    later = enlarge.tiled(small[1:], Axes(("later_layers", "embed"), stacked=1), (27, 1), (22, 28))[:, 0]
+    later = grow.grow_weight(small[1:], Axes(("later_layers", "embed"), stacked=1), (27, 1), (22, 28))[:, 0]
     assert later.tolist() == found[1:].tolist()
-    twice = enlarge.tiled(small[:2], Axes(("layers", "embed"), stacked=1), (8, 1), (2, 8))[:, 0]
+    twice = grow.grow_weight(small[:2], Axes(("layers", "embed"), stacked=1), (8, 1), (2, 8))[:, 0]
     assert twice.tolist() == [0, 0, 0, 1, 1, 1, 1, 1]
 
 
 @pytest.mark.slow
 def test_a_run_starts_from_the_weights_of_a_smaller_one(tiny, tmp_path):
     short = ["schedule.steps=1", "schedule.warmup=0", "optimizer.learning_rate=0.0", "mesh.fsdp=2"]
-    small = tiny(*overrides(), *short, f"run={tmp_path}/small")
-    assert train.run(small) == 0
-    short += [f"start={tmp_path}/small", f"run={tmp_path}/large", "optimizer.ema=0.5"]
+    small = tiny(*overrides(), *short, f"run_dir={tmp_path}/small")
+    assert training_run.run(small) == 0
+    short += [f"init_from={tmp_path}/small", f"run_dir={tmp_path}/large", "optimizer.ema_decay=0.5"]
     large = tiny(*overrides(layers=6, embed=48, heads=6, mlp=80), *short)
-    assert train.run(large) == 0
-    before, after = (open_run(recipe.load_run(cfg.run)).params for cfg in (small, large))
+    assert training_run.run(large) == 0
+    before, after = (open_run(recipe.load_run(cfg.run_dir)).params for cfg in (small, large))
     wider = np.pad(np.asarray(before.embedding), [(0, 0), (8, 8)], mode="wrap")
     np.testing.assert_array_equal(after.embedding, wider)
     layer, heads = np.asarray(before.blocks.w_q[1]), [(8, 8), (1, 1), (0, 0)]
     np.testing.assert_array_equal(after.blocks.w_q[2], np.pad(layer, heads, mode="wrap"))
-    assert train.run(large) == 0  # which is finished, and looks at no other run
+    assert training_run.run(large) == 0  # which is finished, and looks at no other run
 
     for sizes, message in (
         ({"vocab": 300, "mlp": 40}, "blocks.w_gate is 48 along mlp in .*small, expected at most 40"),
     ):
         with pytest.raises(UserError, match=message):
-            start.check(small.run, config.part_class("models", "modernbert")(**SMALL | sizes))
-    twin = config.part_class("models", "modernbert_decoder")(**SMALL)
-    with pytest.raises(UserError, match="start: .*small holds a modernbert, expected a modernbert_decoder"):
-        start.check(small.run, twin)
+            init_from.check(small.run_dir, reader.part_class("models", "modernbert")(**SMALL | sizes))
+    twin = reader.part_class("models", "modernbert_decoder")(**SMALL)
+    with pytest.raises(
+        UserError, match="init_from: .*small holds a modernbert, expected a modernbert_decoder"
+    ):
+        init_from.check(small.run_dir, twin)
     with pytest.raises(UserError, match="not a run folder"):
-        train.run(tiny(*overrides(), f"start={tmp_path}/nowhere", f"run={tmp_path}/other"))
+        training_run.run(tiny(*overrides(), f"init_from={tmp_path}/nowhere", f"run_dir={tmp_path}/other"))
 
 
 SETTINGS = transformers.ModernBertConfig(
@@ -178,12 +185,12 @@ SETTINGS = transformers.ModernBertConfig(
 
 
 def test_the_published_config_of_transformers_4_is_read():
-    new = modernbert.from_hf(SETTINGS)
+    new = modernbert.from_hf_config(SETTINGS)
     old = {key: value for key, value in SETTINGS.items() if key not in ("layer_types", "rope_parameters")}
     old |= dict(global_attn_every_n_layers=2, global_rope_theta=5e5, local_rope_theta=7e3)
-    assert modernbert.from_hf(old) == new | dict(global_every=2, rope_theta=5e5, local_theta=7e3)
+    assert modernbert.from_hf_config(old) == new | dict(global_every=2, rope_theta=5e5, rope_local_theta=7e3)
     assert new == dict(use="modernbert", vocab=96, **SMALL | dict(window=128)) | dict(
-        global_every=3, norm_eps=1e-5, rope_theta=160_000.0, local_theta=10_000.0
+        global_every=3, norm_eps=1e-5, rope_theta=160_000.0, rope_local_theta=10_000.0
     )
 
 
@@ -194,7 +201,7 @@ def test_the_published_config_of_transformers_4_is_read():
         ({"norm_bias": True}, "norm_bias: found true, only false"),
         ({"decoder_bias": False}, "decoder_bias: found false, only true"),
         ({"hidden_activation": "silu"}, 'hidden_activation: found "silu", only "gelu"'),
-        ({"tie_word_embeddings": False}, "modernbert with tied False: only True"),
+        ({"tie_word_embeddings": False}, "modernbert with tie_embeddings False: only True"),
         ({"local_attention": 1}, "window: expected 2 or more"),
         ({"num_attention_heads": 32}, "heads: expected embed, 32, to be an even multiple"),
         ({"rope_parameters": {"full_attention": {"rope_type": "yarn", "factor": 2.0}}}, "rope_scaling yarn"),
@@ -203,4 +210,4 @@ def test_the_published_config_of_transformers_4_is_read():
 )
 def test_a_modernbert_that_cannot_be_imported_is_refused_in_words(changes, message):
     with pytest.raises(UserError, match=message):
-        modernbert.from_hf(SETTINGS | changes)
+        modernbert.from_hf_config(SETTINGS | changes)

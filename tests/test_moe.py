@@ -14,13 +14,12 @@ import torch
 import transformers
 from hypothesis import strategies as st
 
-from headrace.config import reader as config, recipe
-from headrace.nn import sharding as mesh
+from headrace.config import reader, recipe
 from headrace.errors import UserError
-from headrace.nn import experts
+from headrace.hardware.slices import parse_slice
+from headrace.nn import experts, sharding
 from headrace.nn.mlp import activate
-from headrace.plan import estimate as arithmetic
-from headrace.hardware.slices import parse
+from headrace.plan import estimate
 from tests import parity
 from tests.test_step import Bench, assert_close
 
@@ -80,7 +79,7 @@ def test_parity_of_mixtures(kind, settings, dense, normalise, qk_norm, shared, s
     parity.check(theirs, tmp_path_factory.mktemp(kind), length=20, least=1e-4, fused=True)
 
 
-def by_hand(kind: str, x: Any, choice: experts.Choice, w: experts.Matrices) -> Any:
+def by_hand(kind: str, x: Any, choice: experts.Routing, w: experts.ExpertWeights) -> Any:
     """Every token through every expert, those that it did not choose weighing nothing."""
     much = jnp.sum(jax.nn.one_hot(choice.experts, len(w.gate)) * choice.weights[..., None], axis=-2)
     gate, up = (jnp.einsum("bsd,edf->bsef", x, one) for one in (w.gate, w.up))
@@ -90,11 +89,13 @@ def by_hand(kind: str, x: Any, choice: experts.Choice, w: experts.Matrices) -> A
 def drawn(count: int, k: int, rows: int = 8, crowd: bool = False) -> tuple[Any, Any, Any]:
     rng = np.random.default_rng(count + k)
     shapes = [(count, 8, 12), (count, 8, 12), (count, 12, 8)]
-    w = experts.Matrices(*(jnp.asarray(rng.normal(size=shape, scale=0.4), jnp.float32) for shape in shapes))
+    w = experts.ExpertWeights(
+        *(jnp.asarray(rng.normal(size=shape, scale=0.4), jnp.float32) for shape in shapes)
+    )
     x = jnp.asarray(rng.normal(size=(rows, 16, 8)), jnp.float32)
     logits = rng.normal(size=(rows, 16, count)) + (4 * (np.arange(count) < k) if crowd else 0)
     chosen = jnp.asarray(np.argsort(-logits)[..., :k])
-    return x, experts.Choice(chosen, jnp.asarray(rng.uniform(size=chosen.shape), jnp.float32)), w
+    return x, experts.Routing(chosen, jnp.asarray(rng.uniform(size=chosen.shape), jnp.float32)), w
 
 
 MESHES = [{}, {"fsdp": 8}, {"expert": 8}, {"fsdp": 2, "expert": 4}, {"tensor": 2, "expert": 4}]
@@ -110,12 +111,12 @@ def test_experts_over_a_mesh_give_what_each_token_by_hand_does(sizes, crowd):
 
     def both(way: Any) -> Any:
         def total(x: Any, weights: Any, w: Any) -> Any:
-            return jnp.sum(d * way("swiglu", x, experts.Choice(choice.experts, weights), w))
+            return jnp.sum(d * way("swiglu", x, experts.Routing(choice.experts, weights), w))
 
         return jax.jit(jax.value_and_grad(total, argnums=(0, 1, 2)))(x, choice.weights, w)
 
     wanted = both(by_hand)
-    devices = mesh.make(sizes, jax.devices()[: math.prod(sizes.values())])
+    devices = sharding.make_mesh(sizes, jax.devices()[: math.prod(sizes.values())])
     with jax.set_mesh(devices):
         found = both(experts.mix)
     apart = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max() / jnp.abs(b).max()), found, wanted)
@@ -127,10 +128,10 @@ def test_gathered_weights_of_all_layers_are_not_kept_for_the_backward_pass():
     names = [
         ("layers", "experts", *own) for own in (("embed", "expert_mlp"),) * 2 + (("expert_mlp", "embed"),)
     ]
-    devices = mesh.make({"fsdp": 8}, jax.devices())
+    devices = sharding.make_mesh({"fsdp": 8}, jax.devices())
 
     def lay(shape: tuple[int, ...], names: Any, dtype: Any = jnp.float32) -> Any:
-        home = jax.sharding.NamedSharding(devices, mesh.spec(names, shape, devices))
+        home = jax.sharding.NamedSharding(devices, sharding.partition_spec(names, shape, devices))
         return jax.ShapeDtypeStruct(shape, dtype, sharding=home)
 
     w = [lay((layers, *shape), own) for shape, own in zip(shapes, names, strict=True)]
@@ -139,8 +140,10 @@ def test_gathered_weights_of_all_layers_are_not_kept_for_the_backward_pass():
 
     def needs(again: bool) -> int:
         def loss(w: Any, x: Any, chosen: Any, weights: Any) -> Any:
-            choice = experts.Choice(chosen, weights)
-            body = lambda x, w: x + experts.mix("swiglu", x, choice, experts.Matrices(*w), gather_again=again)
+            choice = experts.Routing(chosen, weights)
+            body = lambda x, w: (
+                x + experts.mix("swiglu", x, choice, experts.ExpertWeights(*w), gather_again=again)
+            )
             return jnp.sum(jax.lax.scan(lambda x, w: (body(x, w), None), x, w)[0] ** 2)
 
         compiled = jax.jit(jax.grad(loss)).lower(tuple(w), x, chosen, weights).compile()
@@ -152,7 +155,7 @@ def test_gathered_weights_of_all_layers_are_not_kept_for_the_backward_pass():
 
 
 def settled(**settings: Any) -> dict[str, Any]:
-    return dict(top_k=2, scores="softmax", normalise=True, scale=1.0, balance=0.0) | settings
+    return dict(top_k=2, scores="softmax", normalize=True, scale=1.0, balance=0.0) | settings
 
 
 def test_the_gradient_of_the_bias_is_how_many_tokens_chose_each_expert():
@@ -176,7 +179,7 @@ def test_the_gradient_of_the_bias_is_how_many_tokens_chose_each_expert():
         return jnp.sum((sizes / sizes.sum(-1, keepdims=True)) ** 2)
 
     np.testing.assert_allclose(plain, jax.grad(alone)(logits), atol=1e-6)
-    moved = experts.even_out(0.01, bias, loads)
+    moved = experts.update_router_bias(0.01, bias, loads)
     np.testing.assert_allclose(moved - bias, 0.01 * np.sign(counts.mean() - counts), atol=1e-7)
 
 
@@ -195,12 +198,17 @@ def test_the_balancing_loss_has_the_gradient_of_transformers(k):
 
 SMALL = ("model=null", "model.use=moe", "model.layers=2", "model.embed=32", "model.heads=4")
 SMALL += ("model.kv_heads=2", "model.mlp=24", "optimizer.use=sgd", "optimizer.learning_rate=0.5")
-DEEPSEEK = ("model.dense=1", "model.shared=1", "model.scores=sigmoid", "model.scale=1.5")
+DEEPSEEK = (
+    "model.dense_layers=1",
+    "model.shared_experts=1",
+    "model.router_activation=sigmoid",
+    "model.routed_scale=1.5",
+)
 DEEPSEEK += ("model.expert_mlp=16",)
 
 
 ALL_THREE = {"fsdp": 2, "tensor": 2, "expert": 2}
-LOSS = ("model.balance=loss",)
+LOSS = ("model.load_balance=loss",)
 
 
 @pytest.mark.parametrize(
@@ -221,7 +229,7 @@ def test_the_mesh_changes_neither_loss_nor_update(tiny, sizes, kind):
 
 
 def test_parts_of_a_batch_sum_their_loads(tiny):
-    (whole, rows), (parts, others) = (Bench(tiny(*SMALL, f"batch.accumulate={n}")).run(2) for n in (1, 4))
+    (whole, rows), (parts, others) = (Bench(tiny(*SMALL, f"batch.microbatches={n}")).run(2) for n in (1, 4))
     assert_close(whole, parts, 1e-5)
     assert rows[0]["busiest_expert"] == others[0]["busiest_expert"] and 1 < rows[0]["busiest_expert"] < 8
     bias = np.asarray(whole.params.blocks.bias)
@@ -242,7 +250,7 @@ def test_experts_that_are_crowded_are_relieved(balance):
         bias, offset = now
         loads, slope = jax.grad(total, argnums=(0, 1))(bias, offset)
         if balance == "bias":
-            return experts.even_out(0.002, bias, loads), offset
+            return experts.update_router_bias(0.002, bias, loads), offset
         return bias, offset - 0.01 * slope
 
     def busiest(bias: Any, offset: Any) -> float:
@@ -261,14 +269,14 @@ def test_experts_that_are_crowded_are_relieved(balance):
     ("settings", "key"),
     [
         ({"top_k": 9}, "top_k"),
-        ({"dense": 2}, "dense"),
+        ({"dense_layers": 2}, "dense_layers"),
         ({"expert_mlp": 8}, "expert_mlp"),
-        ({"balance": "none", "balance_rate": 0.1}, "balance_rate"),
-        ({"shared": -1}, "shared"),
+        ({"load_balance": "none", "load_balance_rate": 0.1}, "load_balance_rate"),
+        ({"shared_experts": -1}, "shared_experts"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(settings, key):
-    moe = config.part_class("models", "moe")
+    moe = reader.part_class("models", "moe")
     with pytest.raises(ValueError, match=f"^{key}: expected"):
         moe(**dict(layers=2, embed=64, heads=4, kv_heads=2, mlp=112) | settings)
 
@@ -277,7 +285,7 @@ def test_settings_that_cannot_be_are_refused(settings, key):
     ("override", "said"),
     [
         ("mesh.expert=3", "mesh.expert: .*divisor of the model's experts, 8"),
-        ("memory.products=fp8", "memory.products: .*experts are not multiplied in 8 bits"),
+        ("compute.matmul=fp8", "compute.matmul: .*experts are not multiplied in 8 bits"),
     ],
 )
 def test_a_recipe_says_what_experts_cannot_do(tiny, override, said):
@@ -292,7 +300,7 @@ def test_a_mesh_for_experts_needs_a_model_with_some(tiny):
 
 def test_a_plan_counts_the_experts_that_a_token_meets_and_holds_them_all():
     path = Path(__file__).parent.parent / "recipes/moe-671b.yaml"
-    found = arithmetic.estimate(recipe.load(path), parse("v5p-512"))
+    found = estimate.estimate_step(recipe.load(path), parse_slice("v5p-512"))
     assert found.mesh == dict(data=1, fsdp=32, tensor=1, context=1, expert=8)
     assert found.parameters == 671_254_178_560
     # 256 experts, of which a token meets 9 in each of 58 layers, attention, three dense layers and the head.
@@ -301,4 +309,4 @@ def test_a_plan_counts_the_experts_that_a_token_meets_and_holds_them_all():
     assert found.flops_per_token == pytest.approx(6 * met + scores, rel=5e-3)
     assert found.weight_bytes == pytest.approx(4 * 671_254_178_560 / 256, rel=0.01)  # nothing twice
     fewer = recipe.load(path, ["mesh.expert=2"])
-    assert arithmetic.estimate(fewer, parse("v5p-512")).exposed_seconds > found.exposed_seconds
+    assert estimate.estimate_step(fewer, parse_slice("v5p-512")).exposed_seconds > found.exposed_seconds

@@ -17,17 +17,13 @@ import pytest
 from test_hopper import arrays as drawn
 
 from headrace.errors import UserError
-from headrace.kernels.linear_cross_entropy import (
-    dispatch as cut_cross_entropy,
-    tpu as cut_mosaic,
-    by_tokens as cut_tokens,
-)
-from headrace.kernels.linear_cross_entropy.dispatch import bind, cut
+from headrace.kernels.linear_cross_entropy import by_tokens, dispatch, tpu
+from headrace.kernels.linear_cross_entropy.dispatch import fused_cross_entropy, with_z_loss
+from headrace.kernels.linear_cross_entropy.stats import HeadSharding, HeadSpec
 from headrace.kernels.linear_cross_entropy.tpu import Blocks, blocks
-from headrace.kernels.linear_cross_entropy.stats import Head, Split
 from headrace.losses import cross_entropy
 
-SMOOTHED = bind(cross_entropy.per_token, SimpleNamespace(label_smoothing=0.1, z_loss=1e-3))
+SMOOTHED = with_z_loss(cross_entropy.per_token, SimpleNamespace(label_smoothing=0.1, z_loss=1e-3))
 V4, V6E = (SimpleNamespace(platform="tpu", device_kind=kind) for kind in ("TPU v4", "TPU v6 lite"))
 
 
@@ -38,10 +34,10 @@ arrays = partial(drawn, vocab=1000)  # not a multiple of a chunk
 def test_blocks_of_a_tpu_make_the_same_whether_the_width_is_whole_or_in_parts(
     monkeypatch: pytest.MonkeyPatch, width: int
 ) -> None:
-    monkeypatch.setattr(cut_mosaic, "SHAPES", (Blocks(256, 256, width),))
-    p, head = arrays(width=256), Head(SMOOTHED, 20.0)
-    ours = jax.jit(lambda *p: cut_mosaic.totals_and_gradients(head, Split(), *p))(*p)
-    theirs = jax.jit(lambda *p: cut_tokens.totals_and_gradients(head, Split(), *p))(*p)
+    monkeypatch.setattr(tpu, "SHAPES", (Blocks(256, 256, width),))
+    p, head = arrays(width=256), HeadSpec(SMOOTHED, 20.0)
+    ours = jax.jit(lambda *p: tpu.totals_and_gradients(head, HeadSharding(), *p))(*p)
+    theirs = jax.jit(lambda *p: by_tokens.totals_and_gradients(head, HeadSharding(), *p))(*p)
     for one, other in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         np.testing.assert_allclose(one, other, rtol=0, atol=2e-6 * np.abs(other).max())
 
@@ -50,9 +46,9 @@ def test_blocks_of_a_tpu_make_the_same_whether_the_width_is_whole_or_in_parts(
 def test_blocks_fit_the_chip_and_divide_the_arrays(
     monkeypatch: pytest.MonkeyPatch, device: Any, room: int
 ) -> None:
-    monkeypatch.setattr(cut_mosaic, "device", lambda: device)
+    monkeypatch.setattr(tpu, "device", lambda: device)
     for tokens in (128, 384, 1024, 8192, 12_288):
-        for width in range(128, cut_mosaic.WIDEST + 1, 128):
+        for width in range(128, tpu.WIDEST + 1, 128):
             for rows in (256, 2560, 4096):
                 found = blocks(tokens, rows, width)
                 assert not any(size % block for size, block in zip((tokens, rows, width), found, strict=True))
@@ -72,15 +68,15 @@ def test_blocks_fit_the_chip_and_divide_the_arrays(
 def test_kernels_are_taken_where_the_plan_has_them_ahead(
     monkeypatch: pytest.MonkeyPatch, kind: str, narrow: bool, wide: bool
 ) -> None:
-    monkeypatch.setattr(cut_mosaic, "device", lambda: SimpleNamespace(platform="tpu", device_kind=kind))
-    assert (cut_mosaic.ahead(2304), cut_mosaic.ahead(4096)) == (narrow, wide)
+    monkeypatch.setattr(tpu, "device", lambda: SimpleNamespace(platform="tpu", device_kind=kind))
+    assert (tpu.is_faster_than_plain(2304), tpu.is_faster_than_plain(4096)) == (narrow, wide)
 
 
 def test_wide_models_get_blocks_that_keep_a_v6e_busy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cut_mosaic, "device", lambda: V6E)
+    monkeypatch.setattr(tpu, "device", lambda: V6E)
     assert blocks(8192, 4096, 4096) == (1024, 512, 4096)
     assert blocks(8192, 4096, 8192) == (2048, 1024, 512)
-    monkeypatch.setattr(cut_mosaic, "device", lambda: V4)
+    monkeypatch.setattr(tpu, "device", lambda: V4)
     assert blocks(8192, 4096, 2304) == (1024, 256, 2304)
     assert blocks(8192, 4096, 4096) == (512, 256, 4096)
     assert blocks(8192, 4096, 8192) == (1024, 1024, 512)
@@ -90,7 +86,9 @@ def test_the_kernels_are_lowered_for_a_tpu_with_what_they_cost() -> None:
     p = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in drawn(1024, 1024, 256, jnp.bfloat16)]
     for soft_cap, rows in ((None, 1024), (30.0, 1000)):
         unembed = jax.ShapeDtypeStruct((rows, 256), jnp.float32)
-        step = jax.jit(lambda *p, cap=soft_cap: cut(SMOOTHED, *p, soft_cap=cap, split="mosaic").loss)
+        step = jax.jit(
+            lambda *p, cap=soft_cap: fused_cross_entropy(SMOOTHED, *p, soft_cap=cap, split="mosaic").loss
+        )
         grad = jax.jit(jax.grad(step, argnums=(0, 1)))
         text = grad.trace(p[0], unembed, *p[2:]).lower(lowering_platforms=("tpu",)).as_text()
         assert text.count("tpu_custom_call") == 2
@@ -99,42 +97,44 @@ def test_the_kernels_are_lowered_for_a_tpu_with_what_they_cost() -> None:
 
 def test_what_the_kernels_cannot_do_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     p = arrays(width=256, dtype=jnp.bfloat16)
-    assert cut_mosaic.refuses(Head(SMOOTHED), Split(), *p[:2]) == "they are for TPUs"
-    monkeypatch.setattr(cut_mosaic, "device", lambda: V4)
-    assert cut_mosaic.refuses(Head(SMOOTHED, 30.0), Split(), *p[:2]) is None
+    assert tpu.unsupported_reason(HeadSpec(SMOOTHED), HeadSharding(), *p[:2]) == "they are for TPUs"
+    monkeypatch.setattr(tpu, "device", lambda: V4)
+    assert tpu.unsupported_reason(HeadSpec(SMOOTHED, 30.0), HeadSharding(), *p[:2]) is None
     for head, hidden, unembed, why in (
-        (Head(SMOOTHED), p[0].astype(jnp.float32), p[1], "for bfloat16, and the activations are float32"),
-        (Head(SMOOTHED), p[0][:, :500], p[1], "500 tokens are not a multiple of 128"),
-        (Head(SMOOTHED), p[0][..., :200], p[1][:, :200], "200 columns are not a multiple of 128"),
-        (Head(SMOOTHED), jnp.zeros((1, 128, 16_512), jnp.bfloat16), p[1], "16512 columns are more than"),
-        (Head(SMOOTHED, chunk=100), p[0], p[1], "loss.chunk is 100, and they take 256 rows"),
+        (HeadSpec(SMOOTHED), p[0].astype(jnp.float32), p[1], "for bfloat16, and the activations are float32"),
+        (HeadSpec(SMOOTHED), p[0][:, :500], p[1], "500 tokens are not a multiple of 128"),
+        (HeadSpec(SMOOTHED), p[0][..., :200], p[1][:, :200], "200 columns are not a multiple of 128"),
+        (HeadSpec(SMOOTHED), jnp.zeros((1, 128, 16_512), jnp.bfloat16), p[1], "16512 columns are more than"),
+        (HeadSpec(SMOOTHED, chunk=100), p[0], p[1], "loss.chunk_size is 100, and they take 256 rows"),
     ):
-        assert why in str(cut_mosaic.refuses(head, Split(), hidden, unembed))
+        assert why in str(tpu.unsupported_reason(head, HeadSharding(), hidden, unembed))
     old = SimpleNamespace(platform="tpu", device_kind="TPU v3")
-    monkeypatch.setattr(cut_mosaic, "device", lambda: old)
-    assert "TPU v3 has no products of bfloat16" in str(cut_mosaic.refuses(Head(SMOOTHED), Split(), *p[:2]))
+    monkeypatch.setattr(tpu, "device", lambda: old)
+    assert "TPU v3 has no products of bfloat16" in str(
+        tpu.unsupported_reason(HeadSpec(SMOOTHED), HeadSharding(), *p[:2])
+    )
 
 
 def test_on_a_tpu_a_width_in_parts_is_for_the_kernels_if_they_do_not_refuse(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     p = arrays(width=256, dtype=jnp.bfloat16)
-    for module in (cut_mosaic, cut_cross_entropy):
+    for module in (tpu, dispatch):
         monkeypatch.setattr(module, "device", lambda: V4)
-    chosen = lambda way, split, hidden=p[0]: cut_cross_entropy._work(
-        True, Head(SMOOTHED), way, split, hidden, p[1]
+    chosen = lambda way, split, hidden=p[0]: dispatch._pick_backend(
+        True, HeadSpec(SMOOTHED), way, split, hidden, p[1]
     ).__module__.rpartition(".")[2]
-    split = Split(width=("fsdp",))
-    assert chosen("auto", split) == "cut_mosaic"
-    assert chosen("auto", Split()) == "cut_tokens"
-    assert chosen("kernel", Split()) == "cut_mosaic"
-    assert chosen("vocabulary", split) == "cut_vocabulary"
-    assert chosen("auto", split, p[0][:, :500]) == "cut_vocabulary"
-    for module in (cut_mosaic, cut_cross_entropy):
+    split = HeadSharding(width=("fsdp",))
+    assert chosen("auto", split) == "tpu"
+    assert chosen("auto", HeadSharding()) == "by_tokens"
+    assert chosen("kernel", HeadSharding()) == "tpu"
+    assert chosen("vocabulary", split) == "by_vocab"
+    assert chosen("auto", split, p[0][:, :500]) == "by_vocab"
+    for module in (tpu, dispatch):
         monkeypatch.setattr(module, "device", lambda: V6E)
-    assert chosen("auto", split) == "cut_vocabulary"  # planned to be faster at this width
-    assert chosen("kernel", split) == "cut_mosaic"
-    with pytest.raises(UserError, match="loss.split: kernels cannot be used here: 500 tokens are not"):
+    assert chosen("auto", split) == "by_vocab"  # planned to be faster at this width
+    assert chosen("kernel", split) == "tpu"
+    with pytest.raises(UserError, match="loss.backend: kernels cannot be used here: 500 tokens are not"):
         chosen("kernel", split, p[0][:, :500])
 
 
@@ -145,20 +145,20 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
-from headrace import mesh
-from headrace.kernels import cut_mosaic
-from headrace.kernels.head import Head, Split
+from headrace.nn import sharding
+from headrace.kernels.linear_cross_entropy import tpu
+from headrace.kernels.linear_cross_entropy.stats import HeadSpec, HeadSharding
 
 chip = topologies.get_topology_desc(topology_name=sys.argv[1], platform="tpu").devices[0]
 array = lambda *shape, dtype=jnp.float32: jax.ShapeDtypeStruct(
     shape, dtype, sharding=SingleDeviceSharding(chip)
 )
-with jax.set_mesh(mesh.make(dict(data=1, fsdp=1, tensor=1, context=1), [chip])):
+with jax.set_mesh(sharding.make_mesh(dict(data=1, fsdp=1, tensor=1, context=1), [chip])):
     for width in map(int, sys.argv[2:]):
         hidden, tokens = array(1, 8192, width, dtype=jnp.bfloat16), array(1, 8192)
         numbers = array(1, 8192, dtype=jnp.int32)
-        head = Head(lambda stats: stats.lse - stats.target + stats.mean, 30.0, 2048)
-        step = jax.jit(partial(cut_mosaic.totals_and_gradients, head, Split()))
+        head = HeadSpec(lambda stats: stats.lse - stats.target + stats.mean, 30.0, 2048)
+        step = jax.jit(partial(tpu.totals_and_gradients, head, HeadSharding()))
         step.lower(hidden, array(4000, width), numbers, tokens).compile()
         print("fits", width)
 """

@@ -14,17 +14,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from headrace.data.clean import (
-    dedup as duplicates,
-    filters,
-    minhash as fingerprints,
-    normalize as normalise,
-    words,
-)
-from headrace.data.documents import SCHEMA, Part
+from headrace.config.sections import NormalizeKeys
+from headrace.data.clean import dedup, filters, minhash, normalize, words
+from headrace.data.documents import SCHEMA, FilePart
 from headrace.data.shards import write_json
 from headrace.errors import UserError
-from headrace.config.sections import Normalize
 
 GOOD = {
     "English": (
@@ -65,7 +59,7 @@ GOOD = {
         "지금은 제비만 봄마다 돌아와 처마 밑에 둥지를 틀고, 맷돌은 학교 앞 디딤돌이 되어 "
         "아이들의 발에 닳아 간다."
     ),
-    "code": Path(normalise.__file__).read_text(),
+    "code": Path(normalize.__file__).read_text(),
 }
 LETTERS = random.Random(1)
 BAD = {
@@ -89,7 +83,9 @@ def array(texts: list[str]) -> pa.LargeStringArray:
 
 
 def section(path: Path | str, **keys: object) -> SimpleNamespace:
-    return SimpleNamespace(**dict(use="files", path=str(path), column="auto", id=None, meta=None) | keys)
+    return SimpleNamespace(
+        **dict(use="files", path=str(path), text_column="auto", id_column=None, meta_columns=None) | keys
+    )
 
 
 def write(path: Path, records: list[dict]) -> Path:
@@ -97,29 +93,31 @@ def write(path: Path, records: list[dict]) -> Path:
     return path
 
 
-def run(folder: Path, cfg: Normalize, policy: str = "stop", **sources: SimpleNamespace) -> list[dict]:
+def run(folder: Path, cfg: NormalizeKeys, policy: str = "stop", **sources: SimpleNamespace) -> list[dict]:
     folder.mkdir(exist_ok=True)
-    units = normalise.units(SimpleNamespace(sources=sources))
+    units = normalize.list_source_parts(SimpleNamespace(sources=sources))
     return [part(unit, cfg, policy, folder) for unit in units]
 
 
-def part(unit: normalise.Unit, cfg: Normalize, policy: str, folder: Path) -> dict:
+def part(unit: normalize.SourcePart, cfg: NormalizeKeys, policy: str, folder: Path) -> dict:
     """As the stage does it, with the summary beside the documents."""
-    summary = normalise.normalise_part(unit, cfg, policy, folder)
-    write_json(normalise.summary_place(folder, unit.number), summary)
+    summary = normalize.normalize_part(unit, cfg, policy, folder)
+    write_json(normalize.summary_path(folder, unit.number), summary)
     return summary
 
 
 def without_duplicates(
-    folder: Path, cfg: Normalize, policy: str = "stop", **sources: SimpleNamespace
-) -> duplicates.Found:
+    folder: Path, cfg: NormalizeKeys, policy: str = "stop", **sources: SimpleNamespace
+) -> dedup.DuplicateRows:
     """Also leaves the documents that stay in folder/out."""
     run(folder, cfg, policy, **sources)
-    found = duplicates.find(folder, normalise.units(SimpleNamespace(sources=sources)), cfg, policy)
+    found = dedup.find_duplicates(
+        folder, normalize.list_source_parts(SimpleNamespace(sources=sources)), cfg, policy
+    )
     (folder / "out").mkdir()
     for number, rows in found.rows.items():
-        made = duplicates.remove(number, rows, found.counts[number], folder, folder / "out")
-        write_json(normalise.summary_place(folder / "out", number), made)
+        made = dedup.remove_rows(number, rows, found.counts[number], folder, folder / "out")
+        write_json(normalize.summary_path(folder / "out", number), made)
     return found
 
 
@@ -127,24 +125,24 @@ def ids(folder: Path) -> list[str]:
     return [id for file in sorted(folder.glob("*.parquet")) for id in pq.read_table(file)["id"].to_pylist()]
 
 
-def total(found: duplicates.Found) -> Counter[str]:
+def total(found: dedup.DuplicateRows) -> Counter[str]:
     return sum((Counter(counts) for counts in found.counts.values()), Counter())
 
 
 @pytest.mark.parametrize("language", GOOD)
 def test_good_text_of_any_language_passes_every_rule(language: str) -> None:
-    assert len(GOOD[language]) >= filters.LEAST_MEASURED
+    assert len(GOOD[language]) >= filters.MIN_CHARACTERS
     for text in (
         GOOD[language],
         GOOD[language][:40],
         "\n\n".join([GOOD[language], GOOD["Finnish" if language == "English" else "English"], "The end."]),
     ):
-        assert not [rule for rule, bad in filters.quality(array([text])).items() if bad[0]]
+        assert not [rule for rule, bad in filters.find_low_quality(array([text])).items() if bad[0]]
 
 
 @pytest.mark.parametrize("rule", filters.RULES)
 def test_each_rule_finds_the_text_it_is_meant_for(rule: str) -> None:
-    assert filters.quality(array([GOOD["English"], BAD[rule], GOOD["Chinese"]]))[rule].tolist() == [
+    assert filters.find_low_quality(array([GOOD["English"], BAD[rule], GOOD["Chinese"]]))[rule].tolist() == [
         False,
         True,
         False,
@@ -152,14 +150,14 @@ def test_each_rule_finds_the_text_it_is_meant_for(rule: str) -> None:
 
 
 def test_repetition_is_found_where_no_spaces_are() -> None:
-    assert filters.quality(array([GOOD["Chinese"] + "点击这里" * 60]))["repeated phrase"][0]
+    assert filters.find_low_quality(array([GOOD["Chinese"] + "点击这里" * 60]))["repeated phrase"][0]
 
 
-def test_texts_are_judged_alike_alone_and_among_others() -> None:
+def test_a_text_is_filtered_the_same_in_any_batch() -> None:
     texts = [*GOOD.values(), *BAD.values(), "", "\n", "a", " é ", "👍🏽" * 5] * 3
-    together = filters.quality(array(texts))
+    together = filters.find_low_quality(array(texts))
     for number, text in enumerate(texts):
-        alone = filters.quality(array([text]))
+        alone = filters.find_low_quality(array([text]))
         assert {rule: bad[0] for rule, bad in alone.items()} == {
             rule: bad[number] for rule, bad in together.items()
         }
@@ -167,8 +165,8 @@ def test_texts_are_judged_alike_alone_and_among_others() -> None:
 
 def test_measures_are_those_of_a_plain_count() -> None:
     texts = [*GOOD.values(), *BAD.values(), "one\n two\n\none\n", "ä ä", "…"]
-    block = next(words.blocks(array(texts), 1 << 20))
-    measures = filters.measure(block)
+    block = next(words.iter_blocks(array(texts), 1 << 20))
+    measures = filters.measure_block(block)
     for number, text in enumerate(texts):
         assert measures.characters[number] == len(text)
         kinds = [unicodedata.category(character)[0] for character in text]
@@ -193,7 +191,7 @@ def test_measures_are_those_of_a_plain_count() -> None:
 
 def test_empty_short_and_long_documents_are_counted_apart() -> None:
     texts = array(["", " \n\t", "\u3000\u00a0", "ääää", "ääääää", "x" * 20])
-    keep, dropped = filters.judge(texts, Normalize(shortest=5, longest=10))
+    keep, dropped = filters.select_texts(texts, NormalizeKeys(min_chars=5, max_chars=10))
     assert keep.tolist() == [False, False, False, False, True, False]
     assert dropped == {"empty": 3, "too short": 1, "too long": 1}
 
@@ -203,9 +201,9 @@ def test_blocks_hold_every_byte_and_cut_no_character() -> None:
     for size in (4, 5, 7, 64, 1000, 1 << 20):
         for skipped in (0, 3):
             found = [""] * len(texts)
-            for block in words.blocks(array(texts)[skipped:], size):
+            for block in words.iter_blocks(array(texts)[skipped:], size):
                 assert len(block.data) <= size + 3
-                for k, text in enumerate(block.texts):
+                for k, text in enumerate(block.text_indices):
                     found[skipped + text] += bytes(
                         block.data[block.offsets[k] : block.offsets[k + 1]]
                     ).decode()
@@ -229,7 +227,7 @@ def test_signatures_estimate_the_jaccard_index() -> None:
         one, other = map(reference_shingles, pair)
         expected.append(len(one & other) / len(one | other))
         texts += pair
-    signed = fingerprints.signatures(array(texts))
+    signed = minhash.minhash_signatures(array(texts))
     errors = np.mean(signed[::2] == signed[1::2], axis=1) - expected
     assert abs(errors.mean()) < 0.01
     assert 0.02 < errors.std() < 0.045  # sqrt(j (1 - j) / 128) is 0.044 at most
@@ -246,8 +244,8 @@ def test_signatures_do_not_hang_on_the_texts_around() -> None:
         BAD["digits"],
         BAD["word length"],
     ]
-    together = fingerprints.signatures(array(texts))
-    alone = np.concatenate([fingerprints.signatures(array([text])) for text in texts])
+    together = minhash.minhash_signatures(array(texts))
+    alone = np.concatenate([minhash.minhash_signatures(array([text])) for text in texts])
     np.testing.assert_array_equal(together, alone)
     assert len(np.unique(together, axis=0)) == len(texts)
 
@@ -265,7 +263,7 @@ def test_near_duplicates_are_those_that_brute_force_finds(tmp_path: Path) -> Non
                 copy[place] = f"x{chance.randrange(20_000)}"
             texts.append(" ".join(copy))
     path = write(tmp_path / "a.jsonl", [{"text": text} for text in texts])
-    found = without_duplicates(tmp_path / "out", Normalize(near=0.8), a=section(path))
+    found = without_duplicates(tmp_path / "out", NormalizeKeys(dedup_jaccard=0.8), a=section(path))
     removed = set(found.rows[0].tolist())
     shingles = [reference_shingles(text) for text in texts]
     near: set[int] = set()
@@ -287,20 +285,20 @@ def test_characters_make_shingles_where_spaces_are_rare(tmp_path: Path) -> None:
     copy = GOOD["Chinese"].replace("八十年", "九十年")
     other = "今天的天气很好，我们决定一起去公园散步，顺便看看新开的花店里有什么好看的花，然后回家吃饭。"
     path = write(tmp_path / "a.jsonl", [{"text": text} for text in (GOOD["Chinese"], other, copy)])
-    found = without_duplicates(tmp_path / "out", Normalize(near=0.8), a=section(path))
+    found = without_duplicates(tmp_path / "out", NormalizeKeys(dedup_jaccard=0.8), a=section(path))
     assert found.rows[0].tolist() == [2]
 
 
 def test_texts_without_words_are_near_nothing_but_themselves(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [{"text": text} for text in ("!!!", "???", "a b", "a b c", "!!!")])
-    found = without_duplicates(tmp_path / "out", Normalize(near=0.8), a=section(path))
+    found = without_duplicates(tmp_path / "out", NormalizeKeys(dedup_jaccard=0.8), a=section(path))
     assert found.rows[0].tolist() == [4]
 
 
-def test_of_equal_texts_the_first_of_all_sources_stays(tmp_path: Path) -> None:
+def test_of_equal_texts_the_first_of_all_sources_is_kept(tmp_path: Path) -> None:
     a = write(tmp_path / "a.jsonl", [{"text": text} for text in ("one", "two", "one")])
     b = write(tmp_path / "b.jsonl", [{"text": text} for text in ("two", "three", "Two", "three", "\n")])
-    found = without_duplicates(tmp_path / "out", Normalize(exact=True), a=section(a), b=section(b))
+    found = without_duplicates(tmp_path / "out", NormalizeKeys(dedup_exact=True), a=section(a), b=section(b))
     assert {number: rows.tolist() for number, rows in found.rows.items()} == {0: [2], 1: [0, 3]}
     assert total(found) == {"exact duplicate": 3}
     summary = json.loads((tmp_path / "out" / "out" / "00001.json").read_text())
@@ -315,41 +313,43 @@ def test_equal_texts_are_found_in_any_number_of_partitions(
     texts = [str(chance.randrange(1000)) for _ in range(2000)]
     expected = [number for number, text in enumerate(texts) if text in texts[:number]]
     path = write(tmp_path / "a.jsonl", [{"text": text} for text in texts])
-    run(tmp_path / "out", Normalize(exact=True), a=section(path))
+    run(tmp_path / "out", NormalizeKeys(dedup_exact=True), a=section(path))
     for size in (1 << 22, 1000, 100):
-        monkeypatch.setattr(duplicates, "PARTITION", size)
-        units = normalise.units(SimpleNamespace(sources={"a": section(path)}))
-        found = duplicates.find(tmp_path / "out", units, Normalize(exact=True), "stop")
+        monkeypatch.setattr(dedup, "PARTITION_ROWS", size)
+        units = normalize.list_source_parts(SimpleNamespace(sources={"a": section(path)}))
+        found = dedup.find_duplicates(tmp_path / "out", units, NormalizeKeys(dedup_exact=True), "stop")
         assert found.rows[0].tolist() == expected
 
 
-def test_an_id_that_comes_twice_stops_or_is_left_out(tmp_path: Path) -> None:
+def test_a_duplicate_id_stops_or_is_skipped(tmp_path: Path) -> None:
     a = write(tmp_path / "a.jsonl", [{"key": k, "text": t} for k, t in (("p", "1"), ("q", " "), ("r", "2"))])
     (tmp_path / "b").mkdir()
     for name, keys in (("x", "st"), ("y", "urs")):
         write(tmp_path / "b" / f"{name}.jsonl", [{"key": key, "text": key + name} for key in keys])
-    sources: dict[str, Any] = dict(a=section(a, id="key"), b=section(tmp_path / "b", id="key"))
+    sources: dict[str, Any] = dict(a=section(a, id_column="key"), b=section(tmp_path / "b", id_column="key"))
     with pytest.raises(
         UserError,
-        match=r"document 5 of .*x\.jsonl.*: the id 's' is also that of document 1 of .*errors: skip",
+        match=r"document 5 of .*x\.jsonl.*: the id 's' is also that of document 1 of .*on_error: skip",
     ):
-        without_duplicates(tmp_path / "stop", Normalize(), **sources)
-    found = without_duplicates(tmp_path / "skip", Normalize(), "skip", **sources)
+        without_duplicates(tmp_path / "stop", NormalizeKeys(), **sources)
+    found = without_duplicates(tmp_path / "skip", NormalizeKeys(), "skip", **sources)
     assert found.problems["counts"] == {"duplicate id": 1}
     assert ids(tmp_path / "skip" / "out") == ["p", "r", "s", "t", "u", "r"]  # each source by itself
 
 
 def test_what_goes_for_its_id_is_no_reason_for_another_to_go(tmp_path: Path) -> None:
     records = [{"key": key, "text": text} for key, text in (("a", "first"), ("a", "second"), ("b", "second"))]
-    sources = dict(a=section(write(tmp_path / "a.jsonl", records), id="key"))
-    without_duplicates(tmp_path / "out", Normalize(exact=True, near=0.8), "skip", **sources)
+    sources = dict(a=section(write(tmp_path / "a.jsonl", records), id_column="key"))
+    without_duplicates(
+        tmp_path / "out", NormalizeKeys(dedup_exact=True, dedup_jaccard=0.8), "skip", **sources
+    )
     assert pq.read_table(tmp_path / "out" / "out" / "00000.parquet")["text"].to_pylist() == [
         "first",
         "second",
     ]
 
 
-def test_what_stays_does_not_hang_on_how_files_are_divided(
+def test_deduplication_does_not_depend_on_how_files_are_divided(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chance = random.Random(4)
@@ -359,19 +359,19 @@ def test_what_stays_does_not_hang_on_how_files_are_divided(
         texts += [text, f"{text} again"] if number % 3 else [text, text]
     chance.shuffle(texts)
     path = write(tmp_path / "a.jsonl", [{"text": text} for text in texts])
-    cfg, kept = Normalize(exact=True, near=0.8), []
+    cfg, kept = NormalizeKeys(dedup_exact=True, dedup_jaccard=0.8), []
     for number, cuts in enumerate(([], [50_000], [1000, 30_000, 90_000])):
         edges: list[Any] = [0, *cuts, None]
-        parts = [Part(str(path), start, stop) for start, stop in itertools.pairwise(edges)]
-        units = [normalise.Unit(k, "a", section(path), part) for k, part in enumerate(parts)]
+        parts = [FilePart(str(path), start, stop) for start, stop in itertools.pairwise(edges)]
+        units = [normalize.SourcePart(k, "a", section(path), part) for k, part in enumerate(parts)]
         folder = tmp_path / str(number)
         folder.mkdir()
         (folder / "out").mkdir()
         for unit in units:
             part(unit, cfg, "stop", folder)
-        found = duplicates.find(folder, units, cfg, "stop")
+        found = dedup.find_duplicates(folder, units, cfg, "stop")
         for unit in units:
-            duplicates.remove(
+            dedup.remove_rows(
                 unit.number, found.rows[unit.number], found.counts[unit.number], folder, folder / "out"
             )
         kept.append(ids(folder / "out"))
@@ -381,7 +381,7 @@ def test_what_stays_does_not_hang_on_how_files_are_divided(
 
 def test_the_bytes_are_the_same_every_time(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [{"text": text} for text in [*GOOD.values(), *BAD.values()] * 2])
-    cfg = Normalize(unicode="nfc", exact=True, near=0.8, quality=True)
+    cfg = NormalizeKeys(unicode="nfc", dedup_exact=True, dedup_jaccard=0.8, quality_filter=True)
     for name in "xy":
         without_duplicates(tmp_path / name, cfg, a=section(path))
     files = sorted(file.relative_to(tmp_path / "x") for file in (tmp_path / "x").rglob("*") if file.is_file())
@@ -393,7 +393,7 @@ def test_the_bytes_are_the_same_every_time(tmp_path: Path) -> None:
 def test_removing_gives_the_bytes_of_a_part_that_never_had_the_documents(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(normalise, "ROW_GROUP", 5000)
+    monkeypatch.setattr(normalize, "ROW_GROUP", 5000)
     texts = [f"{number} {text}" for number in range(30) for text in GOOD.values()]
     repeated = [text for text in texts for _ in range(2)]
     tables = [
@@ -414,15 +414,15 @@ def test_removing_gives_the_bytes_of_a_part_that_never_had_the_documents(
     ]
     for number, table in enumerate(tables):
         with (tmp_path / f"{number}.parquet").open("wb") as file:
-            assert normalise.write_documents(file, [table]).documents == len(table)
+            assert normalize.write_documents(file, [table]).documents == len(table)
     rows = np.arange(1, len(repeated), 2)
     with (tmp_path / "again.parquet").open("wb") as file:
-        normalise.write_documents(file, duplicates.without(tmp_path / "1.parquet", rows))
+        normalize.write_documents(file, dedup.read_without_rows(tmp_path / "1.parquet", rows))
     assert (tmp_path / "again.parquet").read_bytes() == (tmp_path / "0.parquet").read_bytes()
     assert pq.ParquetFile(tmp_path / "0.parquet").num_row_groups > 10
 
 
-def test_conversations_are_filtered_by_what_is_said(tmp_path: Path) -> None:
+def test_conversations_are_filtered_by_their_contents(tmp_path: Path) -> None:
     def chat(*said: str) -> dict:
         roles = itertools.cycle(["user", "assistant"])
         return {
@@ -438,7 +438,7 @@ def test_conversations_are_filtered_by_what_is_said(tmp_path: Path) -> None:
         chat(BAD["digits"], "yes"),
     ]
     path = write(tmp_path / "a.jsonl", records)
-    [summary] = run(tmp_path / "out", Normalize(shortest=10, quality=True), a=section(path))
+    [summary] = run(tmp_path / "out", NormalizeKeys(min_chars=10, quality_filter=True), a=section(path))
     assert summary["dropped"] == {"empty": 1, "too short": 1, "digits": 1}
     table = pq.read_table(tmp_path / "out" / "00000.parquet")
     assert table["text"].to_pylist() == [None]
@@ -464,7 +464,7 @@ def test_unicode_is_normalised_in_text_and_inside_messages(tmp_path: Path, form:
             for t in hostile
         ],
     )
-    run(tmp_path / "out", Normalize(unicode=form), a=section(a), b=section(b))
+    run(tmp_path / "out", NormalizeKeys(unicode=form), a=section(a), b=section(b))
     assert pq.read_table(tmp_path / "out" / "00000.parquet")["text"].to_pylist() == expected
     chats = pq.read_table(tmp_path / "out" / "00001.parquet")["messages"].to_pylist()
     assert [json.loads(chat)[0]["content"] for chat in chats] == expected
@@ -474,7 +474,10 @@ def test_units_number_the_parts_of_all_sources_in_order(tmp_path: Path) -> None:
     for name in ("z", "a"):
         write(tmp_path / f"{name}.jsonl", [{"text": name}])
     summaries = run(
-        tmp_path / "out", Normalize(), last=section(tmp_path / "z.jsonl"), first=section(tmp_path / "a.jsonl")
+        tmp_path / "out",
+        NormalizeKeys(),
+        last=section(tmp_path / "z.jsonl"),
+        first=section(tmp_path / "a.jsonl"),
     )
     assert [(summary["number"], summary["source"]) for summary in summaries] == [(0, "last"), (1, "first")]
     table = pq.read_table(tmp_path / "out" / "00001.parquet")
@@ -485,7 +488,9 @@ def test_units_number_the_parts_of_all_sources_in_order(tmp_path: Path) -> None:
 def test_a_part_of_nothing_gives_a_file_of_nothing(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [{"text": " "}, {"text": ""}])
     found = without_duplicates(
-        tmp_path / "out", Normalize(exact=True, near=0.8, quality=True), a=section(path)
+        tmp_path / "out",
+        NormalizeKeys(dedup_exact=True, dedup_jaccard=0.8, quality_filter=True),
+        a=section(path),
     )
     assert found.rows[0].tolist() == []
     assert len(pq.read_table(tmp_path / "out" / "out" / "00000.parquet")) == 0
@@ -495,8 +500,8 @@ def test_bad_input_is_counted_in_the_summary_and_a_failed_part_leaves_nothing(tm
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "good"}\nnot json\n{"text": "fine"}\n')
     with pytest.raises(UserError, match=r"a\.jsonl"):
-        run(tmp_path / "stop", Normalize(exact=True), a=section(path))
+        run(tmp_path / "stop", NormalizeKeys(dedup_exact=True), a=section(path))
     assert not list((tmp_path / "stop").iterdir())
-    [summary] = run(tmp_path / "skip", Normalize(exact=True), "skip", a=section(path))
+    [summary] = run(tmp_path / "skip", NormalizeKeys(dedup_exact=True), "skip", a=section(path))
     assert summary["documents"] == 2
     assert sum(summary["problems"]["counts"].values()) == 1

@@ -10,10 +10,10 @@ import pytest
 import transformers
 from hypothesis import strategies as st
 
-from headrace.config import reader as config
-from headrace.nn import sharding as mesh, module
-from headrace.nn.stack import Execution
+from headrace.config import reader
 from headrace.models import olmo2
+from headrace.nn import module, sharding
+from headrace.nn.stack import Execution
 from tests import parity
 from tests.test_step import Bench
 
@@ -55,7 +55,7 @@ OLMO2 += ("model.kv_heads=2", "model.mlp=64")
 @pytest.mark.parametrize("sizes", [(1, 2, 2, 2)], ids=str)
 def test_the_mesh_does_not_change_the_loss(tiny, sizes, capfd):
     cfg = tiny(*OLMO2)
-    losses = [row["loss"] for row in Bench(cfg, dict(zip(mesh.AXES, sizes, strict=False))).run(2)[1]]
+    losses = [row["loss"] for row in Bench(cfg, dict(zip(sharding.AXES, sizes, strict=False))).run(2)[1]]
     np.testing.assert_allclose(losses, [row["loss"] for row in Bench(cfg).run(2)[1]], atol=3e-5, rtol=0)
     assert "Involuntary full rematerialization" not in capfd.readouterr().err
 
@@ -63,11 +63,13 @@ def test_the_mesh_does_not_change_the_loss(tiny, sizes, capfd):
 def test_tokens_see_neither_what_comes_nor_other_documents():
     cfg = olmo2.Config(layers=2, embed=32, heads=4, kv_heads=2, mlp=48, vocab=50)
     params = module.init(olmo2.Model, cfg, jax.random.key(0))
-    how = Execution(config.part_class("attention", "auto")(), "float32")
+    exec_opts = Execution(reader.part_class("attention", "auto")(), "float32")
     tokens = jax.random.randint(jax.random.key(1), (1, 24), 4, 50)
     segments = jnp.where(jnp.arange(24) < 10, 1, 2)[None]
     positions = jnp.where(jnp.arange(24) < 10, jnp.arange(24), jnp.arange(24) - 10)[None]
-    run = jax.jit(lambda tokens: params(cfg, tokens, how=how, segments=segments, positions=positions))
+    run = jax.jit(
+        lambda tokens: params(cfg, tokens, exec_opts=exec_opts, segments=segments, positions=positions)
+    )
     before, first, last = run(tokens), run(tokens.at[0, 3].set(7)), run(tokens.at[0, 20].set(7))
     np.testing.assert_array_equal(before[:, 10:], first[:, 10:])
     np.testing.assert_array_equal(before[:, :20], last[:, :20])

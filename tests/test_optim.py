@@ -16,8 +16,8 @@ import pytest
 import torch
 
 import headrace.optim
-from headrace.nn import sharding as mesh, module
 from headrace.kernels.newton_schulz import newton_schulz
+from headrace.nn import module, sharding
 from headrace.nn.module import Array, Axes, stack, weight
 from headrace.optim import adafactor, adamw, lion, muon, sgd, stable_adamw
 
@@ -29,7 +29,7 @@ SIZES = SimpleNamespace(layers=3, embed=16, heads=4, head_dim=8, mlp=24, vocab=4
 class Block:
     norm: Array = weight("embed", init=module.ones)
     w_q: Array = weight("embed", "heads", "head_dim")
-    w_o: Array = weight("heads", "head_dim", "embed", inputs=2)
+    w_o: Array = weight("heads", "head_dim", "embed", num_input_axes=2)
     w_up: Array = weight("embed", "mlp")
 
 
@@ -72,7 +72,8 @@ def directions(tx: optax.GradientTransformation, params: Any, grads: list[Any]) 
 
 
 def descend(tx: Any, params: Any, grads: list[Any], *, lr: float, decay: float = 0.0) -> Any:
-    """The rule of step.py: learning rate and decoupled decay are applied outside of the optimizer."""
+    """The rule of training/step.py: learning rate and decoupled decay are applied outside of the
+    optimizer."""
 
     @jax.jit
     def step(params: Any, state: Any, grad: Any) -> tuple[Any, Any]:
@@ -97,9 +98,9 @@ def test_directions_have_the_shape_and_dtype_of_their_weights(name: str, dtype: 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_state_arrays_have_the_axes_of_their_weight_so_that_they_shard_with_it(name: str) -> None:
-    shapes = dict(module.named(module.shapes(Model, SIZES)))
+    shapes = dict(module.named_leaves(module.shapes(Model, SIZES)))
     state = jax.eval_shape(make(name).init, module.shapes(Model, SIZES))
-    arrays = [(path, leaf.shape) for path, leaf in module.named(state) if leaf.shape]
+    arrays = [(path, leaf.shape) for path, leaf in module.named_leaves(state) if leaf.shape]
     assert arrays
     for path, shape in arrays:
         (whole,) = [leaf.shape for weight, leaf in shapes.items() if path.endswith(f".{weight}")]
@@ -159,8 +160,8 @@ def test_eight_devices_find_the_direction_of_one(name: str) -> None:
     params, axes = weights(), module.axes(Model, SIZES)
     grads = [gradients(seed, params) for seed in range(2)]
     alone = directions(make(name), params, grads)[-1]
-    devices = mesh.make(dict(data=2, fsdp=2, tensor=2, context=1))
-    shardings = mesh.shardings(axes, params, devices)
+    devices = sharding.make_mesh(dict(data=2, fsdp=2, tensor=2, context=1))
+    shardings = sharding.shardings(axes, params, devices)
     with jax.set_mesh(devices):
         split = directions(make(name), *jax.device_put((params, grads), (shardings, [shardings] * 2)))[-1]
     assert split.blocks.w_up.sharding.num_devices == 8
@@ -185,7 +186,7 @@ def test_gradients_of_zero_and_tiny_gradients_give_finite_directions(name: str) 
         (lambda: lion.Config(b2=99), "b2"),
         (lambda: sgd.Config(momentum=1.5), "momentum"),
         (lambda: muon.Config(momentum=1.0), "momentum"),
-        (lambda: muon.Config(steps=0), "steps"),
+        (lambda: muon.Config(ns_steps=0), "ns_steps"),
     ],
 )
 def test_values_that_cannot_work_are_refused_by_key(config: Any, key: str) -> None:
@@ -273,7 +274,9 @@ def test_muon_sees_heads_and_head_dim_as_one_side_of_the_output_matrix() -> None
     )[-1].reshape(shape)
 
     def found(inputs: int) -> Array:
-        return directions(muon.make(muon.Config(), Axes(names, stacked=1, inputs=inputs)), start, grads)[-1]
+        return directions(
+            muon.make(muon.Config(), Axes(names, stacked=1, num_input_axes=inputs)), start, grads
+        )[-1]
 
     np.testing.assert_allclose(found(inputs=2), expected, atol=1e-5)
     assert jnp.abs(found(inputs=1) - expected).max() > 0.1

@@ -16,18 +16,19 @@ import pytest
 from test_chat import GENERATION, TOOLS, pair, say
 from test_labelled import lines, prepared, silent
 
-from headrace.config import reader as config, recipe
 from headrace.cli.main import main
-from headrace.quantize import run as command
-from headrace.data.tokenizer import train as learn, tokenizer as tokenise
-from headrace.data.chat import records as shapes
-from headrace.data.annotations import Notes
+from headrace.config import reader, recipe
+from headrace.data.annotations import AnnotationStats
+from headrace.data.chat import records as chat_records
+from headrace.data.dataset import Dataset
 from headrace.data.documents import Problems
 from headrace.data.preference import encode_pairs
 from headrace.data.shards import Index
-from headrace.data.dataset import Dataset
+from headrace.data.tokenizer import tokenizer as tokenizer_io
+from headrace.data.tokenizer import train as tokenizer_train
 from headrace.data.verify import verify
 from headrace.errors import UserError
+from headrace.quantize import run as quantize_run
 
 ROOT = Path(__file__).parent.parent
 ASKED = {"role": "user", "content": "Which?"}
@@ -45,24 +46,24 @@ def record(draw: random.Random) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("template", [GENERATION, TOOLS], ids=["generation", "tools"])
-def test_both_sides_are_those_of_transformers_and_only_the_answers_are_learnt(template: str) -> None:
-    ours, theirs = pair("byte level", template)
+def test_both_sides_are_those_of_transformers_and_only_the_answers_are_trained_on(template: str) -> None:
+    actual, reference = pair("byte level", template)
     draw = random.Random(0)
     records = [record(draw) for _ in range(30)]
-    documents = [json.dumps(shapes.pair(one)) for one in records]
-    encoded = encode_pairs(ours, documents, 10_000, notes=Notes())
+    documents = [json.dumps(chat_records.to_preference_parts(one)) for one in records]
+    encoded = encode_pairs(actual, documents, 10_000, stats=AnnotationStats())
     how: dict[str, Any] = dict(tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
     for number, one in enumerate(records):
-        here = encoded.take(number, number + 1)
-        middle = int(here.seconds[0])
+        here = encoded.slice(number, number + 1)
+        middle = int(here.second_starts[0])
         for side, part in (("chosen", slice(0, middle)), ("rejected", slice(middle, None))):
-            expected = theirs.apply_chat_template([one[side]], **how)
+            expected = reference.apply_chat_template([one[side]], **how)
             assert here.values[part].tolist() == expected["input_ids"][0]
             # Of the mask of all that the assistant says, that of what comes after the prompt.
-            asked = theirs.apply_chat_template([one[side][:-1]], add_generation_prompt=True, **how)
+            asked = reference.apply_chat_template([one[side][:-1]], add_generation_prompt=True, **how)
             mask = np.array(expected["assistant_masks"][0], bool)
             mask[: len(asked["input_ids"][0])] = False
-            assert here.loss[part].tolist() == mask.tolist()
+            assert here.loss_mask[part].tolist() == mask.tolist()
 
 
 @pytest.mark.parametrize(
@@ -78,9 +79,9 @@ def test_both_sides_are_those_of_transformers_and_only_the_answers_are_learnt(te
         },
     ],
 )
-def test_published_pairs_are_made_one(given: dict[str, Any]) -> None:
-    assert shapes.detect(given) == "preference"
-    assert shapes.pair(given) == [
+def test_published_layouts_of_pairs_give_the_same_parts(given: dict[str, Any]) -> None:
+    assert chat_records.detect_shape(given) == "preference"
+    assert chat_records.to_preference_parts(given) == [
         {"role": "prompt", "messages": [ASKED]},
         {"role": "chosen", "messages": [GOOD]},
         {"role": "rejected", "messages": [BAD]},
@@ -92,29 +93,31 @@ def test_published_pairs_are_made_one(given: dict[str, Any]) -> None:
     [
         (
             {"prompt": "Q", "chosen": "same", "rejected": "same"},
-            "says nothing in `chosen` that the other has not",
+            "`chosen` has no message of the assistant that the other",
         ),
-        ({"chosen": "this", "rejected": "that"}, "begin with no common message"),
+        ({"chosen": "this", "rejected": "that"}, "start with no common message"),
         ({"prompt": "Q", "chosen": 3, "rejected": "that"}, "`chosen` is not text"),
         ({"prompt": "Q", "chosen": "this", "rejected": None}, "`rejected` is missing"),
     ],
 )
-def test_what_is_wrong_with_a_pair_is_said(given: dict[str, Any], why: str) -> None:
+def test_errors_in_a_pair_are_described(given: dict[str, Any], why: str) -> None:
     with pytest.raises(ValueError, match=why):
-        shapes.pair(given)
+        chat_records.to_preference_parts(given)
 
 
-def test_a_pair_that_the_template_refuses_on_one_side_is_left_out_whole() -> None:
-    ours, _ = pair(
+def test_a_pair_that_the_template_refuses_on_one_side_is_skipped_as_a_whole() -> None:
+    actual, _ = pair(
         "byte level",
         "{% if 'no' in messages[-1].content %}{{ raise_exception('no') }}{% endif %}" + GENERATION,
     )
     records = [{"prompt": "Q", "chosen": "yes", "rejected": what} for what in ("no", "perhaps")]
     problems = Problems("skip")
-    documents = [json.dumps(shapes.pair(one)) for one in records]
-    encoded = encode_pairs(ours, documents, 999, notes=Notes(), problems=problems, ids=["first", "second"])
+    documents = [json.dumps(chat_records.to_preference_parts(one)) for one in records]
+    encoded = encode_pairs(
+        actual, documents, 999, stats=AnnotationStats(), problems=problems, ids=["first", "second"]
+    )
     assert encoded.lengths[0] == 0 < encoded.lengths[1]
-    assert encoded.seconds[0] == 0 < encoded.seconds[1]
+    assert encoded.second_starts[0] == 0 < encoded.second_starts[1]
     assert problems.counts == {"refused by the chat template": 1} and "first" in problems.samples[0]
 
 
@@ -131,45 +134,47 @@ def test_a_pair_is_one_unit_within_a_row(tmp_path: Path, mode: str) -> None:
         }
         for n in range(80)
     ]
-    said: list[str] = []
+    log_lines: list[str] = []
     folder = prepared(
         tmp_path,
         f"  a: {{path: {lines(tmp_path / 'a.jsonl', records)}}}",
         f"pack.mode={mode}",
-        "tokenizer.template=plain",
+        "tokenizer.chat_template=plain",
         "pack.sequence_length=120",
-        say=said.append,
+        say=log_lines.append,
     )
     index = Index.parse((folder / "index.json").read_bytes(), "")
     assert index.pairs and not index.labelled
     verify(folder, silent)
-    left_out = [line for line in said if "pairs of answers are left out" in line]
-    dataset, tokenizer, seen = Dataset.open(folder), tokenise.load(folder), 0
+    skipped = [line for line in log_lines if "pairs of answers are skipped" in line]
+    dataset, tokenizer, seen = Dataset.open(folder), tokenizer_io.load(folder), 0
     for split in ("train", "evaluation"):
-        batch = dataset.batch(0, split=split, sequences=dataset.rows(split), seed=0)
-        for tokens, segments, loss in zip(batch.tokens, batch.segments, batch.loss, strict=True):
+        rows = dataset.rows_per_epoch(split)
+        order = dataset.train_order(rows, seed=0) if split == "train" else dataset.eval_order(rows)
+        batch = dataset.batch(order, 0)
+        for tokens, segments, loss in zip(batch.tokens, batch.segments, batch.loss_mask, strict=True):
             assert segments.max() % 2 == 0
             for first in range(1, segments.max(), 2):
                 seen += 1
                 answers = [tokenizer.decode(tokens[(segments == n) & loss]) for n in (first, first + 1)]
                 number = answers[0].split()[0].removeprefix("yes")
-                wanted = records[int(number)]
-                assert answers[0].strip().startswith(wanted["chosen"])
-                assert answers[1].strip().startswith(wanted["rejected"])
-    assert left_out == [left_out[0]] and left_out[0].startswith(f"pack: {80 - seen} pairs")
+                expected = records[int(number)]
+                assert answers[0].strip().startswith(expected["chosen"])
+                assert answers[1].strip().startswith(expected["rejected"])
+    assert skipped == [skipped[0]] and skipped[0].startswith(f"pack: {80 - seen} pairs")
     assert 0 < 80 - seen < 20
     with pytest.raises(UserError, match="60 would cut the pairs of answers"):
         Dataset.open(folder, sequence_length=60)
 
 
-def test_pairs_are_a_set_of_their_own(tmp_path: Path) -> None:
+def test_pairs_are_not_mixed_with_other_documents(tmp_path: Path) -> None:
     lines(tmp_path / "a.jsonl", [{"prompt": "Q", "chosen": f"a{n}", "rejected": "b"} for n in range(20)])
     lines(tmp_path / "b.jsonl", [{"text": f"text {n}"} for n in range(20)])
-    with pytest.raises(UserError, match="pairs of answers and plain texts in one set"):
+    with pytest.raises(UserError, match="pairs of answers and plain texts in one dataset"):
         prepared(
             tmp_path,
             f"  a: {{path: {tmp_path}/a.jsonl}}\n  b: {{path: {tmp_path}/b.jsonl}}",
-            "tokenizer.template=plain",
+            "tokenizer.chat_template=plain",
         )
 
 
@@ -182,33 +187,37 @@ def test_the_guides_example_makes_pairs_and_a_recipe_to_learn_from_them(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     (tmp_path / "data/demo").mkdir(parents=True)
-    tokenizer = learn.train(["What is 12 plus 30? It is 42, I think."] * 3, kind="bpe", vocab=280)
-    tokenise.save(tokenizer, tmp_path / "data/demo")
+    tokenizer = tokenizer_train.train_tokenizer(
+        ["What is 12 plus 30? It is 42, I think."] * 3, kind="bpe", vocab=280
+    )
+    tokenizer_io.save(tokenizer, tmp_path / "data/demo")
     subprocess.run(make.replace("python", sys.executable, 1), shell=True, check=True)
     assert main(shlex.split(prepare)[1:]) == 0
     index = Index.parse((tmp_path / "data/pairs/index.json").read_bytes(), "")
     assert index.pairs and sum(split.documents for split in index.splits.values()) == 1600
+    (tmp_path / "runs/lora-demo").mkdir(parents=True)  # whose shape the recipe takes
+    (tmp_path / "runs/lora-demo/recipe.yaml").write_text((ROOT / "recipes/demo.yaml").read_text())
     name, *overrides = shlex.split(train)[2:]
     cfg = recipe.load(name, overrides)
-    assert cfg.objective.use == "dpo" and cfg.start == "runs/lora-demo" and cfg.data.path == "data/pairs"
+    assert cfg.objective.use == "dpo" and cfg.init_from == "runs/lora-demo" and cfg.data.path == "data/pairs"
 
 
-def test_few_bits_are_not_learnt_from_what_was_rejected(tmp_path: Path) -> None:
+def test_finetuning_for_few_bits_refuses_preference_pairs(tmp_path: Path) -> None:
     records = [{"prompt": f"{n}?", "chosen": "yes", "rejected": "no"} for n in range(30)]
     source = f"  a: {{path: {lines(tmp_path / 'a.jsonl', records)}}}"
-    folder = str(prepared(tmp_path, source, "tokenizer.template=plain", "pack.sequence_length=120"))
+    folder = str(prepared(tmp_path, source, "tokenizer.chat_template=plain", "pack.sequence_length=120"))
 
     def opened(objective: str, *options: str) -> Dataset:
-        section = config.part_class("objectives", objective)()
+        section = reader.part_class("objectives", objective)()
         run = SimpleNamespace(
-            cfg=SimpleNamespace(objective=section, data=SimpleNamespace(sequence_length=120)),
+            recipe=SimpleNamespace(objective=section, data=SimpleNamespace(sequence_length=120)),
             tokenizer_sha256=None,
         )
         method = recipe.load_method("vptq", options)
-        return command.open_data(run, command.Request("out", method, 8, "float32", folder))
+        return quantize_run.open_data(run, quantize_run.QuantizeRequest("out", method, 8, "float32", folder))
 
     assert opened("dpo").index.pairs  # to be calibrated with
-    with pytest.raises(UserError, match="finish: .* holds pairs of answers"):
-        opened("dpo", "finish=10")
+    with pytest.raises(UserError, match="finetune_steps: .* holds pairs of answers"):
+        opened("dpo", "finetune_steps=10")
     with pytest.raises(UserError, match="--data: .* holds pairs of answers, which objective causal"):
         opened("causal")

@@ -22,12 +22,16 @@ import pyarrow.parquet as pq
 import pytest
 
 from headrace.config import recipe
-from headrace.data.tokenizer import tokenizer as tokenise
+from headrace.data.dataset import Dataset, PackedRows
 from headrace.data.pipeline.prepare import prepare
 from headrace.data.shards import Index, read_rows, unpack_bits
-from headrace.data.dataset import Dataset
+from headrace.data.tokenizer import tokenizer as tokenizer_io
 from headrace.data.verify import verify
 from headrace.errors import UserError
+
+
+def read_batch(data: Dataset, step: int, batch_size: int, *, seed: int = 0) -> PackedRows:
+    return data.batch(data.train_order(batch_size, seed=seed), step)
 
 
 def silent(line: str) -> None:
@@ -67,10 +71,10 @@ path: {tmp_path}/data
 workers: 1
 sources:
   lines: {{path: {tmp_path}/lines}}
-  tables: {{path: {tmp_path}/tables.parquet, column: body}}
+  tables: {{path: {tmp_path}/tables.parquet, text_column: body}}
   files: {{path: {tmp_path}/files}}
 tokenizer: {{use: bpe, vocab: 400}}
-pack: {{sequence_length: 64, evaluation: 0.1}}
+pack: {{sequence_length: 64, eval_fraction: 0.1}}
 """
     )
     return lambda *overrides: recipe.load_data(tmp_path / "data.yaml", overrides)
@@ -82,7 +86,7 @@ def read_index(folder: Path) -> Index:
 
 def documents(folder: Path, split: str, epoch: int = 0) -> Counter[str]:
     """All pieces of text between document marks, decoded, of the rows of a split."""
-    index, tokenizer = read_index(folder), tokenise.load(folder)
+    index, tokenizer = read_index(folder), tokenizer_io.load(folder)
     found: Counter[str] = Counter()
     for shard in index.splits[split].epochs[epoch]:
         rows = read_rows(folder, shard.name)
@@ -145,7 +149,9 @@ def test_stages_one_at_a_time_make_what_all_at_once_do(load: Any, tmp_path: Path
 
 def test_the_number_of_workers_changes_nothing(load: Any, tmp_path: Path) -> None:
     for workers in (1, 3):
-        prepare(load(f"workers={workers}", "normalize.exact=true", f"path={tmp_path}/{workers}"), silent)
+        prepare(
+            load(f"workers={workers}", "normalize.dedup_exact=true", f"path={tmp_path}/{workers}"), silent
+        )
     one, three = contents(tmp_path / "1"), contents(tmp_path / "3")
     del one["index.json"], three["index.json"]  # which hold the path
     assert one == three
@@ -157,7 +163,7 @@ def test_finished_data_is_left_alone_and_that_of_another_recipe_refused(load: An
     said: list[str] = []
     prepare(load("workers=2"), said.append)
     assert "already made by this recipe" in said[0]
-    with pytest.raises(UserError, match=r"pack.sequence_length = 64, and this one says 128; .*--replace"):
+    with pytest.raises(UserError, match=r"pack.sequence_length = 64, and this recipe has 128; .*--replace"):
         prepare(load("pack.sequence_length=128"), silent)
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "data").rglob("*")} == before
 
@@ -171,7 +177,7 @@ def test_finished_data_is_left_alone_and_that_of_another_recipe_refused(load: An
 def test_a_folder_of_something_else_is_not_touched(load: Any, tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "thesis.txt").write_text("do not lose me")
-    with pytest.raises(UserError, match="holds no data of ours; choose another, or remove it"):
+    with pytest.raises(UserError, match="holds no data of Headrace; choose another, or remove it"):
         prepare(load(), silent)
     assert [path.name for path in (tmp_path / "data").iterdir()] == ["thesis.txt"]
 
@@ -198,7 +204,7 @@ def test_of_a_single_document_rows_are_held_out(tmp_path: Path) -> None:
     (tmp_path / "book.txt").write_text("\n".join(sentences(400)))
     (tmp_path / "data.yaml").write_text(
         f"path: {tmp_path}/data\nsources: {{book: {{path: {tmp_path}/book.txt}}}}\n"
-        "tokenizer: {use: bpe, vocab: 300}\npack: {sequence_length: 32, evaluation: 0.1}\n"
+        "tokenizer: {use: bpe, vocab: 300}\npack: {sequence_length: 32, eval_fraction: 0.1}\n"
     )
     said: list[str] = []
     prepare(recipe.load_data(tmp_path / "data.yaml"), said.append)
@@ -212,7 +218,7 @@ def test_a_weight_says_how_often_a_source_comes(
 ) -> None:
     prepare(
         load("sources.lines.weight=2", "sources.files.weight=0.5", "shuffle.epochs=2", "pack.mode=document",
-             "pack.sequence_length=512", "pack.evaluation=0"),
+             "pack.sequence_length=512", "pack.eval_fraction=0"),
         silent,
     )  # fmt: skip
     folder = tmp_path / "data"
@@ -232,7 +238,7 @@ def test_duplicates_and_short_texts_go_and_are_counted(tmp_path: Path) -> None:
     (tmp_path / "data.yaml").write_text(
         f"path: {tmp_path}/data\nsources: {{a: {{path: {tmp_path}/a.jsonl}}}}\n"
         "tokenizer: {use: bpe, vocab: 300}\n"
-        "normalize: {exact: true, shortest: 6}\npack: {sequence_length: 512, evaluation: 0}\n"
+        "normalize: {dedup_exact: true, min_chars: 6}\npack: {sequence_length: 512, eval_fraction: 0}\n"
     )
     said: list[str] = []
     prepare(recipe.load_data(tmp_path / "data.yaml"), said.append)
@@ -256,8 +262,8 @@ def chats(tmp_path: Path) -> Path:
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "data.yaml").write_text(
         f"path: {tmp_path}/data\nsources: {{chats: {{path: {tmp_path}/chats.jsonl}}}}\n"
-        f"tokenizer: {{use: bpe, vocab: 300, template: plain}}\n"
-        "pack: {sequence_length: 128, evaluation: 0.1}\n"
+        f"tokenizer: {{use: bpe, vocab: 300, chat_template: plain}}\n"
+        "pack: {sequence_length: 128, eval_fraction: 0.1}\n"
     )
     return tmp_path / "data.yaml"
 
@@ -265,18 +271,18 @@ def chats(tmp_path: Path) -> Path:
 def test_of_conversations_only_what_the_assistant_says_is_learnt(chats: Path, tmp_path: Path) -> None:
     prepare(recipe.load_data(chats), silent)
     folder = tmp_path / "data"
-    index, tokenizer = read_index(folder), tokenise.load(folder)
+    index, tokenizer = read_index(folder), tokenizer_io.load(folder)
     learnt: list[str] = []
     for shard in index.splits["train"].epochs[0]:
         rows = read_rows(folder, shard.name)
-        assert rows.loss is not None
-        flags = unpack_bits(rows.loss, index.sequence_length)
+        assert rows.loss_bits is not None
+        flags = unpack_bits(rows.loss_bits, index.sequence_length)
         learnt += [tokenizer.decode(row[flag]) for row, flag in zip(rows.tokens, flags, strict=True)]
     said = " ".join(learnt)
     assert said.count("it is") > 90 and "how much" not in said
     verify(folder, silent)
-    batch = Dataset.open(folder).batch(0, split="train", sequences=2, seed=0)
-    assert batch.loss is not None and 0 < batch.loss.sum() < batch.loss.size
+    batch = read_batch(Dataset.open(folder), 0, 2)
+    assert batch.loss_mask is not None and 0 < batch.loss_mask.sum() < batch.loss_mask.size
 
 
 def test_bad_lines_stop_the_work_or_are_skipped_and_told(tmp_path: Path) -> None:
@@ -287,12 +293,12 @@ def test_bad_lines_stop_the_work_or_are_skipped_and_told(tmp_path: Path) -> None
     (tmp_path / "data.yaml").write_text(
         f"path: {tmp_path}/data\nsources: {{a: {{path: {tmp_path}/a.jsonl}}}}\n"
         "tokenizer: {use: bpe, vocab: 300}\n"
-        "pack: {sequence_length: 64, evaluation: 0}\n"
+        "pack: {sequence_length: 64, eval_fraction: 0}\n"
     )
-    with pytest.raises(UserError, match=r"a.jsonl:8: .*errors: skip"):
+    with pytest.raises(UserError, match=r"a.jsonl:8: .*on_error: skip"):
         prepare(recipe.load_data(tmp_path / "data.yaml"), silent)
     said: list[str] = []
-    prepare(recipe.load_data(tmp_path / "data.yaml", ["errors=skip"]), said.append)
+    prepare(recipe.load_data(tmp_path / "data.yaml", ["on_error=skip"]), said.append)
     assert any("skipped 2" in line for line in said) and any("a.jsonl:10" in line for line in said), said
     assert read_index(tmp_path / "data").splits["train"].documents == 48
 
@@ -306,7 +312,7 @@ def test_files_that_came_since_a_run_was_stopped_make_it_begin_anew(load: Any, t
     (tmp_path / "lines" / "0.a.jsonl").write_text(json.dumps({"text": "one more"}) + "\n")
     said: list[str] = []
     prepare(load("pack.sequence_length=512"), said.append)
-    assert "normalize: the files of the sources have changed, so it begins anew" in said
+    assert "normalize: the files of the sources have changed, so it starts again" in said
     both = documents(tmp_path / "data", "train") + documents(tmp_path / "data", "evaluation")
     assert both.total() == 561 and both["one more"] == 1
 
@@ -317,7 +323,7 @@ def test_workers_die_with_the_process_that_started_them(load: Any, tmp_path: Pat
     for number in range(30):  # enough work to be in the middle of
         text = "\n".join(json.dumps({"text": text}) for text in sentences(3000, number + 10))
         (tmp_path / "lines" / f"more{number}.jsonl").write_text(text)
-    process = start(tmp_path, "workers=2", "normalize.near=0.8")
+    process = start(tmp_path, "workers=2", "normalize.dedup_jaccard=0.8")
     family: list[psutil.Process] = []
     while len(family) < 3 and process.poll() is None:  # the server and two workers
         family = psutil.Process(process.pid).children(recursive=True)
@@ -332,13 +338,13 @@ def test_workers_die_with_the_process_that_started_them(load: Any, tmp_path: Pat
 
 def test_a_stop_while_leftovers_are_cleared_away_loses_nothing(load: Any, tmp_path: Path) -> None:
     """As if killed in the middle of removing what stood between the stages."""
-    prepare(load("normalize.exact=true"), silent)
+    prepare(load("normalize.dedup_exact=true"), silent)
     folder = tmp_path / "data"
     (folder / "packed").mkdir()
     (folder / "packed" / "00000.json").write_text("{}")
-    prepare(load("normalize.exact=true", "shuffle.epochs=2"), silent, replace=True)
+    prepare(load("normalize.dedup_exact=true", "shuffle.epochs=2"), silent, replace=True)
     both = documents(folder, "train") + documents(folder, "evaluation")
-    prepare(load("normalize.exact=true", "shuffle.epochs=2", f"path={tmp_path}/fresh"), silent)
+    prepare(load("normalize.dedup_exact=true", "shuffle.epochs=2", f"path={tmp_path}/fresh"), silent)
     assert both == documents(tmp_path / "fresh", "train") + documents(tmp_path / "fresh", "evaluation")
 
 
@@ -357,7 +363,7 @@ def test_a_damaged_shard_is_refused_when_it_is_read(load: Any, tmp_path: Path) -
     content[-9] ^= 255
     shard.write_bytes(content)
     with pytest.raises(UserError, match=r"has checksum \w{8}, and the index says \w{8}; make the data again"):
-        Dataset.open(tmp_path / "data").batch(0, split="train", sequences=2, seed=0)
+        read_batch(Dataset.open(tmp_path / "data"), 0, 2)
 
 
 def test_data_whose_sources_changed_is_told_and_made_anew_on_request(load: Any, tmp_path: Path) -> None:
@@ -365,7 +371,7 @@ def test_data_whose_sources_changed_is_told_and_made_anew_on_request(load: Any, 
     (tmp_path / "files" / "new.txt").write_text("a new text")
     said: list[str] = []
     prepare(load("pack.sequence_length=512"), said.append)
-    assert "the files of its sources have changed since; --replace makes it anew" in said[0]
+    assert "the files of its sources have changed since; --replace makes it again" in said[0]
     prepare(load("pack.sequence_length=512"), silent, replace=True)
     both = documents(tmp_path / "data", "train") + documents(tmp_path / "data", "evaluation")
     assert both.total() == 561 and both["a new text"] == 1
@@ -374,7 +380,7 @@ def test_data_whose_sources_changed_is_told_and_made_anew_on_request(load: Any, 
 def test_when_nothing_is_left_the_reasons_are_told(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"txt": "one"}\n' * 5)
     (tmp_path / "data.yaml").write_text(
-        f"path: {tmp_path}/data\nerrors: skip\nsources: {{a: {{path: {tmp_path}/a.jsonl}}}}\n"
+        f"path: {tmp_path}/data\non_error: skip\nsources: {{a: {{path: {tmp_path}/a.jsonl}}}}\n"
     )
     with pytest.raises(
         UserError, match=r"skipped 5 \(missing column 5\); first .*a.jsonl:1: found txt, expected"
@@ -392,9 +398,9 @@ def test_skipping_after_a_stop_keeps_finished_parts_and_stopping_after_skips_red
     (tmp_path / "data.yaml").write_text(
         f"path: {tmp_path}/data\nworkers: 1\n"
         f"sources: {{a: {{path: {tmp_path}/in/a.jsonl}}, b: {{path: {tmp_path}/in/b.parquet}}}}\n"
-        "tokenizer: {use: bpe, vocab: 300}\npack: {evaluation: 0}\n"
+        "tokenizer: {use: bpe, vocab: 300}\npack: {eval_fraction: 0}\n"
     )
-    load = lambda errors: recipe.load_data(tmp_path / "data.yaml", [f"errors={errors}"])
+    load = lambda errors: recipe.load_data(tmp_path / "data.yaml", [f"on_error={errors}"])
     with pytest.raises(UserError, match="b.parquet"):
         prepare(load("stop"), silent)
     first = tmp_path / "data" / "normalized" / "00000.parquet"
@@ -413,7 +419,7 @@ def test_data_that_is_ready_outlives_a_replacement_that_cannot_be_made(load: Any
     prepare(load(), silent)
     before = contents(tmp_path / "data")
     with pytest.raises(UserError, match="no column nope"):
-        prepare(load("sources.tables.column=nope"), silent, replace=True)
+        prepare(load("sources.tables.text_column=nope"), silent, replace=True)
     after = contents(tmp_path / "data")
     assert after["index.json"] == before["index.json"] and after["tokenizer.json"] == before["tokenizer.json"]
     verify(tmp_path / "data", silent)
@@ -424,7 +430,7 @@ def test_data_that_is_ready_outlives_a_replacement_that_cannot_be_made(load: Any
 def test_a_tokenizer_or_a_source_that_has_changed_is_noticed(load: Any, tmp_path: Path) -> None:
     prepare(load(), silent)
     (tmp_path / "own").mkdir()
-    for name in tokenise.FILES[:3]:
+    for name in tokenizer_io.TOKENIZER_FILES[:3]:
         (tmp_path / "own" / name).write_bytes((tmp_path / "data" / name).read_bytes())
     own = [f"path={tmp_path}/by", f"tokenizer={{use: file, path: {tmp_path}/own}}"]
     said: list[str] = []
@@ -455,7 +461,7 @@ def test_weights_that_leave_nothing_are_told(load: Any) -> None:
 def test_documents_that_are_gone_are_told(load: Any, tmp_path: Path) -> None:
     prepare(load(), silent, until="tokenizer")
     shutil.rmtree(tmp_path / "data" / "normalized")
-    with pytest.raises(UserError, match="normalized is gone"):
+    with pytest.raises(UserError, match="normalized is missing"):
         prepare(load(), silent)
 
 
@@ -497,7 +503,7 @@ def kill_and_restart(tmp_path: Path, kills: int, seed: int, *overrides: str) -> 
 def test_killed_at_random_moments_and_restarted_the_bytes_are_the_same(
     load: Any, tmp_path: Path, kills: int
 ) -> None:
-    settings = ("workers=2", "normalize.exact=true", "shuffle.epochs=2")
+    settings = ("workers=2", "normalize.dedup_exact=true", "shuffle.epochs=2")
     assert kill_and_restart(tmp_path, kills, 7, *settings) > 0
     timed, killed = contents(tmp_path / "timed"), contents(tmp_path / "killed")
     for files in (timed, killed):
@@ -547,8 +553,8 @@ def test_ray_workers_make_the_same_bytes_even_if_one_is_killed(
 ) -> None:
     import psutil
 
-    prepare(load("normalize.exact=true"), silent)
-    process = start(tmp_path, "engine=ray", "normalize.exact=true", f"path={tmp_path}/ray")
+    prepare(load("normalize.dedup_exact=true"), silent)
+    process = start(tmp_path, "engine=ray", "normalize.dedup_exact=true", f"path={tmp_path}/ray")
     killed = False
     while process.poll() is None:
         if not killed:

@@ -12,6 +12,6 @@ from tests import soon
 @pytest.mark.parametrize("devices", [1, 64])
 def test_the_threads_of_a_device_are_its_share_of_the_cores(devices: int) -> None:
     flags = {"XLA_FLAGS": soon.flags(devices), "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-c", "from headrace.probe import threads; print(threads())"]
+    command = [sys.executable, "-c", "from headrace.nn.compile_target import threads; print(threads())"]
     done = subprocess.run(command, env=os.environ | flags, capture_output=True, text=True, check=True)
     assert int(done.stdout) == max(len(os.sched_getaffinity(0)) // devices, 1)

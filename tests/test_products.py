@@ -9,12 +9,13 @@ import pytest
 
 from headrace.config import sections
 from headrace.errors import UserError
-from headrace.nn.stack import Execution, cast, layers
-from headrace.nn.module import Axes
 from headrace.low_precision import fp8, int8
-from headrace.low_precision.support import emulated, multiplies
-from headrace.low_precision.weight import Weight, round_weight
-from headrace.nn.linear import prepared, project
+from headrace.low_precision.cast import cast
+from headrace.low_precision.support import emulation_warning, has_fast_matmul
+from headrace.low_precision.weight import LowPrecisionWeight, round_weight
+from headrace.nn.linear import project, quantize_input
+from headrace.nn.module import Axes
+from headrace.nn.stack import Execution, run_layers
 from tests.test_step import Bench, weights
 
 FORMATS = ("fp8", "int8")
@@ -32,7 +33,9 @@ def drawn(seed: int, *shape: int) -> jax.Array:
     return jax.random.normal(jax.random.key(seed), shape)
 
 
-def layer(w: jax.Array, axes: Axes, format: str, *, native: bool = False, number: int = 1) -> Weight:
+def layer(
+    w: jax.Array, axes: Axes, format: str, *, native: bool = False, number: int = 1
+) -> LowPrecisionWeight:
     """One layer of the stack."""
     stack = round_weight(w, axes, dtype=jnp.float32, format=format, native=native)
     return jax.tree.map(lambda leaf: leaf[number], stack)
@@ -42,8 +45,8 @@ def products(spec: str, format: str, *, native: bool = False) -> tuple[list[np.n
     """The product and both gradients in 8 bits; and x, w and the gradient of the product, in float64."""
     axes, shape = CASES[spec]
     w = drawn(0, *shape) * jnp.array([1.0, 0.01, 100.0]).reshape(3, *(1,) * (len(shape) - 1))
-    x = drawn(1, 2, 16, *shape[1 : 1 + axes.inputs])
-    d = drawn(2, 2, 16, *shape[1 + axes.inputs :]) * 1e-4
+    x = drawn(1, 2, 16, *shape[1 : 1 + axes.num_input_axes])
+    d = drawn(2, 2, 16, *shape[1 + axes.num_input_axes :]) * 1e-4
 
     def product(x: jax.Array, w: jax.Array) -> jax.Array:
         return project(layer(w, axes, format, native=native), x, spec)
@@ -78,7 +81,7 @@ def test_fp8_is_as_exact_as_its_formats(spec):
 def test_int8_is_as_exact_as_its_steps(spec):
     """Off by half a step for each factor: of x one for each token, of w for each output."""
     got, (x, w, d) = products(spec, "int8")
-    inputs = CASES[spec][0].inputs
+    inputs = CASES[spec][0].num_input_axes
     y, d_x, d_w = exact(spec, x, w, d)
     count = np.prod(x.shape[2:])
     token = abs(x).max(tuple(range(2, x.ndim)))
@@ -129,7 +132,7 @@ def test_no_size_of_numbers_makes_rounding_fail(largest):
 @pytest.mark.parametrize("spec", CASES)
 def test_zeros_give_zeros(format, spec):
     axes, shape = CASES[spec]
-    x = jnp.zeros((2, 16, *shape[1 : 1 + axes.inputs]))
+    x = jnp.zeros((2, 16, *shape[1 : 1 + axes.num_input_axes]))
     y, pull = jax.vjp(lambda x, w: project(layer(w, axes, format), x, spec), x, jnp.zeros(shape))
     assert not y.any()
     assert not any(d.any() for d in pull(jnp.zeros_like(y)))
@@ -160,7 +163,7 @@ def test_an_input_is_rounded_once_for_all_that_read_it(format):
     one, two = (layer(drawn(seed, *shape), axes, format) for seed in (0, 1))
 
     def both(x: jax.Array) -> jax.Array:
-        ready = prepared(one, x)
+        ready = quantize_input(one, x)
         return project(one, ready, "bsf,fd->bsd") + project(two, ready, "bsf,fd->bsd")
 
     x = drawn(2, 2, 16, shape[1])
@@ -176,7 +179,7 @@ def test_a_model_learns_in_8_bits_as_in_float32(tiny):
     steps = ("schedule.steps=60", "optimizer.learning_rate=3e-3")
     curves = {}
     for name in ("compute", *FORMATS):
-        _, rows = Bench(tiny(*steps, f"memory.products={name}")).run(60)
+        _, rows = Bench(tiny(*steps, f"compute.matmul={name}")).run(60)
         curves[name] = [row["loss"] for row in rows]
     ends = {name: np.mean(curve[-5:]) for name, curve in curves.items()}
     assert ends["compute"] < curves["compute"][0] - 2
@@ -197,7 +200,7 @@ def test_a_model_learns_in_8_bits_as_in_float32(tiny):
 )
 def test_a_mesh_gives_the_update_of_one_device(tiny, format, sizes):
     """To within what rounding makes of sums in another order: a number on the edge goes the other way."""
-    sgd = ("optimizer.use=sgd", "optimizer.learning_rate=0.5", f"memory.products={format}")
+    sgd = ("optimizer.use=sgd", "optimizer.learning_rate=0.5", f"compute.matmul={format}")
     bench = Bench(tiny(*sgd))
     start = weights(bench.state())
     one, rows = bench.run(2)
@@ -211,7 +214,7 @@ def test_a_mesh_gives_the_update_of_one_device(tiny, format, sizes):
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_step_that_is_not_finite_is_skipped(tiny, format):
-    bench = Bench(tiny(f"memory.products={format}"))
+    bench = Bench(tiny(f"compute.matmul={format}"))
     state = bench.state()
     blocks = state.params.blocks
     blocks = dataclasses.replace(blocks, w_up=blocks.w_up.at[0, 3, 5].set(jnp.nan))
@@ -227,8 +230,8 @@ def test_a_step_that_is_not_finite_is_skipped(tiny, format):
 @pytest.mark.parametrize("setting", ["remat=dots", "remat=full", "unroll=2"])
 @pytest.mark.parametrize("format", FORMATS)
 def test_what_is_kept_or_unrolled_changes_nothing(tiny, format, setting):
-    one, _ = Bench(tiny(f"memory.products={format}", "optimizer.use=sgd")).run(2)
-    other, _ = Bench(tiny(f"memory.products={format}", "optimizer.use=sgd", f"memory.{setting}")).run(2)
+    one, _ = Bench(tiny(f"compute.matmul={format}", "optimizer.use=sgd")).run(2)
+    other, _ = Bench(tiny(f"compute.matmul={format}", "optimizer.use=sgd", f"memory.{setting}")).run(2)
     theirs = weights(other)
     for name, value in weights(one).items():
         np.testing.assert_allclose(value, theirs[name], atol=1e-5, rtol=0, err_msg=name)
@@ -237,27 +240,27 @@ def test_what_is_kept_or_unrolled_changes_nothing(tiny, format, setting):
 def test_a_cpu_multiplies_no_8_bits_and_says_so():
     device = jax.devices()[0]
     for format in FORMATS:
-        assert not multiplies(device, format)
-        assert f"{format} brings nothing here: cpu" in emulated("memory.products", format, device)
+        assert not has_fast_matmul(device, format)
+        assert f"{format} brings nothing here: cpu" in emulation_warning("compute.matmul", format, device)
 
 
 def test_formats_that_do_not_exist_are_refused(tiny):
-    with pytest.raises(UserError, match="memory.products: found .fp4., expected one of compute, fp8, int8"):
-        tiny("memory.products=fp4")
-    assert tiny().memory.products == "compute"
-    assert sections.Memory(products="fp8").compute == "bfloat16"
+    with pytest.raises(UserError, match="compute.matmul: found .fp4., expected one of compute, fp8, int8"):
+        tiny("compute.matmul=fp4")
+    assert tiny().compute.matmul == "compute"
+    assert sections.ComputeKeys(matmul="fp8").dtype == "bfloat16"
 
 
 @pytest.mark.parametrize(("remat", "count"), [("dots", 3), ("full", 4)])
 @pytest.mark.parametrize("format", FORMATS)
 def test_products_that_are_kept_are_not_made_again(format, remat, count):
     """One forward and two backward; of the weight, of x and of the gradient the largest number."""
-    how = Execution(None, "float32", remat=remat, products=format)
+    exec_opts = Execution(None, "float32", remat=remat, matmul=format)
     axes, w, x = Axes(("layers", "mlp", "embed"), 1, 1), drawn(0, 3, 16, 16), drawn(1, 2, 8, 16)
 
     def loss(w: jax.Array) -> jax.Array:
         body = lambda w, x: jnp.tanh(project(w, x, "bsf,fd->bsd"))
-        return layers(how, body, x, cast(w, axes, how)).sum()
+        return run_layers(exec_opts, [body], x, cast(w, axes, exec_opts)).sum()
 
     text = str(jax.make_jaxpr(jax.grad(loss))(w))
     assert text.count("dot_general[") == text.count("reduce_max[") == count

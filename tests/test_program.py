@@ -1,4 +1,4 @@
-"""Compiled programs, read and timed: small ones written by hand, whose answers are known, and two real ones
+"""Compiled programs, read and timed: small ones written by hand, whose results are known, and two real ones
 of a tiny Llama for a v5e-4 (libtpu 0.0.51; kernels' code and the list of source files are cut out)."""
 
 import dataclasses
@@ -9,10 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from headrace.plan import timing
-from headrace.plan.hlo import Program, Scope, parse, read, replica_groups, shapes, trips
-from headrace.hardware.slices import parse as named
-from headrace.plan.timing import Breakdown, Rates, rates, step
+from headrace.hardware.slices import parse_slice
+from headrace.plan import device_rates
+from headrace.plan.device_rates import DeviceRates, make_rates
+from headrace.plan.hlo import (
+    Program,
+    parse_program,
+    parse_replica_groups,
+    parse_shapes,
+    read_program,
+)
+from headrace.plan.timing import Breakdown, time_step
+from headrace.plan.trip_count import Scope, count_trips
 
 PROGRAMS = Path(__file__).parent / "programs"
 # Where `make test-all` puts the compiler; on a TPU machine it is among the other packages.
@@ -20,11 +28,13 @@ LIBTPU = Path(__file__).parent.parent / ".venv" / "libtpu"
 
 
 @pytest.fixture
-def ideal(monkeypatch) -> Rates:
-    """A ring of four devices with round numbers, which reach all of their peaks."""
-    for name, value in dict(MATRIX=1.0, STREAM=1.0, LINK=1.0, START=0.0, HOP=0.0).items():
-        monkeypatch.setattr(timing, name, value)
-    return Rates(
+def ideal(monkeypatch) -> DeviceRates:
+    """Rates of four devices in a ring: round numbers, and programs reach all peaks."""
+    for name, value in dict(
+        MATMUL_SHARE=1.0, HBM_SHARE=1.0, LINK_SHARE=1.0, MESSAGE_SECONDS=0.0, HOP_SECONDS=0.0
+    ).items():
+        monkeypatch.setattr(device_rates, name, value)
+    return DeviceRates(
         flops=1e12,
         fp8=2e12,
         int8=4e12,
@@ -40,13 +50,15 @@ def ideal(monkeypatch) -> Rates:
 
 
 def program(lines: str, before: str = "") -> Program:
-    made = parse(f"HloModule test, num_partitions=4\n{before}\nENTRY %main () -> f32[] {{\n{lines}\n}}")
-    assert not made.unread
-    return made
+    hlo = parse_program(
+        f"HloModule test, num_partitions=4\n{before}\nENTRY %main () -> f32[] {{\n{lines}\n}}"
+    )
+    assert not hlo.unread_lines
+    return hlo
 
 
 def loop(name: str, *, lines: str = "", step: int = 1, bound: str = "constant(10)") -> str:
-    """A loop over s32 counters: element 0 counts, element 1 is handed on."""
+    """A loop over s32 values: element 0 counts, element 1 is constant."""
     return f"""
 %{name}_condition (p: (s32[], s32[])) -> pred[] {{
   %p = (s32[], s32[]) parameter(0)
@@ -83,26 +95,26 @@ DOT_FLOPS = 2 * 100 * 200 * 50
 
 
 def test_a_shape_has_its_layout_padding_and_memory():
-    (array,) = shapes("f32[1024,64]{1,0:T(8,128)S(1)}")
+    (array,) = parse_shapes("f32[1024,64]{1,0:T(8,128)S(1)}")
     assert (array.dims, array.order, array.tile, array.space) == ((1024, 64), (1, 0), (8, 128), 1)
     assert array.bytes == 1024 * 128 * 4
-    first, second = shapes("(bf16[2,3]{0,1:T(2,128)(2,1)}, /*index=1*/(pred[], f8e4m3fn[7]))")[:2]
+    first, second = parse_shapes("(bf16[2,3]{0,1:T(2,128)(2,1)}, /*index=1*/(pred[], f8e4m3fn[7]))")[:2]
     assert (first.bytes, second.bytes) == (4 * 128 * 2, 1)
 
 
-def test_a_line_that_cannot_be_read_is_told_and_unknown_opcodes_are_kept(ideal):
-    made = parse(
+def test_unreadable_lines_cause_a_caveat_and_unknown_opcodes_are_accepted(ideal):
+    hlo = parse_program(
         "HloModule x\nENTRY %e () -> f32[] {\n what is this\n ROOT %y = f32[8]{0:S(1)} frobnicate()\n}"
     )
-    assert made.unread == ("what is this",)
-    assert made.computations["e"].instructions["y"].opcode == "frobnicate"
-    assert "1 lines" in step(made, ideal).doubts[0]
+    assert hlo.unread_lines == ("what is this",)
+    assert hlo.computations["e"].instructions["y"].opcode == "frobnicate"
+    assert "1 lines" in time_step(hlo, ideal).caveats[0]
 
 
 def test_an_instruction_may_take_several_lines():
     noted = 'frontend_attributes={kernel_metadata={\n"blocks":"{\\"block_q\\": 512}"\n}}'
-    made = program(f'  ROOT %y = f32[8] custom-call(), {noted}, metadata={{op_name="a, {{b"}}')
-    (y,) = made.computations["main"].instructions.values()
+    hlo = program(f'  ROOT %y = f32[8] custom-call(), {noted}, metadata={{op_name="a, {{b"}}')
+    (y,) = hlo.computations["main"].instructions.values()
     assert "block_q" in y.attributes["frontend_attributes"]
     assert y.op_name == "a, {b"
 
@@ -118,21 +130,21 @@ def test_an_instruction_may_take_several_lines():
         ("mesh['axis_0'=2,'axis_1'=4] {'axis_1':(1)2}", ((0, 2), (1, 3), (4, 6), (5, 7))),
     ],
 )
-def test_groups_of_devices_are_read_in_all_their_spellings(text, groups):
-    assert replica_groups(text) == groups
+def test_replica_groups_are_parsed_in_all_notations(text, groups):
+    assert parse_replica_groups(text) == groups
 
 
 @pytest.mark.parametrize(
-    "how, count",
+    "loop_options, count",
     [(dict(), 10), (dict(step=3), 4), (dict(bound="get-tuple-element(%p), index=1"), 7)],
 )
-def test_the_trips_of_a_loop_follow_from_its_condition(how, count):
-    made = program(f"{START}  ROOT %w = (s32[], s32[]) {run('one')}", loop("one", **how))
-    main = made.computations["main"]
-    assert trips(made, main, main.instructions["w"], Scope()) == count
+def test_the_trips_of_a_loop_follow_from_its_condition(loop_options, count):
+    hlo = program(f"{START}  ROOT %w = (s32[], s32[]) {run('one')}", loop("one", **loop_options))
+    main = hlo.computations["main"]
+    assert count_trips(hlo, main, main.instructions["w"], Scope()) == count
 
 
-def test_a_place_in_a_tuple_can_be_named_without_a_line_of_its_own(ideal):
+def test_an_operand_may_be_an_element_of_a_tuple(ideal):
     plain = """
   %p = (f32[1024,512], f32[512,256]) parameter(0)
   %a = f32[1024,512] get-tuple-element(%p), index=0
@@ -140,43 +152,43 @@ def test_a_place_in_a_tuple_can_be_named_without_a_line_of_its_own(ideal):
   ROOT %d = f32[1024,256] dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}"""
     _, first, *_, last = plain.splitlines()
     short = "\n".join(("", first, last.replace("%a", "%p#0").replace("%b", "%p#1")))
-    assert step(program(short), ideal) == step(program(plain), ideal)
+    assert time_step(program(short), ideal) == time_step(program(plain), ideal)
 
 
-def test_products_in_nested_loops_count_as_often_as_they_run(ideal):
-    # The inner bound is a constant that the outer loop hands on: the seven of START.
+def test_matmuls_in_nested_loops_count_once_per_trip(ideal):
+    # The inner bound is a constant that the outer loop passes on: the seven of START.
     inner = loop("inner", lines=DOT, bound="get-tuple-element(%p), index=1")
     begin = "  %zero = s32[] constant(0)\n  %start = (s32[], s32[]) tuple(%zero, %n)\n"
     outer = loop("outer", lines=f"{begin}  %w = (s32[], s32[]) {run('inner')}")
-    found = step(program(f"{START}  ROOT %w = (s32[], s32[]) {run('outer')}", inner + outer), ideal)
+    found = time_step(program(f"{START}  ROOT %w = (s32[], s32[]) {run('outer')}", inner + outer), ideal)
     assert found.matrix_flops == 10 * 7 * DOT_FLOPS
     assert found.matrix == pytest.approx(found.matrix_flops / 1e12)
-    assert not found.doubts
+    assert not found.caveats
 
 
 @pytest.mark.parametrize(
     "left, right, rate",
     [("bf16", "bf16", 1e12), ("f8e4m3fn", "f8e5m2", 2e12), ("s8", "s8", 4e12), ("bf16", "s8", 1e12)],
 )
-def test_products_of_8_bits_go_at_their_own_rate(ideal, left, right, rate):
+def test_8_bit_matmuls_have_their_own_rate(ideal, left, right, rate):
     lines = f"""
   %a = {left}[1024,512] parameter(0)
   %b = {right}[512,256] parameter(1)
   ROOT %d = f32[1024,256] dot(%a, %b), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}"""
     quick = dataclasses.replace(ideal, bandwidth=1e15)
-    found = step(program(lines), quick)
+    found = time_step(program(lines), quick)
     assert found.matrix_flops == 2 * 1024 * 512 * 256
     assert found.matrix == found.seconds == pytest.approx(found.matrix_flops / rate)
 
 
-def test_a_loop_whose_trips_depend_on_data_is_told(ideal):
+def test_a_loop_whose_trips_depend_on_data_causes_a_caveat(ideal):
     bound = (
         "  %zero = s32[] constant(0)\n  %n = s32[] parameter(0)\n  %start = (s32[], s32[]) tuple(%zero, %n)\n"
     )
-    made = program(
+    hlo = program(
         f"{bound}  ROOT %w = (s32[], s32[]) {run('one')}", loop("one", bound="get-tuple-element(%p), index=1")
     )
-    assert "taken to run 1 times" in step(made, ideal).doubts[0]
+    assert "assumed to run 1 times" in time_step(hlo, ideal).caveats[0]
 
 
 @pytest.mark.parametrize(
@@ -200,23 +212,23 @@ def test_a_loop_whose_trips_depend_on_data_is_told(ideal):
         (("5,6,7", "3,7,9", "5,6,9"), "window={size=3 pad=1_1}, dim_labels=b0f_0io->b0f", 2 * 5 * 16 * 7 * 9),
     ],
 )
-def test_a_convolution_counts_the_places_that_meet_no_zeros(ideal, shapes_, attributes, flops):
+def test_a_convolution_does_not_count_positions_that_meet_zeros(ideal, shapes_, attributes, flops):
     left, right, out = (f"bf16[{dims}]{{:S(1)}}" for dims in shapes_)
     text = f"  %a = {left} parameter(0)\n  %b = {right} parameter(1)\n"
-    made = program(f"{text}  ROOT %c = {out} convolution(%a, %b), {attributes}")
-    assert step(made, ideal).matrix_flops == flops
+    hlo = program(f"{text}  ROOT %c = {out} convolution(%a, %b), {attributes}")
+    assert time_step(hlo, ideal).matrix_flops == flops
 
 
-def test_a_product_inside_of_a_fusion_counts(ideal):
+def test_a_matmul_inside_a_fusion_counts(ideal):
     inner = f"%fused (a: f32[100,200], b: f32[200,50]) -> f32[100,50] {{{DOT.replace('%ab', 'ROOT %ab')}}}"
     lines = "  %x = f32[100,200] parameter(0)\n  %y = f32[200,50] parameter(1)\n"
-    made = program(f"{lines}  ROOT %f = f32[100,50] fusion(%x, %y), kind=kOutput, calls=%fused", inner)
-    found = step(made, ideal)
+    hlo = program(f"{lines}  ROOT %f = f32[100,50] fusion(%x, %y), kind=kOutput, calls=%fused", inner)
+    found = time_step(hlo, ideal)
     assert found.matrix_flops == DOT_FLOPS
     assert found.memory == pytest.approx(4 * (100 * 200 + 200 * 50 + 100 * 50) / 1e9)
 
 
-def test_what_is_not_sliced_out_is_not_read_and_what_is_updated_in_place_not_written(ideal):
+def test_only_the_slices_that_are_read_or_updated_count_as_traffic(ideal):
     inner = """
 %fused (all: f32[32,1000], rows: f32[32,1000], at: s32[]) -> f32[32,1000] {
   %all = f32[32,1000] parameter(0)
@@ -230,7 +242,7 @@ def test_what_is_not_sliced_out_is_not_read_and_what_is_updated_in_place_not_wri
   %y = f32[32,1000] parameter(1)
   %at = s32[]{:S(6)} parameter(2)
   ROOT %f = f32[32,1000] fusion(%x, %y, %at), kind=kLoop, calls=%fused"""
-    assert step(program(lines, inner), ideal).seconds == pytest.approx(2 * 4 * 1000 / 1e9)
+    assert time_step(program(lines, inner), ideal).seconds == pytest.approx(2 * 4 * 1000 / 1e9)
 
 
 GATHER = """
@@ -241,20 +253,20 @@ GATHERED = "  ROOT %end = f32[1000,1000]{1,0:S(1)} all-gather-done(%begin)"
 GATHER_SECONDS = 4e6 * 3 / 4 / 2e6  # three quarters of 4 MB over two links of 1 MB/s
 
 
-def test_a_collective_with_nothing_beside_it_is_exposed(ideal):
-    traffic = step(program(GATHER + GATHERED), ideal).collectives["all-gather"]
+def test_a_collective_without_parallel_work_is_exposed(ideal):
+    traffic = time_step(program(GATHER + GATHERED), ideal).collectives["all-gather"]
     assert traffic.seconds == traffic.exposed == pytest.approx(GATHER_SECONDS)
 
 
 def test_a_collective_hides_behind_what_runs_between_its_start_and_its_end(ideal):
     slow = dataclasses.replace(ideal, flops=DOT_FLOPS)  # one product a second
-    found = step(program(GATHER + DOT + GATHERED), slow)
+    found = time_step(program(GATHER + DOT + GATHERED), slow)
     assert found.matrix == pytest.approx(1)
     assert found.collectives["all-gather"].exposed == pytest.approx(GATHER_SECONDS - 1)
     assert found.seconds == pytest.approx(GATHER_SECONDS)
 
 
-def test_a_product_that_carries_a_collective_along_hides_it(ideal):
+def test_a_matmul_that_carries_a_collective_hides_it(ideal):
     gather = 'all-gather(%p), replica_groups={{0,1,2,3}}, channel_id=9, frontend_attributes={chain_id="0"}'
     types = "f32[250,1000]{1,0:S(1)}", "f32[1000,1000]{1,0:S(1)}"
     before = f"""
@@ -281,7 +293,7 @@ def test_a_product_that_carries_a_collective_along_hides_it(ideal):
   %s = {types[1]} fusion(%x), kind=kCustom, calls=%begin
   %f = (f32[100,50]{{1,0:S(1)}}, {types[1]}) fusion(%a, %b, %x), kind=kOutput, calls=%product
   ROOT %d = {types[1]} fusion(%x), kind=kCustom, calls=%end"""
-    found = step(program(lines, before), dataclasses.replace(ideal, flops=DOT_FLOPS))
+    found = time_step(program(lines, before), dataclasses.replace(ideal, flops=DOT_FLOPS))
     assert found.collectives["all-gather"].seconds == pytest.approx(GATHER_SECONDS)
     assert found.collectives["all-gather"].exposed == pytest.approx(GATHER_SECONDS - 1)
 
@@ -302,8 +314,8 @@ def test_a_product_that_carries_a_collective_along_hides_it(ideal):
     ],
 )
 def test_a_collective_takes_the_links_that_its_groups_have(ideal, line, seconds):
-    made = program(f"  %x = f32[250000]{{0:S(1)}} parameter(0)\n  ROOT %y = f32[250000]{{0:S(1)}} {line}")
-    assert step(made, ideal).seconds == pytest.approx(seconds)
+    hlo = program(f"  %x = f32[250000]{{0:S(1)}} parameter(0)\n  ROOT %y = f32[250000]{{0:S(1)}} {line}")
+    assert time_step(hlo, ideal).seconds == pytest.approx(seconds)
 
 
 def test_slices_are_joined_by_the_network(ideal):
@@ -311,13 +323,13 @@ def test_slices_are_joined_by_the_network(ideal):
         ideal, shape=(2,), wraps=(False,), places=((0, 0, 0), (0, 0, 1), (1, 0, 0), (1, 0, 1))
     )
     line = "all-reduce(%x), replica_groups={{0,1,2,3}}"
-    made = program(f"  %x = f32[250000]{{0:S(1)}} parameter(0)\n  ROOT %y = f32[250000]{{0:S(1)}} {line}")
+    hlo = program(f"  %x = f32[250000]{{0:S(1)}} parameter(0)\n  ROOT %y = f32[250000]{{0:S(1)}} {line}")
     near, far = 2 * 1e6 / 2 / 1e6, 2 * 1e6 / 2 / 2 / 1e5
-    assert step(made, two).seconds == pytest.approx(near + far)
+    assert time_step(hlo, two).seconds == pytest.approx(near + far)
 
 
-def test_what_is_sent_from_slice_to_slice_is_waited_for_where_it_is_received(ideal):
-    """As the compiler has it: send and recv meet by name, and the runtime sums up."""
+def test_a_transfer_between_slices_is_awaited_where_it_is_received(ideal):
+    """As compiled: send and recv have the same rendezvous, and the runtime adds up."""
     met = '_xla_host_transfer_rendezvous="here",_xla_megascale_transfer_type="ALL_REDUCE"'
     two = dataclasses.replace(ideal, places=tuple((x // 2, 0, x % 2) for x in range(4)), flops=DOT_FLOPS)
     lines = f"""
@@ -328,19 +340,19 @@ def test_what_is_sent_from_slice_to_slice_is_waited_for_where_it_is_received(ide
 {DOT}
   %sent = token[] send-done(%s)
   ROOT %got = (f32[250000]{{0:S(1)}}, token[]) recv-done(%r)"""
-    found = step(program(lines), two)
+    found = time_step(program(lines), two)
     assert found.collectives["all-reduce between slices"].seconds == pytest.approx(2 * 1e6 / 2 / 1e5)
     assert found.collectives["all-reduce between slices"].exposed == pytest.approx(2 * 1e6 / 2 / 1e5 - 1)
 
 
-def test_a_copy_in_the_background_shares_the_memory_with_what_runs_meanwhile(ideal):
+def test_a_background_copy_shares_the_memory_bandwidth(ideal):
     lines = """
   %x = f32[1000] parameter(0)
   %y = f32[2000] parameter(1)
   %begin = (f32[1000]{0:S(1)}, f32[1000], u32[]{:S(2)}) copy-start(%x)
   %z = f32[2000]{0:S(1)} negate(%y)
   ROOT %end = f32[1000]{0:S(1)} copy-done(%begin)"""
-    assert step(program(lines), ideal).memory == pytest.approx((4000 + 8000) / 1e9)
+    assert time_step(program(lines), ideal).memory == pytest.approx((4000 + 8000) / 1e9)
 
 
 @pytest.mark.parametrize(
@@ -356,12 +368,12 @@ def test_a_copy_in_the_background_shares_the_memory_with_what_runs_meanwhile(ide
         ("fwd", None, 4096, 64),  # all see all, whatever their positions
     ],
 )
-def test_attention_is_counted_by_the_tiles_that_its_mask_leaves(ideal, kernel, tiled, queries, tiles):
+def test_attention_counts_tiles_that_are_not_masked(ideal, kernel, tiled, queries, tiles):
     q, k = f"bf16[2,8,{queries},128]{{3,2,1,0:S(1)}}", "bf16[2,2,4096,128]{3,2,1,0:S(1)}"
     positions = ", %p" if tiled else ""
     suffix = "" if kernel == "fwd" else f"_{kernel}"
     noted = f'"block_q{suffix}\\": 512, \\"block_kv{suffix}\\": 512'
-    made = program(f"""
+    hlo = program(f"""
   %m = {tiled or "s8[1,8,8]"}{{2,1,0:S(1)}} parameter(0)
   %q = {q} parameter(1)
   %k = {k} parameter(2)
@@ -369,7 +381,7 @@ def test_attention_is_counted_by_the_tiles_that_its_mask_leaves(ideal, kernel, t
   ROOT %splash_mha_{kernel}.1 = {q} custom-call(%m, %q, %k, %k{positions}), \
 custom_call_target="tpu_custom_call", frontend_attributes={{{noted}}}""")
     products = {"fwd": 2, "dq": 3, "dkv": 4}[kernel]
-    assert step(made, ideal).kernel_flops == products * 2 * (2 * 8) * tiles * 512 * 512 * 128
+    assert time_step(hlo, ideal).kernel_flops == products * 2 * (2 * 8) * tiles * 512 * 512 * 128
 
 
 Q, TURNED = "bf16[2,8,4096,64]{3,2,1,0:S(1)}", "bf16[2,8,64,4096]{3,2,1,0:S(1)}"
@@ -377,7 +389,7 @@ PARTS = "bf16[2,4,8,4096,64]{4,3,2,1,0:S(1)}"
 
 
 @pytest.mark.parametrize(
-    "kernel, taken, layout, made, products",
+    "kernel, taken, layout, hlo, products",
     [
         ("fwd", Q, 1, Q, 2),
         ("fwd", TURNED, 2, Q, 2),
@@ -385,22 +397,20 @@ PARTS = "bf16[2,4,8,4096,64]{4,3,2,1,0:S(1)}"
         ("dkv", TURNED, 2, f"({PARTS}, {Q}, {Q})", 5),  # dq, for each of four tiles of keys
     ],
 )
-def test_a_narrow_head_of_attention_takes_a_matrix_unit_as_long_as_a_full_one(
-    ideal, kernel, taken, layout, made, products
-):
+def test_a_narrow_head_occupies_a_matrix_unit_like_a_full_one(ideal, kernel, taken, layout, hlo, products):
     suffix = "" if kernel == "fwd" else f"_{kernel}"
     sizes = f'"block_q{suffix}\\": 512, \\"block_kv{suffix}\\": 1024'
     noted = f'{sizes}, \\"q_layout\\": {layout}'
-    found = step(
+    found = time_step(
         program(f"""
   %m = s8[1,8,4]{{2,1,0:S(1)}} parameter(0)
   %q = {taken} parameter(1)
-  ROOT %splash_mha_{kernel}.1 = {made} custom-call(%m, %q, %q, %q), \
+  ROOT %splash_mha_{kernel}.1 = {hlo} custom-call(%m, %q, %q, %q), \
 custom_call_target="tpu_custom_call", frontend_attributes={{{noted}}}"""),
         dataclasses.replace(ideal, clock=1e30),
     )
     assert found.kernel_flops == products * 2 * (2 * 8) * 4096 * 4096 * 64
-    assert found.pallas == pytest.approx(2 * found.kernel_flops / ideal.flops / timing.MATRIX)
+    assert found.pallas == pytest.approx(2 * found.kernel_flops / ideal.flops / device_rates.MATMUL_SHARE)
 
 
 KERNEL = """
@@ -416,65 +426,65 @@ KERNEL = """
         (10**9, 10, 2e6 / 1e9),  # never less than every array once
     ],
 )
-def test_a_kernel_is_counted_by_the_estimate_that_it_carries(ideal, flops, read, seconds):
+def test_a_kernel_counts_by_its_cost_estimate(ideal, flops, read, seconds):
     estimate = f'"flops":"{flops}","bytes_accessed":"{read}","transcendentals":"0"'
-    found = step(
+    found = time_step(
         program(KERNEL.replace("NOTED", f', backend_config={{"cost_estimate":{{{estimate}}}}}')), ideal
     )
     assert found.kernel_flops == flops and found.seconds == found.pallas == pytest.approx(seconds)
-    assert not found.doubts
+    assert not found.caveats
 
 
-def test_a_kernel_takes_its_exponentials_and_its_tiles_like_attention_does(ideal):
+def test_a_kernels_exponentials_and_tiles_count_like_attentions(ideal):
     noted = (
         ', frontend_attributes={kernel_metadata={"tiles":"4"}}'
         ', backend_config={"cost_estimate":{"flops":"1","transcendentals":"1024000000"}}'
     )
-    cycles = 1e6 * timing.VECTOR + 4 * timing.TILE
-    assert step(program(KERNEL.replace("NOTED", noted)), ideal).pallas == pytest.approx(cycles / 1e9)
+    cycles = 1e6 * device_rates.CYCLES_PER_REGISTER + 4 * device_rates.CYCLES_PER_TILE
+    assert time_step(program(KERNEL.replace("NOTED", noted)), ideal).pallas == pytest.approx(cycles / 1e9)
 
 
-def test_a_kernel_takes_no_less_than_the_instructions_that_it_says_it_has(ideal):
+def test_a_kernel_takes_at_least_its_bundles(ideal):
     noted = (
         ', frontend_attributes={kernel_metadata={"bundles":"5000000"}}'
         ', backend_config={"cost_estimate":{"flops":"1","transcendentals":"1024"}}'
     )
-    assert step(program(KERNEL.replace("NOTED", noted)), ideal).pallas == pytest.approx(5e6 / 1e9)
+    assert time_step(program(KERNEL.replace("NOTED", noted)), ideal).pallas == pytest.approx(5e6 / 1e9)
 
 
-def test_a_kernel_without_an_estimate_is_doubted(ideal):
-    (doubt,) = step(program(KERNEL.replace("NOTED", "")), ideal).doubts
-    assert "a Pallas kernel whose products are not known" in doubt
+def test_a_kernel_without_an_estimate_causes_a_caveat(ideal):
+    (caveat,) = time_step(program(KERNEL.replace("NOTED", "")), ideal).caveats
+    assert "a Pallas kernel whose FLOPs are not known" in caveat
 
 
-def test_products_take_what_the_compiler_reckons_for_them():
-    """On v5p, v5e and v6e in the middle 1.12 times what they take at the peak."""
-    made = program(DOT.replace("%ab", "ROOT %ab"))
+def test_matmuls_take_about_the_compilers_cycles():
+    """The median over v5p, v5e and v6e is 1.12 times the time at the peak."""
+    hlo = program(DOT.replace("%ab", "ROOT %ab"))
     for name in ("v5e-4", "v5p-8", "v6e-4"):
-        where = dataclasses.replace(rates(named(name)), places=((0, 0, 0, 0),) * 4)
-        assert 1.08 < step(made, where).matrix * where.flops / DOT_FLOPS < 1.16
+        where = dataclasses.replace(make_rates(parse_slice(name)), places=((0, 0, 0, 0),) * 4)
+        assert 1.08 < time_step(hlo, where).matrix * where.flops / DOT_FLOPS < 1.16
 
 
-def test_attention_takes_as_many_cycles_of_a_v6e_as_its_kernels_have():
-    """libtpu schedules 3.6 to 5.3 cycles for each 1,024 scores, and some hundreds for each tile."""
+def test_attention_takes_the_cycles_of_its_kernels_on_v6e():
+    """libtpu schedules 3.6 to 5.3 cycles per 1,024 scores, and some hundreds per tile."""
     q = "bf16[1,8,4096,128]{3,2,1,0:S(1)}"
     noted = '"block_q\\": 1024, \\"block_kv\\": 1024'
-    made = program(f"""
+    hlo = program(f"""
   %m = s8[1,4,4]{{2,1,0:S(1)}} parameter(0)
   %q = {q} parameter(1)
   ROOT %splash_mha_fwd.1 = {q} custom-call(%m, %q, %q, %q), \
 custom_call_target="tpu_custom_call", frontend_attributes={{{noted}}}""")
-    where = rates(named("v6e-4"))
-    cycles = step(made, where).pallas * where.clock
+    where = make_rates(parse_slice("v6e-4"))
+    cycles = time_step(hlo, where).pallas * where.clock
     assert 3.6 < (cycles - 8 * 16 * 300) / (8 * 4096 * 4096 / 1024) < 5.3
 
 
-def test_devices_of_a_mesh_are_where_they_say():
-    where = named("v5p-32")
+def test_rates_have_the_places_of_all_devices():
+    where = parse_slice("v5p-32")
     assert where.shape == (2, 2, 4)
-    assert len(set(rates(where).places)) == 16
-    with_two = rates(named("v3-8"))
-    assert with_two.flops == named("v3-8").chip.flops / 2
+    assert len(set(make_rates(where).places)) == 16
+    with_two = make_rates(parse_slice("v3-8"))
+    assert with_two.flops == parse_slice("v3-8").chip.flops / 2
     assert len(with_two.places) == 8
 
 
@@ -489,12 +499,14 @@ SCORES = 0.75 * 2 * HEADS * LENGTH * LENGTH * 2 * HEAD_DIM
 
 @pytest.fixture(scope="module")
 def timed() -> dict[str, Breakdown]:
-    where = rates(named("v5e-4"))
+    where = make_rates(parse_slice("v5e-4"))
     names = {"none": "llama-2x512-v5e-4", "full": "llama-2x512-v5e-4-remat"}
-    return {remat: step(read(PROGRAMS / f"{name}.txt.gz"), where) for remat, name in names.items()}
+    return {
+        remat: time_step(read_program(PROGRAMS / f"{name}.txt.gz"), where) for remat, name in names.items()
+    }
 
 
-def test_a_real_program_makes_the_products_that_the_model_asks_for(timed):
+def test_a_real_program_has_the_flops_of_its_model(timed):
     found = timed["none"]
     weights = LAYERS * (ATTENTION_WEIGHTS + 3 * EMBED * MLP) + VOCAB * EMBED
     assert found.matrix_flops == pytest.approx(6 * weights * TOKENS, rel=0.01)
@@ -502,21 +514,21 @@ def test_a_real_program_makes_the_products_that_the_model_asks_for(timed):
 
 
 def test_recomputation_is_counted(timed):
-    """Full: all of a layer but its last product, whose result nothing asks for again."""
+    """With remat full: all of a layer but its last matmul, whose output is not needed again."""
     found, without = timed["full"], timed["none"]
     again = LAYERS * (ATTENTION_WEIGHTS + 2 * EMBED * MLP)
     assert found.matrix_flops == pytest.approx(without.matrix_flops + 2 * again * TOKENS, rel=0.01)
     assert found.kernel_flops == pytest.approx(without.kernel_flops + LAYERS * SCORES * 2, rel=0.01)
 
 
-def test_all_of_a_real_program_is_read_and_its_parts_make_up_the_whole(timed):
+def test_a_real_program_is_read_completely_and_its_parts_add_up(timed):
     for found in timed.values():
-        assert not found.doubts
+        assert not found.caveats
         parts = found.matrix + found.memory + found.pallas + found.other
         exposed = sum(traffic.exposed for traffic in found.collectives.values())
         assert found.seconds == pytest.approx(parts + exposed)
         assert all(0 <= traffic.exposed <= traffic.seconds * 1.001 for traffic in found.collectives.values())
-        assert found.seconds > (found.matrix_flops + found.kernel_flops) / named("v5e-4").chip.flops
+        assert found.seconds > (found.matrix_flops + found.kernel_flops) / parse_slice("v5e-4").chip.flops
         assert found.cycles > 0
 
 
@@ -524,23 +536,25 @@ SCRIPT = """
 import sys
 import jax
 from jax.experimental import topologies
-from headrace import build, mesh, module, recipe, step
-from headrace.objective import Vocabulary, file, make_task
-from headrace.plan.slices import parse
+from headrace.training import setup, step
+from headrace.nn import sharding, module
+from headrace.config import recipe
+from headrace.objectives import SpecialTokens, load_part, make_task
+from headrace.hardware.slices import parse_slice
 
-where = parse("v5e-4")
+where = parse_slice("v5e-4")
 cfg = recipe.load(sys.argv[1], sys.argv[2:])
-there = topologies.get_topology_desc(where.topology, "tpu", **where.options).devices
-devices = mesh.make(dict(data=1, fsdp=4, tensor=1, context=1), there)
-task = make_task(cfg, Vocabulary(cfg.model.vocab, 0, 1, 2, 3))
+there = topologies.get_topology_desc(where.topology_name, "tpu", **where.topology_options).devices
+devices = sharding.make(dict(data=1, fsdp=4, tensor=1, context=1), there)
+task = make_task(cfg, SpecialTokens(cfg.model.vocab, 0, 1, 2, 3))
 with jax.set_mesh(devices):
-    update = build.make_update(cfg, task)
-    abstract, _ = build.make_state(cfg, task, update, devices)
-    axes = module.axes(file("models", task.model).Model, task.model)
-    build.lowered(cfg, step.train_step(task, update, axes), abstract, devices).compile()
+    update = setup.make_update(cfg, task)
+    abstract, _ = setup.make_state(cfg, task, update, devices)
+    axes = module.axes(load_family(task.model).Model, task.model)
+    setup.lower_step(cfg, step.train_step(task, update, axes), abstract, devices).compile()
 """
 RECIPE = """
-run: nowhere
+run_dir: nowhere
 model: {use: llama, layers: 2, embed: 256, heads: 2, kv_heads: 1, mlp: 512, vocab: 512}
 data: {path: nowhere, sequence_length: 256}
 optimizer: {use: adamw, learning_rate: 1e-3}
@@ -551,8 +565,8 @@ attention: {use: splash}
 
 
 @pytest.mark.slow
-def test_a_deeper_model_takes_as_much_more_as_its_layers(tmp_path):
-    """Through the compiler: products grow by the same amount for each layer, and so, about, does time."""
+def test_flops_and_time_grow_with_the_number_of_layers(tmp_path):
+    """By the compiler: FLOPs grow by the same amount per layer, and so does time, approximately."""
     if not LIBTPU.is_dir():
         pytest.importorskip("libtpu")
     (tmp_path / "recipe.yaml").write_text(RECIPE)
@@ -566,9 +580,9 @@ def test_a_deeper_model_takes_as_much_more_as_its_layers(tmp_path):
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, done.stderr[-2000:]
         (text,) = dump.glob("*jit_step*after_codegen.txt")
-        found.append(step(read(text), rates(named("v5e-4"))))
+        found.append(time_step(read_program(text), make_rates(parse_slice("v5e-4"))))
     few, some, many = found
-    assert not few.doubts
+    assert not few.caveats
     assert many.matrix_flops - some.matrix_flops == some.matrix_flops - few.matrix_flops > 0
     assert many.kernel_flops - some.kernel_flops == some.kernel_flops - few.kernel_flops > 0
     assert many.seconds - some.seconds == pytest.approx(some.seconds - few.seconds, rel=0.2)

@@ -11,8 +11,8 @@ import jax
 import pytest
 from test_step import Bench
 
-from headrace.training import setup as build, compiled_step as programs, step
-from headrace.config import reader as config
+from headrace.config import reader
+from headrace.training import compiled_step, setup, step
 from tests import soon
 
 
@@ -23,16 +23,16 @@ def kept(tiny: Any, tmp_path: Path) -> Path:
     (tmp_path / "kept").mkdir()
     with jax.set_mesh(bench.devices):
         one = step.train_step(bench.task, bench.update, bench.axes)
-        traced = build.lowered(bench.cfg, one, bench.abstract, bench.devices)
-        programs.save(traced, bench.step, tmp_path / "kept")
-    (tmp_path / "train.yaml").write_text(config.to_yaml(bench.cfg))
+        traced = setup.lower_step(bench.cfg, one, bench.abstract, bench.devices)
+        compiled_step.save(traced, bench.step, tmp_path / "kept")
+    (tmp_path / "train.yaml").write_text(reader.to_yaml(bench.cfg))
     return tmp_path / "kept"
 
 
 def start(kept: Path, run: str, *words: str) -> tuple[str, list[float]]:
     """What `headrace train` says, and the losses."""
     command = [sys.executable, "-m", "headrace", "train", str(kept.parent / "train.yaml")]
-    command += [f"run={kept.parent}/{run}", "schedule.steps=12", *words]
+    command += [f"run_dir={kept.parent}/{run}", "schedule.steps=12", *words]
     flags = {"XLA_FLAGS": soon.flags(8), "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(command, env=os.environ | flags, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -59,9 +59,9 @@ def test_a_file_that_is_damaged_is_told_and_the_step_compiled(kept: Path) -> Non
 
 def test_a_step_of_another_version_of_jax_is_another_file(monkeypatch: pytest.MonkeyPatch) -> None:
     lowered = jax.jit(lambda x: x + 1).lower(1.0)
-    here = programs.name(lowered)
+    here = compiled_step.name(lowered)
     monkeypatch.setattr(jax, "__version__", "0.0.1")
-    assert programs.name(lowered) != here
+    assert compiled_step.name(lowered) != here
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_what_a_run_compiles_is_kept_in_its_folder(
     before = jax.config.jax_compilation_cache_dir
     try:
         jax.config.update("jax_compilation_cache_dir", elsewhere)
-        programs.keep_compiled("run")
+        compiled_step.enable_compilation_cache("run")
         assert jax.config.jax_compilation_cache_dir == kept
     finally:
         jax.config.update("jax_compilation_cache_dir", before)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from headrace.nn import sharding as mesh
+from headrace.nn import sharding
 from headrace.nn.linear import project
 
 SPECS = {"bsd,dnh->bsnh": (5, 2, 3), "bsnh,nhd->bsd": (2, 3, 5), "bsd,vd->bsv": (7, 5), "bsf,fd->bsd": (5, 4)}
@@ -32,7 +32,7 @@ def test_products_and_gradients_are_those_of_the_definition(spec: str, sizes: di
     if sizes is None:
         found = jax.jit(both)(*arrays)
     else:
-        with jax.set_mesh(mesh.make(sizes)):
+        with jax.set_mesh(sharding.make_mesh(sizes)):
             found = jax.jit(both)(*arrays)
     for ours, exact in zip(found, wanted, strict=True):
         np.testing.assert_allclose(ours, exact, rtol=1e-5, atol=1e-5)

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace.config import run_length as lengths, recipe
-from headrace.objectives import file
+from headrace.config import recipe, run_length
+from headrace.schedules import load_schedule
 
 ROOT = Path(__file__).parent.parent
 
@@ -51,8 +51,8 @@ def test_a_published_recipe_begins_and_ends_at_its_published_rate(
     name: str, rates: tuple[float, float]
 ) -> None:
     run = recipe.load(ROOT / f"recipes/{name}.yaml")
-    whole = dataclasses.replace(run.schedule, **lengths.durations(run))
-    curve = file("schedules", run.schedule).make(whole).learning_rate
+    whole = dataclasses.replace(run.schedule, **run_length.durations(run))
+    curve = load_schedule(run.schedule).make(whole).learning_rate
     found = [run.optimizer.learning_rate * float(curve(step)) for step in (whole.warmup, whole.steps - 1)]
     # A last step from which one more would lead to 0 is not quite there.
     assert found == pytest.approx(rates, rel=1e-3, abs=1e-3 * rates[0])

@@ -24,13 +24,13 @@ import fsspec
 import numpy as np
 import pytest
 
-from headrace.storage import files as store
-from headrace.data import remote_cache as remote
-from headrace.data.remote_cache import Remote
-from headrace.data.shards import Index, Rows, Special, Split, pack_bits, write_rows
+from headrace.data import remote_cache
 from headrace.data.dataset import Dataset
+from headrace.data.remote_cache import RemoteFolder
+from headrace.data.shards import Index, Rows, SpecialTokenIds, Split, pack_bits, write_rows
+from headrace.storage import files
 
-SPECIAL = Special(bos=1, eos=2, pad=0, mask=3)
+SPECIAL = SpecialTokenIds(bos=1, eos=2, pad=0, mask=3)
 BLOCK = 1 << 14
 
 
@@ -151,9 +151,9 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     """A dataset at SERVER/set, small blocks, and a cache of the test's own."""
     pytest.importorskip("aiohttp")
     write(tmp_path / "served/set")
-    monkeypatch.setattr(remote, "BLOCK", BLOCK)
-    monkeypatch.setattr(store, "FIRST_WAIT", 0.01)
-    monkeypatch.setattr(Remote, "ahead", 4 * BLOCK)
+    monkeypatch.setattr(remote_cache, "BLOCK", BLOCK)
+    monkeypatch.setattr(files, "FIRST_WAIT", 0.01)
+    monkeypatch.setattr(RemoteFolder, "prefetch_bytes", 4 * BLOCK)
     monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "cache"))
     server = Server(tmp_path / "served")
     yield server
@@ -171,10 +171,10 @@ def bucket(server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 def digest(data: Dataset, steps: range = range(50)) -> str:
     """Of everything that some batches hold."""
     found = hashlib.sha256()
-    for split in ("train", "evaluation"):
+    for order in (data.train_order(40, seed=3), data.eval_order(40)):
         for step in steps:
-            packed = data.batch(step, split=split, sequences=40, seed=3)
-            for array in (packed.tokens, packed.segments, packed.positions, packed.loss):
+            packed = data.batch(order, step)
+            for array in (packed.tokens, packed.segments, packed.positions, packed.loss_mask):
                 found.update(np.ascontiguousarray(array))
     return found.hexdigest()
 
@@ -198,7 +198,8 @@ def test_rows_cut_shorter_come_from_a_server_too(server: Server) -> None:
 
 
 def test_only_what_is_near_the_rows_asked_for_is_fetched(server: Server) -> None:
-    Dataset.open(f"{server.url}/set").tokens(0, split="train", sequences=4, seed=0)
+    data = Dataset.open(f"{server.url}/set")
+    data.batch_tokens(data.train_order(4, seed=0), 0)
     time.sleep(0.2)
     names = {name for name, _ in server.blocks()}
     assert names <= {f"train-0-00000{suffix}.npy" for suffix in ("", ".starts", ".loss")}
@@ -220,7 +221,7 @@ def test_busy_servers_and_broken_connections_are_outlived(server: Server) -> Non
 
 
 def test_a_connection_that_hangs_is_not_waited_for(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "PATIENCE", 0.3)
+    monkeypatch.setattr(files, "RESPONSE_TIMEOUT", 0.3)
     data = Dataset.open(f"{server.url}/set")
     hung: set[tuple[str, str]] = set()
 
@@ -231,7 +232,7 @@ def test_a_connection_that_hangs_is_not_waited_for(server: Server, monkeypatch: 
 
     server.fault = fault
     started = time.perf_counter()
-    data.batch(0, split="train", sequences=4, seed=0)
+    data.batch(data.train_order(4, seed=0), 0)
     assert hung and time.perf_counter() - started < 1.9
 
 
@@ -239,9 +240,9 @@ def test_a_server_that_stays_down_is_given_up_on_with_the_reason(server: Server)
     data = Dataset.open(f"{server.url}/set")
     server.fault = lambda name, span: 503
     with pytest.raises(ValueError, match=r"train-0-00000\.npy could not be read in 6 tries; .*503"):
-        data.batch(0, split="train", sequences=4, seed=0)
+        data.batch(data.train_order(4, seed=0), 0)
     server.fault = lambda name, span: None
-    data.batch(0, split="train", sequences=4, seed=0)
+    data.batch(data.train_order(4, seed=0), 0)
 
 
 def test_blocks_come_several_at_once_and_ahead_of_their_use(
@@ -251,7 +252,7 @@ def test_blocks_come_several_at_once_and_ahead_of_their_use(
     server.delay = 0.1
     started = time.perf_counter()
     for step in range(10):  # 75 KB of tokens a batch: 46 blocks and those of starts and loss
-        data.batch(step, split="train", sequences=300, seed=0, rows=slice(0, 300))
+        data.batch(data.train_order(300, seed=0), step, slice(0, 300))
     assert len(server.blocks()) > 40
     assert time.perf_counter() - started < len(server.blocks()) * 0.1 / 3
 
@@ -266,7 +267,7 @@ def test_what_is_missing_or_forbidden_is_said_at_once(server: Server) -> None:
     data = Dataset.open(f"{server.url}/set")
     (server.folder / "set/train-0-00000.npy").rename(server.folder / "elsewhere")
     with pytest.raises(ValueError, match=r"set/train-0-00000\.npy is missing"):
-        data.batch(0, split="train", sequences=4, seed=0)
+        data.batch(data.train_order(4, seed=0), 0)
     with pytest.raises(ValueError, match=r"set/train-0-00000\.npy is missing"):
         Dataset.open(f"{server.url}/set")
 
@@ -282,7 +283,7 @@ def test_shards_of_another_size_or_shape_are_refused(server: Server) -> None:
     with pytest.raises(
         ValueError, match=r"shape \(600, 64\), and the index says uint16 of shape \(300, 128\)"
     ):
-        data.batch(5, split="train", sequences=300, seed=0)
+        data.batch(data.train_order(300, seed=0), 5)
 
 
 def test_a_shard_that_changed_behind_the_index_is_refused_and_not_kept(
@@ -294,7 +295,7 @@ def test_a_shard_that_changed_behind_the_index_is_refused_and_not_kept(
     file.write_bytes(whole)
     data = Dataset.open(f"{server.url}/set")
     with pytest.raises(ValueError, match=r"train-0-00000\.npy has checksum \w{8}, and the index says \w{8}"):
-        data.batch(0, split="train", sequences=300, seed=0)
+        data.batch(data.train_order(300, seed=0), 0)
     assert not list((tmp_path / "cache/shards").glob("*-train-0-00000.npy*"))
 
 
@@ -315,15 +316,16 @@ def test_the_cache_stays_within_its_size_and_drops_what_was_not_used_for_longest
     monkeypatch.setenv("HEADRACE_CACHE_GB", str(limit / 1e9))
     data, near = Dataset.open(f"{server.url}/set"), Dataset.open(server.folder / "set")
     for step in range(6):
-        how = dict(split="train", sequences=300, seed=0)
-        np.testing.assert_array_equal(data.tokens(step, **how), near.tokens(step, **how))
+        order = data.train_order(300, seed=0)
+        np.testing.assert_array_equal(data.batch_tokens(order, step), near.batch_tokens(order, step))
         names = [file.name[33:] for file in (tmp_path / "cache/shards").glob("*.npy")]
         assert sum(file.stat().st_size for file in (tmp_path / "cache/shards").iterdir()) < limit
     # What is read ahead may push out a shard in use, which stays readable, but the first goes before others.
     assert "train-0-00000.npy" not in names and len(names) > 3
     monkeypatch.setenv("HEADRACE_CACHE_GB", "much")
     with pytest.raises(ValueError, match="HEADRACE_CACHE_GB: found 'much', expected a number"):
-        Dataset.open(f"{server.url}/set").tokens(0, split="train", sequences=300, seed=0)
+        data = Dataset.open(f"{server.url}/set")
+        data.batch_tokens(data.train_order(300, seed=0), 0)
 
 
 def test_a_cache_that_cannot_be_written_says_how_to_name_another(
@@ -333,17 +335,17 @@ def test_a_cache_that_cannot_be_written_says_how_to_name_another(
     monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "file"))
     data = Dataset.open(f"{server.url}/set")
     with pytest.raises(ValueError, match="cannot be used: Not a directory.*HEADRACE_CACHE"):
-        data.batch(0, split="train", sequences=4, seed=0)
+        data.batch(data.train_order(4, seed=0), 0)
 
 
 READER = """
 import sys
 sys.path[:0] = {path!r}
-from headrace import store
-from headrace.data import remote
-remote.BLOCK, remote.Remote.ahead = {block}, 4 * {block}
+from headrace.storage import files
+from headrace.data import remote_cache
+remote_cache.BLOCK, remote_cache.RemoteFolder.prefetch_bytes = {block}, 4 * {block}
 from test_remote import digest
-from headrace.data.stream import Dataset
+from headrace.data.dataset import Dataset
 data = Dataset.open({url!r})
 print("open", flush=True)
 sys.stdin.readline()
@@ -389,7 +391,9 @@ def test_a_reader_killed_half_way_leaves_a_cache_that_is_right(server: Server) -
     assert digest(Dataset.open(f"{server.url}/set")) == near
     after = server.blocks()
     # At most what was under way when it was killed is fetched again.
-    assert before < sum(after.values()) and sum(count - 1 for count in after.values()) <= remote.IN_FLIGHT
+    assert (
+        before < sum(after.values()) and sum(count - 1 for count in after.values()) <= remote_cache.IN_FLIGHT
+    )
 
 
 def test_batches_from_a_bucket_are_those_from_the_disk(bucket: Server) -> None:

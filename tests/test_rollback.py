@@ -13,13 +13,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.config import recipe, sections
-from headrace.training import rollback, loss_spikes as spikes, run as train
 from headrace.checkpoint.manager import Checkpoints
-from headrace.data.shards import Index, checksum
-from headrace.data.dataset import Dataset, around, united
 from headrace.checkpoint.open_run import open_run
-from headrace.nn.module import named
+from headrace.config import recipe, sections
+from headrace.data.batch_order import merge_ranges, skip_ranges
+from headrace.data.dataset import Dataset
+from headrace.data.shards import Index, crc32_hex
+from headrace.nn.module import named_leaves
+from headrace.training import loss_spikes, rollback
+from headrace.training import run as training_run
 
 ROWS = 8  # of a batch
 
@@ -28,7 +30,7 @@ def judged(history: np.ndarray, now: np.ndarray, spike: float) -> bool:
     """The rule once more, plainly."""
     for past, value in zip(history.astype(np.float64), now, strict=True):
         past = past[np.isfinite(past)]
-        if len(past) >= spikes.ENOUGH:
+        if len(past) >= loss_spikes.ENOUGH:
             middle = np.median(past)
             deviation = max(1.4826 * np.median(np.abs(past - middle)), 0.05 * middle)
             if value > middle + spike * deviation:
@@ -45,21 +47,21 @@ def test_spikes_are_what_lies_far_above_the_median(known):
         history[:, : known // 20] *= 1000  # spikes of before move nothing
         history[0, :1] = np.inf
         now = np.float32([random.uniform(1.2, 4), random.uniform(0.5, 6)])
-        recent = spikes.Recent(jnp.asarray(history), jnp.zeros(128, bool))
-        found.append(bool(jax.jit(spikes.is_spike, static_argnums=2)(recent, now, 10.0)))
+        recent = loss_spikes.LossHistory(jnp.asarray(history), jnp.zeros(128, bool))
+        found.append(bool(jax.jit(loss_spikes.is_spike, static_argnums=2)(recent, now, 10.0)))
         assert found[-1] == judged(history, now, 10.0)
-        assert not spikes.is_spike(recent, np.float32([np.nan, np.nan]), 10.0)
+        assert not loss_spikes.is_spike(recent, np.float32([np.nan, np.nan]), 10.0)
     assert any(found) == (known >= 64) and not all(found)
 
 
 def test_the_tally_counts_the_window_and_the_age_of_the_first_in_it():
-    recent, bad = spikes.fresh(2), {3, 9, 100, 140, 141}
+    recent, bad = loss_spikes.empty_history(2), {3, 9, 100, 140, 141}
     for step in range(200):
-        recent = spikes.noted(recent, jnp.int32(step), jnp.float32([step, 1]), jnp.bool_(step in bad))
-        told = {name: int(value) for name, value in spikes.tally(recent, jnp.int32(step)).items()}
+        recent = loss_spikes.record(recent, jnp.int32(step), jnp.float32([step, 1]), jnp.bool_(step in bad))
+        told = {name: int(value) for name, value in loss_spikes.skip_counts(recent, jnp.int32(step)).items()}
         inside = [s for s in bad if step - 128 < s <= step] if step in bad else []
         assert told == {"left_out": len(inside), "since": step - min(inside, default=step)}
-    assert spikes.left_out(jax.device_get(recent), 142, 50) == [
+    assert loss_spikes.skipped_updates(jax.device_get(recent), 142, 50) == [
         (101, [100.0, 1.0]),
         (141, [140.0, 1.0]),
         (142, [141.0, 1.0]),
@@ -70,12 +72,12 @@ STRETCHES = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 9)), max_size=
 
 
 @given(stretches=STRETCHES, first=st.integers(0, 50), count=st.integers(1, 30))
-def test_rows_that_are_passed_over_are_left_out_and_no_others(stretches, first, count):
-    passed = {row for begin, many in stretches for row in range(begin, begin + many)}
-    kept = [row for row in range(300) if row not in passed]
-    found = list(around(united(stretches), first, count))
-    assert [row for begin, many in found for row in range(begin, begin + many)] == kept[first : first + count]
-    assert all(many > 0 for _, many in found)
+def test_skipped_rows_are_skipped_and_no_others(stretches, first, count):
+    skipped = [range(begin, begin + many) for begin, many in stretches]
+    remaining = [row for row in range(300) if not any(row in rows for rows in skipped)]
+    ranges = list(skip_ranges(range(first, first + count), merge_ranges(skipped)))
+    assert [row for rows in ranges for row in rows] == remaining[first : first + count]
+    assert all(len(rows) > 0 for rows in ranges)
 
 
 def rewrite(folder: Path, change) -> None:
@@ -87,7 +89,7 @@ def rewrite(folder: Path, change) -> None:
     for suffix, array in change(arrays).items():
         array = np.ascontiguousarray(array)
         np.save(folder / f"{shard['name']}{suffix}.npy", array)
-        shard["checksums"][suffix] = checksum(array.data)
+        shard["checksums"][suffix] = crc32_hex(array.data)
         train["rows"] = shard["rows"] = len(array)
     (folder / "index.json").write_text(json.dumps(index))
 
@@ -104,7 +106,7 @@ def sound(tmp_path_factory) -> Path:
         (root / "texts" / f"{number:03}.txt").write_text(f"Text {number % 7}: {words}.\n")
     (root / "data.yaml").write_text(
         f"path: {root}/data\nsources: {{test: {{path: {root}/texts}}}}\ntokenizer: {{use: bpe, vocab: 300}}\n"
-        "pack: {sequence_length: 64, evaluation: 0.02, mode: concat}\n"
+        "pack: {sequence_length: 64, eval_fraction: 0.02, mode: concat}\n"
     )
     prepare(recipe.load_data(root / "data.yaml"), lambda line: None)
     return root / "data"
@@ -131,15 +133,15 @@ def cut(folder: Path, first: int, last: int) -> None:
 @pytest.fixture
 def small(sound, tiny, tmp_path, monkeypatch):
     """A recipe for a copy of the data, and a window that is filled in 24 steps."""
-    monkeypatch.setattr(spikes, "WINDOW", 32)
-    monkeypatch.setattr(spikes, "ENOUGH", 24)
+    monkeypatch.setattr(loss_spikes, "WINDOW", 32)
+    monkeypatch.setattr(loss_spikes, "ENOUGH", 24)
 
-    def make(name: str, *overrides: str) -> sections.Run:
+    def make(name: str, *overrides: str) -> sections.TrainRecipe:
         data = tmp_path / f"{name}-data"
         if not data.exists():
             shutil.copytree(sound, data)
-        usual = {"optimizer.patience": "3", "checkpoint.every": "10", "schedule.use": "constant"}
-        usual |= {"run": f"{tmp_path}/{name}", "data.path": str(data)}
+        usual = {"optimizer.max_skipped": "3", "checkpoint.every": "10", "schedule.use": "constant"}
+        usual |= {"run_dir": f"{tmp_path}/{name}", "data.path": str(data)}
         usual |= {"schedule.steps": "42", "schedule.warmup": "0"}
         both = usual | dict(one.split("=") for one in overrides)
         return tiny(*(f"{key}={value}" for key, value in both.items()))
@@ -147,14 +149,15 @@ def small(sound, tiny, tmp_path, monkeypatch):
     return make
 
 
-def weights(cfg: sections.Run) -> dict[str, bytes]:
+def weights(cfg: sections.TrainRecipe) -> dict[str, bytes]:
     return {
-        name: np.asarray(leaf).tobytes() for name, leaf in named(open_run(recipe.load_run(cfg.run)).params)
+        name: np.asarray(leaf).tobytes()
+        for name, leaf in named_leaves(open_run(recipe.load_run(cfg.run_dir)).params)
     }
 
 
-def losses(cfg: sections.Run) -> dict[int, float]:
-    lines = (Path(cfg.run) / "metrics.jsonl").read_text().splitlines()
+def losses(cfg: sections.TrainRecipe) -> dict[int, float]:
+    lines = (Path(cfg.run_dir) / "metrics.jsonl").read_text().splitlines()
     return {row["step"]: row["loss"] for row in map(json.loads, lines) if "loss" in row}
 
 
@@ -164,45 +167,45 @@ def test_a_run_goes_back_and_past_bad_data_as_if_that_had_never_been_there(small
     other = small("other")
     spoil(Path(other.data.path), 33, 37)
     cut(Path(other.data.path), 33, 35)
-    assert train.run(other) == 0
+    assert training_run.run(other) == 0
     assert "back to step" not in capfd.readouterr().out
 
     bad = small("bad")
     spoil(Path(bad.data.path), 33, 37)
-    assert train.run(bad) == 0
+    assert training_run.run(bad) == 0
     said = capfd.readouterr().out
     assert "step 35: 3 of the updates from step 33 to 35 were left out; back to step 30" in said
     assert "step 33: update left out: loss " in said and "(rows 256 to 263)" in said
     # What is left of the bad rows makes two bad steps, which are too few to go back for.
     assert weights(bad) == weights(other) and losses(bad) == losses(other)
-    saved = Checkpoints(bad.run)
-    assert saved.meta(42)["data"]["next_row"] == (42 + 3) * ROWS
+    saved = Checkpoints(bad.run_dir)
+    assert saved.read_meta(42)["data"]["next_row"] == (42 + 3) * ROWS
 
-    report = (Path(bad.run) / "bad-steps" / "001-step-35.txt").read_text()
+    report = (Path(bad.run_dir) / "bad-steps" / "001-step-35.txt").read_text()
     assert report.startswith("step 35: 3 of the updates")
     assert "\nstep 34: loss " in report and "gradient norm" in report
     assert re.search(r"\n  row 264 of the training data, from source test\n    \d+ tokens: .", report)
 
     # Stopped before it had saved again, it passes over the same.
     for number in (40, 42):
-        shutil.rmtree(Path(bad.run) / "checkpoints" / str(number))
-    assert train.run(bad) == 0
+        shutil.rmtree(Path(bad.run_dir) / "checkpoints" / str(number))
+    assert training_run.run(bad) == 0
     assert "back to step" not in capfd.readouterr().out
     assert weights(bad) == weights(other) and losses(bad) == losses(other)
 
 
 @pytest.mark.fault(13)
 def test_a_run_that_cannot_get_past_bad_data_stops_and_can_be_tried_again(small, capfd, monkeypatch):
-    monkeypatch.setattr(rollback, "TRIES", 1)
-    bad = small("bad", "optimizer.patience=2")
+    monkeypatch.setattr(rollback, "MAX_ROLLBACKS", 1)
+    bad = small("bad", "optimizer.max_skipped=2")
     spoil(Path(bad.data.path), 29, 40)
-    assert train.run(bad) == 1
+    assert training_run.run(bad) == 1
     said = capfd.readouterr().out
     assert "step 30: 2 of the updates from step 29 to 30 were left out; back to step 25" in said
     assert "error: stopped at step 30" in said and "002-step-30.txt names their documents" in said
-    assert Checkpoints(bad.run).resume() == 25
-    again = dataclasses.replace(bad, optimizer=dataclasses.replace(bad.optimizer, spike=0.0))
-    assert train.run(again) == 0
+    assert Checkpoints(bad.run_dir).find_resume_step() == 25
+    again = dataclasses.replace(bad, optimizer=dataclasses.replace(bad.optimizer, spike_threshold=0.0))
+    assert training_run.run(again) == 0
     assert "update left out" not in capfd.readouterr().out
 
 
@@ -211,40 +214,46 @@ def test_a_run_that_cannot_get_past_bad_data_stops_and_can_be_tried_again(small,
 def test_weights_that_are_not_numbers_take_the_run_back_before_the_step_that_made_them(small, capfd):
     # One update at such a rate leaves weights of which no gradient is finite.
     cfg = small("wild", "schedule.steps=12", "checkpoint.every=5")
-    assert train.run(dataclasses.replace(cfg, schedule=dataclasses.replace(cfg.schedule, steps=7))) == 0
+    assert (
+        training_run.run(dataclasses.replace(cfg, schedule=dataclasses.replace(cfg.schedule, steps=7))) == 0
+    )
     wild = dataclasses.replace(cfg, optimizer=dataclasses.replace(cfg.optimizer, learning_rate=1e30))
-    assert train.run(wild) == 1
+    assert training_run.run(wild) == 1
     said = capfd.readouterr().out
     assert said.count("back to step 7, and past the data") == 2 and "stopped at step 11" in said
-    assert (Path(cfg.run) / "bad-steps" / "003-step-11.txt").is_file()
-    assert train.run(cfg) == 0
+    assert (Path(cfg.run_dir) / "bad-steps" / "003-step-11.txt").is_file()
+    assert training_run.run(cfg) == 0
 
 
 def test_a_trace_ends_where_the_run_goes_back_and_is_taken_again(tiny, capfd):
     # One update at such a rate leaves weights of which no gradient is finite.
-    wild = ("optimizer.learning_rate=1e30", "optimizer.patience=2", "schedule.warmup=0")
-    assert train.run(tiny(*wild, "profile=2:9")) == 1
+    wild = ("optimizer.learning_rate=1e30", "optimizer.max_skipped=2", "schedule.warmup=0")
+    assert training_run.run(tiny(*wild, "profile_steps=2:9")) == 1
     said = capfd.readouterr().out
-    assert said.count("back to step 0, and past the data") == rollback.TRIES
-    assert len(re.findall("steps 2 to [34] are traced", said)) == rollback.TRIES + 1
+    assert said.count("back to step 0, and past the data") == rollback.MAX_ROLLBACKS
+    assert len(re.findall("steps 2 to [34] are traced", said)) == rollback.MAX_ROLLBACKS + 1
 
 
 @pytest.mark.slow
 def test_a_checkpoint_from_the_bad_steps_is_put_aside(small, capfd):
     bad = small("bad", "checkpoint.every=34", "checkpoint.keep=2")
     spoil(Path(bad.data.path), 33, 35)
-    assert train.run(bad) == 0
+    assert training_run.run(bad) == 0
     said = capfd.readouterr().out
     assert "back to step 0" not in said and "back to step 34" in said  # there is none from before
-    early = small("early", "checkpoint.every=17", "optimizer.patience=3")
+    early = small("early", "checkpoint.every=17", "optimizer.max_skipped=3")
     spoil(Path(early.data.path), 33, 35)
-    assert train.run(early) == 0
+    assert training_run.run(early) == 0
     said = capfd.readouterr().out
     assert "step 34: this checkpoint is not used: the run went back to step 17" in said
     assert "back to step 17, and past the data" in said
 
 
 def test_the_fingerprint_of_the_data_is_that_of_all_rows(sound):
-    whole = Dataset.open(sound)
-    assert whole.passing([(8, 8)]).fingerprint == whole.fingerprint and not whole.passed
+    dataset = Dataset.open(sound)
+    order = dataset.train_order(8, seed=0)
+    assert order.skip([range(8, 16)]).skipped == (range(8, 16),) and not order.skipped
+    fingerprint = dataset.fingerprint
+    dataset.batch(order.skip([range(8, 16)]), 0)
+    assert dataset.fingerprint == fingerprint
     assert Index.parse((sound / "index.json").read_bytes(), "").sources == ("test",)

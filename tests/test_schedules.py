@@ -15,16 +15,19 @@ import numpy as np
 import pytest
 
 import headrace.schedules
+from headrace.config.durations import duration
 from headrace.errors import UserError
-from headrace.config.durations import Curves, duration
+from headrace.schedules import Curves
 
 NAMES = sorted(p.stem for p in Path(headrace.schedules.__path__[0]).glob("*.py") if p.stem != "__init__")
 
 
-def make(name: str, *, steps: int = 1000, warmup: int = 100, floor: float = 0.1, **own: Any) -> Curves:
+def make(name: str, *, steps: int = 1000, warmup: int = 100, min_lr_ratio: float = 0.1, **own: Any) -> Curves:
     """As the run makes it: the file's own keys and the common ones, lengths resolved to steps."""
     part = importlib.import_module(f"headrace.schedules.{name}")
-    keys = dataclasses.asdict(part.Config()) | dict(steps=steps, warmup=warmup, floor=floor) | own
+    keys = (
+        dataclasses.asdict(part.Config()) | dict(steps=steps, warmup=warmup, min_lr_ratio=min_lr_ratio) | own
+    )
     for field in dataclasses.fields(part.Config):
         if field.type == int | str:
             keys[field.name] = duration(keys[field.name], tokens_per_step=1, total=steps)
@@ -64,8 +67,8 @@ def test_a_schedule_without_warmup_begins_at_the_peak(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["cosine", "linear", "two_stage", "wsd"])
 def test_a_decaying_schedule_ends_at_its_floor_and_stays_there(name: str) -> None:
-    np.testing.assert_allclose(rates(make(name, floor=0.05), 1000, 1001, 10**6), 0.05, rtol=1e-6)
-    np.testing.assert_allclose(rates(make(name, floor=0.0), 1000, 10**6), 0, atol=1e-7)
+    np.testing.assert_allclose(rates(make(name, min_lr_ratio=0.05), 1000, 1001, 10**6), 0.05, rtol=1e-6)
+    np.testing.assert_allclose(rates(make(name, min_lr_ratio=0.0), 1000, 10**6), 0, atol=1e-7)
 
 
 def test_cosine_and_linear_are_half_way_down_in_the_middle() -> None:
@@ -84,7 +87,7 @@ def test_constant_stays_and_inverse_sqrt_falls_whatever_the_length_of_the_run() 
     [("linear", lambda x: x), ("sqrt", math.sqrt), ("cosine", lambda x: (1 - math.cos(math.pi * x)) / 2)],
 )
 def test_wsd_is_stable_until_its_tail(tail: str, fallen: Any) -> None:
-    curves = make("wsd", decay="20 %", tail=tail)
+    curves = make("wsd", decay="20 %", decay_type=tail)
     assert rates(curves, 100, 500, 800) == [1, 1, 1]
     expected = [1 - 0.9 * fallen(fraction) for fraction in (0.005, 0.25, 0.5, 0.995)]
     np.testing.assert_allclose(rates(curves, 801, 850, 900, 999), expected, rtol=1e-6)
@@ -92,11 +95,13 @@ def test_wsd_is_stable_until_its_tail(tail: str, fallen: Any) -> None:
 
 def test_wsd_can_do_without_a_tail_or_without_a_stable_stretch() -> None:
     assert rates(make("wsd", decay=0), 999, 1000, 2000) == [1, 1, 1]
-    np.testing.assert_allclose(rates(make("wsd", decay=900, tail="linear"), 550), 0.55, rtol=1e-6)
+    np.testing.assert_allclose(rates(make("wsd", decay=900, decay_type="linear"), 550), 0.55, rtol=1e-6)
 
 
 def test_two_stage_drops_at_the_switch_and_ends_weight_decay_there() -> None:
-    curves = make("two_stage", switch=500, middle=0.5, second=0.3, floor=0.0)
+    curves = make(
+        "two_stage", stage2_start=500, stage1_end_ratio=0.5, stage2_start_ratio=0.3, min_lr_ratio=0.0
+    )
     np.testing.assert_allclose(
         rates(curves, 100, 300, 499, 500, 750), [1, 0.75, 0.50125, 0.3, 0.15], rtol=1e-6
     )
@@ -105,7 +110,7 @@ def test_two_stage_drops_at_the_switch_and_ends_weight_decay_there() -> None:
 
 @pytest.mark.parametrize(
     ("name", "own"),
-    [("wsd", dict(decay=901)), ("two_stage", dict(switch=100)), ("two_stage", dict(switch=1000))],
+    [("wsd", dict(decay=901)), ("two_stage", dict(stage2_start=100)), ("two_stage", dict(stage2_start=1000))],
 )
 def test_stages_that_do_not_fit_the_run_are_refused(name: str, own: dict[str, int]) -> None:
     with pytest.raises(UserError, match=f"schedule.{next(iter(own))}: found"):
@@ -166,5 +171,5 @@ def test_a_share_of_an_unknown_length_is_refused() -> None:
 
 
 def test_durations_are_read_without_importing_jax() -> None:
-    code = "import sys, headrace.schedule; sys.exit('jax' in sys.modules)"
+    code = "import sys, headrace.config.durations; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -23,68 +23,72 @@ import openai
 import pytest
 import transformers
 
-from headrace.config import reader as config, recipe
-from headrace.inference import generate
-from headrace.nn import sharding as mesh, module
 from headrace.checkpoint.manager import Checkpoints
+from headrace.checkpoint.open_run import LoadedRun, open_run
 from headrace.cli.main import main
-from headrace.data.chat import encode as chat
-from headrace.data.tokenizer import train as learn, tokenizer as tokenise
+from headrace.config import reader, recipe
+from headrace.data.chat import encode
+from headrace.data.tokenizer import tokenizer as tokenizer_io
+from headrace.data.tokenizer import train as tokenizer_train
+from headrace.inference import generate
 from headrace.inference.sampling import Sampling
-from headrace.checkpoint.open_run import Opened, open_run
-from headrace.objectives import file
-from headrace.inference.serve import http as api, openai_request as ask
-from headrace.inference.serve.engine import Engine, pieces_of
+from headrace.inference.serve import http as serve_http
+from headrace.inference.serve import openai_request
+from headrace.inference.serve.engine import BatchEngine, pieces_of
+from headrace.model_wrappers import load_family
+from headrace.nn import module, sharding
 
 TEXT = "the mill turns, the water falls, the wheel, the stone"
 
 
-def make(folder, **model: Any) -> Opened:
+def make(folder, **model: Any) -> LoadedRun:
     """A run with weights drawn at random, large enough to say different things."""
-    tokenizer = learn.train([TEXT] * 3, kind="bpe", vocab=280)
-    tokenizer = tokenise.Tokenizer(tokenizer.inner, tokenizer.special, template=chat.PLAIN.read_text())
+    tokenizer = tokenizer_train.train_tokenizer([TEXT] * 3, kind="bpe", vocab=280)
+    tokenizer = tokenizer_io.Tokenizer(
+        tokenizer.inner, tokenizer.special, chat_template=encode.PLAIN_TEMPLATE.read_text()
+    )
     sizes = dict(use="llama", layers=2, embed=64, heads=4, kv_heads=2, mlp=96, rope_theta=1e4)
     tree = {
-        "run": str(folder),
-        "model": sizes | model | {"vocab": tokenizer.vocab},
+        "run_dir": str(folder),
+        "model": sizes | model | {"vocab": tokenizer.vocab_size},
         "data": {"path": "data/none", "sequence_length": 64},
         "optimizer": {"learning_rate": 1e-3},
         "schedule": {"steps": 10},
-        "memory": {"compute": "float32"},
+        "compute": {"dtype": "float32"},
     }
     folder.mkdir()
-    (folder / "recipe.yaml").write_text(config.dump(tree))
-    tokenise.save(tokenizer, folder)
+    (folder / "recipe.yaml").write_text(reader.dump(tree))
+    tokenizer_io.save(tokenizer, folder)
     cfg = recipe.load_run(folder)
     rng = np.random.default_rng(0)
 
     def leaf(path: Any, wanted: Any) -> np.ndarray:
-        around = 1.0 if module.dotted(path).endswith("_norm") else 0.0
+        around = 1.0 if module.path_name(path).endswith("_norm") else 0.0
         return rng.normal(around, 0.12, wanted.shape).astype(np.float32)
 
-    shapes = module.shapes(file("models", cfg.model).Model, cfg.model)
+    shapes = module.shapes(load_family(cfg.model).Model, cfg.model)
     checkpoints = Checkpoints(str(folder))
     params = jax.tree_util.tree_map_with_path(leaf, shapes)
-    checkpoints.save_params(params, {"step": 0, "recipe": config.to_dict(cfg), "tokenizer_sha256": None})
+    checkpoints.save_params(params, {"step": 0, "recipe": reader.to_dict(cfg), "tokenizer_sha256": None})
     checkpoints.close()
     return on_one_device(open_run(cfg))
 
 
-def on_one_device(run: Opened) -> Opened:
+def on_one_device(run: LoadedRun) -> LoadedRun:
     """Programs for eight take thrice as long to compile."""
-    devices = mesh.make(dict.fromkeys(mesh.AXES, 1), jax.devices()[:1])
+    devices = sharding.make_mesh(dict.fromkeys(sharding.AXES, 1), jax.devices()[:1])
     return dataclasses.replace(run, params=jax.device_get(run.params), devices=devices)
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory) -> Opened:
+def run(tmp_path_factory) -> LoadedRun:
     return make(tmp_path_factory.mktemp("serve") / "tiny")
 
 
 @contextlib.contextmanager
-def serving(run: Opened, slots: int = 3, length: int = 64):
-    engine = Engine(run, slots=slots, length=length)
-    server = api.Server(engine, "tiny", ("127.0.0.1", 0))
+def serving(run: LoadedRun, slots: int = 3, length: int = 64):
+    engine = BatchEngine(run, slots=slots, length=length)
+    server = serve_http.Server(engine, "tiny", ("127.0.0.1", 0))
     engine.start()
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
@@ -111,7 +115,7 @@ def client(server):
         yield client
 
 
-def alone(run: Opened, prompt: str, tokens: int, sampling: Sampling) -> str:
+def alone(run: LoadedRun, prompt: str, tokens: int, sampling: Sampling) -> str:
     return "".join(generate.generate(run, prompt, tokens, sampling))
 
 
@@ -158,9 +162,9 @@ def test_a_stream_is_the_same_text_in_pieces(run, client):
 def test_a_conversation_is_written_by_the_template(run, client):
     messages = [{"role": "user", "content": "the wheel"}]
     answer = client.chat.completions.create(model="tiny", messages=messages, temperature=0, max_tokens=12)
-    theirs = transformers.AutoTokenizer.from_pretrained(run.cfg.run)
+    theirs = transformers.AutoTokenizer.from_pretrained(run.recipe.run_dir)
     ids = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    wanted = "".join(generate.pieces(run, ids, generate.sample(run, ids, 12, Sampling(0))))
+    wanted = "".join(generate.decode_stream(run, ids, generate.sample(run, ids, 12, Sampling(0))))
     assert answer.choices[0].message.content == wanted and answer.choices[0].message.role == "assistant"
     assert answer.usage.prompt_tokens == len(ids)
     streamed = client.chat.completions.create(
@@ -217,10 +221,10 @@ def test_a_bad_request_is_told_as_openai_does(asked, message, param, server):
 
 
 def test_what_asks_for_nothing_is_no_reason_to_refuse(run, server):
-    idle = {name: value for name, values in ask.NOTHING.items() for value in values}
+    idle = {name: value for name, values in openai_request.NOTHING.items() for value in values}
     asked = idle | dict(prompt=[5], max_tokens=3, temperature=0, unheard_of=None, user="me")
     status, told = post(server, "/v1/completions", json.dumps(asked).encode())
-    wanted = "".join(generate.pieces(run, [5], generate.sample(run, [5], 3, Sampling(0))))
+    wanted = "".join(generate.decode_stream(run, [5], generate.sample(run, [5], 3, Sampling(0))))
     assert status == 200 and told["choices"][0]["text"] == wanted
 
 
@@ -323,7 +327,7 @@ def test_prompts_are_cut_into_few_sizes():
     [
         dict(use="gemma3", head_dim=16, window=8),
         dict(use="moe", experts=4, top_k=2),
-        dict(recurrence=2, prelude=1, coda=0, layers=3),
+        dict(recurrence=dict(rounds=2, prelude=1, coda=0), layers=3),
     ],
 )
 def test_other_families_are_served_too(model, tmp_path):
@@ -337,17 +341,17 @@ def test_other_families_are_served_too(model, tmp_path):
 
 
 def test_what_cannot_be_served_is_refused(run, tmp_path, capsys):
-    assert main(["serve", run.cfg.run, "--slots", "0"]) == 2
+    assert main(["serve", run.recipe.run_dir, "--slots", "0"]) == 2
     assert "--slots" in capsys.readouterr().err
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        assert main(["serve", run.cfg.run, "--port", str(taken.getsockname()[1])]) == 2
+        assert main(["serve", run.recipe.run_dir, "--port", str(taken.getsockname()[1])]) == 2
     assert "--port: nothing can be served" in capsys.readouterr().err
 
 
 @pytest.mark.slow
 def test_the_command_serves_until_it_is_interrupted(run):
     process = subprocess.Popen(
-        [sys.executable, "-m", "headrace", "serve", run.cfg.run, "--port", "0"],
+        [sys.executable, "-m", "headrace", "serve", run.recipe.run_dir, "--port", "0"],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

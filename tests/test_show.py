@@ -18,18 +18,18 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from headrace.data import pack
-from headrace.data.pipeline import report
-from headrace.data.tokenizer import tokenizer as tokenise
 from headrace.data.documents import SCHEMA, Ragged
-from headrace.data.shards import Index, Rows, Special, Split, pack_bits, write_rows
-from headrace.data.inspect import inspect, pieces, stretches, visible
-from headrace.data.verify import filler_begins, last_starts, verify
+from headrace.data.inspect import escape_control, inspect, split_documents, token_spans
+from headrace.data.pipeline import report
+from headrace.data.shards import Index, Rows, SpecialTokenIds, Split, pack_bits, write_rows
+from headrace.data.tokenizer import tokenizer as tokenizer_io
+from headrace.data.verify import filler_start_columns, last_start_columns, verify
 from headrace.errors import UserError
 
 LENGTH = 44  # not a multiple of 8, so that the last byte of a row's marks has bits to spare
 SPECIAL = ["<|pad|>", "<|bos|>", "<|eos|>", "<|mask|>"]
 PAD, BOS, EOS, MASK = range(4)
-OURS = Special(BOS, EOS, PAD, MASK)
+OURS = SpecialTokenIds(BOS, EOS, PAD, MASK)
 TEXTS = [
     "The mill wheel turns.\nThe river runs.",
     "größe 水車 🌊!",
@@ -60,12 +60,12 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Builder:
     """Makes a packed dataset of documents that are lists of (text, learnt), each in a row with others."""
 
-    def __init__(self, folder: Path, tokenizer: Path, special: Special = OURS) -> None:
+    def __init__(self, folder: Path, tokenizer: Path, special: SpecialTokenIds = OURS) -> None:
         self.folder, self.special = folder, special
         folder.mkdir()
         shutil.copy(tokenizer / "tokenizer.json", folder)
-        self.tokenizer = tokenise.load(folder)
-        self.sha256 = tokenise.sha256(folder)
+        self.tokenizer = tokenizer_io.load(folder)
+        self.sha256 = tokenizer_io.file_sha256(folder)
 
     def rows(self, rows: list[list[list[tuple[str, bool]]]], *, loss: bool, source: int = 0) -> Rows:
         tokens = np.full((len(rows), LENGTH), self.special.filler, "uint16")
@@ -96,7 +96,7 @@ class Builder:
         for rows in epochs[0]:
             flags = np.unpackbits(rows.starts, axis=1, bitorder="little")[:, :LENGTH]
             for row, starts in zip(rows.tokens, flags, strict=True):
-                found, padding = pieces(row, starts, self.special.filler)
+                found, padding = split_documents(row, starts, self.special.filler)
                 tokens += LENGTH - padding
                 documents += len(found)
         count = sum(len(rows) for rows in epochs[0])
@@ -137,7 +137,7 @@ def dataset(build: Builder) -> Path:
     first = build.rows([[plain(TEXTS[0])], [plain(TEXTS[1]), plain(TEXTS[3])]], loss=False)
     second = build.rows([[plain(TEXTS[3])], [plain(TEXTS[2])]], loss=False, source=1)
     both = joined(first, second)
-    build.index([[first, second], [both.take(np.array([2, 0, 3])), both.take(np.array([1]))]])
+    build.index([[first, second], [both.select(np.array([2, 0, 3])), both.select(np.array([1]))]])
     return build.folder
 
 
@@ -160,7 +160,7 @@ def test_inspect_prints_every_document_with_its_ends_and_padding(
     assert "|| <|bos|>größe 水車 🌊!<|eos|>\n|| <|bos|>x = 1<|eos|>\n" in out
     assert "row 1 of train (of 4), source prose, 2 documents" in out
     assert "row 3 of train (of 4), source code, 1 document," in out
-    padding = LENGTH - 2 - len(tokenise.load(dataset).encode("x = 1"))
+    padding = LENGTH - 2 - len(tokenizer_io.load(dataset).encode("x = 1"))
     assert f"… {padding} padding" in out and f"{100 - 100 * padding / LENGTH:.1f} % full" in out
     assert "<|pad|>" not in out
 
@@ -169,17 +169,17 @@ def test_inspect_obeys_no_control_character_of_the_data(dataset: Path, capsys: p
     out = shown(capsys, dataset)
     assert "tab\\tbell\\x07 escape\\x1b[31m end" in out
     assert all(c.isprintable() or c == "\n" for c in out)
-    assert visible("a\u202eb\u200b\r\n") == "a\\u202eb\\u200b\\r\n"
+    assert escape_control("a\u202eb\u200b\r\n") == "a\\u202eb\\u200b\\r\n"
 
 
-def test_inspect_marks_what_is_not_learnt(build: Builder, capsys: pytest.CaptureFixture) -> None:
+def test_inspect_marks_tokens_that_are_not_trained_on(build: Builder, capsys: pytest.CaptureFixture) -> None:
     rows = build.rows([[said("How?", " So 水車."), said("Why", "!")]], loss=True)
     build.index([[rows]])
     out = shown(capsys, build.folder)
     assert "|| ⟦<|bos|>How?⟧ So 水車.<|eos|>\n|| ⟦<|bos|>Why⟧!<|eos|>\n" in out
     learnt = len(build.tokenizer.encode(" So 水車.")) + len(build.tokenizer.encode("!")) + 2
-    assert f"{learnt} tokens learnt" in out
-    coloured = shown(capsys, build.folder, colour=True)
+    assert f"{learnt} tokens trained on" in out
+    coloured = shown(capsys, build.folder, color=True)
     assert "⟦" not in coloured and "\x1b[2;36mHow?\x1b[0m\x1b[36m So 水車." in coloured
     assert "\x1b[35m!" in coloured, "the second document has another colour"
 
@@ -207,7 +207,7 @@ def test_inspect_writes_to_any_output(dataset: Path, environment: dict[str, str]
     command = [
         sys.executable,
         "-c",
-        f"from headrace.data.show import inspect; inspect({str(dataset)!r}, rows=9)",
+        f"from headrace.data.inspect import inspect; inspect({str(dataset)!r}, rows=9)",
     ]
     settings = os.environ | {"PYTHONIOENCODING": "ascii", "COLUMNS": "100"} | environment
     settings.pop("FORCE_COLOR" if not environment else "", None)
@@ -219,7 +219,7 @@ def test_inspect_writes_to_any_output(dataset: Path, environment: dict[str, str]
 def test_letters_split_between_tokens_are_put_together(build: Builder) -> None:
     tokens = np.array([BOS, *build.tokenizer.encode("é水"), EOS])
     assert len(tokens) > 4
-    texts = [stretch.text for stretch in stretches(tokens, np.ones(len(tokens), bool), build.tokenizer)]
+    texts = [stretch.text for stretch in token_spans(tokens, np.ones(len(tokens), bool), build.tokenizer)]
     assert texts == ["<|bos|>", "é水", "<|eos|>"]
 
 
@@ -228,14 +228,16 @@ def test_the_space_between_stretches_stays_with_tokenizers_that_drop_the_first(t
     inner.pre_tokenizer, inner.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
     inner.add_special_tokens(["<s>", "</s>"])
     inner.save(str(tmp_path / "tokenizer.json"))
-    found = stretches(np.array([0, 2, 3, 2]), np.array([False, False, True, True]), tokenise.load(tmp_path))
+    found = token_spans(
+        np.array([0, 2, 3, 2]), np.array([False, False, True, True]), tokenizer_io.load(tmp_path)
+    )
     assert [stretch.text for stretch in found] == ["<s>", "so", " it so"]
 
 
 def test_padding_is_the_last_piece_if_it_is_nothing_but_filler() -> None:
     tokens, starts = np.array([1, 5, 2, 5, 2, 2, 2]), np.array([1, 0, 0, 1, 0, 1, 0])
-    assert pieces(tokens, starts, 2) == ([slice(0, 3), slice(3, 5)], 2)
-    assert pieces(tokens[:5], starts[:5], 2) == ([slice(0, 3), slice(3, 5)], 0)
+    assert split_documents(tokens, starts, 2) == ([slice(0, 3), slice(3, 5)], 2)
+    assert split_documents(tokens[:5], starts[:5], 2) == ([slice(0, 3), slice(3, 5)], 0)
 
 
 def write_normalised(folder: Path, documents: list[dict[str, Any]]) -> None:
@@ -259,11 +261,11 @@ def test_inspect_shows_documents_that_are_not_packed_yet(
     assert "|| user: What⏎\n   is it?⏎\n   assistant: A mill.\n" in out
 
 
-def test_inspect_says_what_is_missing(tmp_path: Path, dataset: Path) -> None:
-    with pytest.raises(UserError, match="holds neither packed data nor normalised documents"):
+def test_inspect_names_what_is_missing(tmp_path: Path, dataset: Path) -> None:
+    with pytest.raises(UserError, match="holds neither packed data nor normalized documents"):
         inspect(tmp_path / "nothing")
     for look in (inspect, lambda url: verify(url, print)):
-        with pytest.raises(UserError, match=r"gs://data/x: only data on this machine can be looked into"):
+        with pytest.raises(UserError, match=r"gs://data/x: only local data can be inspected"):
             look("gs://data/x")
     with pytest.raises(UserError, match="found dev, expected one of train, evaluation"):
         inspect(dataset, split="dev")
@@ -319,8 +321,8 @@ def test_verify_finds_a_changed_bit_in_any_file(dataset: Path) -> None:
     "damage, said",
     [
         (lambda file: file.unlink(), "no such file, expected uint16 of shape (2, 44)"),
-        (lambda file: file.write_bytes(file.read_bytes()[:-3]), "not a whole .npy file"),
-        (lambda file: file.write_bytes(b""), "not a whole .npy file (0 bytes"),
+        (lambda file: file.write_bytes(file.read_bytes()[:-3]), "not a valid .npy file"),
+        (lambda file: file.write_bytes(b""), "not a valid .npy file (0 bytes"),
         (lambda file: file.write_bytes(file.read_bytes() + b"xx"), "found 2 bytes after the array"),
         (
             lambda file: np.save(file, np.load(file)[:1]),
@@ -379,13 +381,13 @@ def test_verify_finds_padding_that_is_not_marked(dataset: Path) -> None:
     assert "(and 1 more)" in found
 
 
-def test_verify_finds_padding_that_is_to_be_learnt(build: Builder) -> None:
+def test_verify_finds_padding_that_would_be_trained_on(build: Builder) -> None:
     rows = build.rows([[said("How?", "So.")]], loss=True)
     build.index([[rows]])
     verify(build.folder, lambda line: None)
-    assert rows.loss is not None
-    build.index([[dataclasses.replace(rows, loss=rows.loss | np.array([0] * 5 + [8], "uint8"))]])
-    assert "train-0-00000.loss.npy row 0: found 1 tokens of padding to be learnt" in faults(build.folder)
+    assert rows.loss_bits is not None
+    build.index([[dataclasses.replace(rows, loss_bits=rows.loss_bits | np.array([0] * 5 + [8], "uint8"))]])
+    assert "train-0-00000.loss.npy row 0: found 1 tokens of padding to train on" in faults(build.folder)
 
 
 def test_verify_finds_a_loss_file_that_the_index_does_not_know(dataset: Path) -> None:
@@ -419,7 +421,7 @@ def test_verify_finds_another_tokenizer(dataset: Path) -> None:
     assert f"{file}: found sha256 " in faults(dataset)
     file.unlink()
     assert f"{file}: no such file" in faults(dataset)
-    with pytest.raises(UserError, match="no packed data"):
+    with pytest.raises(UserError, match="is not packed data"):
         verify(dataset / "nowhere", lambda line: None)
 
 
@@ -439,7 +441,7 @@ def test_verify_tells_the_first_faults_and_counts_the_rest(dataset: Path) -> Non
 def test_verify_takes_a_lone_end_token_for_either_where_ends_fill_rows(
     tmp_path: Path, tokenizer: Path
 ) -> None:
-    build = Builder(tmp_path / "data", tokenizer, Special(None, EOS, None, None))
+    build = Builder(tmp_path / "data", tokenizer, SpecialTokenIds(None, EOS, None, None))
     ids = range(4, 4 + LENGTH - 1)
     rows = build.rows([[plain("x = 1")]], loss=False)
     tokens = np.array([[*ids, EOS]], "uint16")  # the end of a document that was cut before its last token
@@ -457,9 +459,11 @@ def test_verify_takes_a_lone_end_token_for_either_where_ends_fill_rows(
 
 
 @pytest.mark.parametrize("mode", ["concat", "document", "best_fit"])
-@pytest.mark.parametrize("special", [OURS, Special(None, EOS, None, None), Special(BOS, EOS, None, None)])
+@pytest.mark.parametrize(
+    "special", [OURS, SpecialTokenIds(None, EOS, None, None), SpecialTokenIds(BOS, EOS, None, None)]
+)
 def test_verify_finds_no_fault_in_what_packing_makes(
-    tmp_path: Path, tokenizer: Path, mode: str, special: Special
+    tmp_path: Path, tokenizer: Path, mode: str, special: SpecialTokenIds
 ) -> None:
     build = Builder(tmp_path / "data", tokenizer, special)
     rng = np.random.default_rng(0)
@@ -470,10 +474,10 @@ def test_verify_finds_no_fault_in_what_packing_makes(
     sizes = np.array([len(document) for document in documents])
     values = np.concatenate(documents).astype("uint16")
     ragged = Ragged(values, np.concatenate([[0], np.cumsum(sizes)]))
-    plan = pack.plan(sizes, LENGTH, mode, 0)
-    [rows] = pack.fill(plan, ragged, length=LENGTH, filler=special.filler, source=0)
+    plan = pack.plan_rows(sizes, LENGTH, mode, 0)
+    [rows] = pack.fill_rows(plan, ragged, length=LENGTH, filler=special.filler, source=0)
     order = rng.permutation(len(rows))
-    index = build.index([[rows], [rows.take(order[:20]), rows.take(order[20:])]])
+    index = build.index([[rows], [rows.select(order[:20]), rows.select(order[20:])]])
     split = dataclasses.replace(index.splits["train"], documents=len(documents), tokens=int(sizes.sum()))
     dataclasses.replace(index, splits={"train": split}).write(build.folder)
     verify(build.folder, lambda line: None)
@@ -486,9 +490,9 @@ def test_last_marks_and_filler_are_found_as_a_plain_loop_finds_them() -> None:
         flags[:, 0] = True
         tokens = rng.integers(0, 2, (300, length)) * (rng.random((300, 1)) < 0.9)
         expected = [max(n for n in range(length) if row[n]) for row in flags]
-        assert last_starts(pack_bits(flags)).tolist() == expected
+        assert last_start_columns(pack_bits(flags)).tolist() == expected
         begins = [len("".join(map(str, row)).rstrip("0")) for row in tokens]
-        assert filler_begins(tokens, 0).tolist() == begins
+        assert filler_start_columns(tokens, 0).tolist() == begins
 
 
 class Page(html.parser.HTMLParser):
@@ -555,7 +559,7 @@ def read_index(folder: Path) -> Index:
     return Index.parse((folder / "index.json").read_bytes(), "index.json")
 
 
-def test_the_report_tells_the_numbers(dataset: Path) -> None:
+def test_the_report_has_the_numbers(dataset: Path) -> None:
     index = read_index(dataset)
     split = index.splits["train"]
     page = written(index, statistics(300), dataset)
@@ -586,7 +590,7 @@ def test_the_report_escapes_everything(dataset: Path) -> None:
 
 def test_the_report_spells_tokens_with_their_spaces(dataset: Path) -> None:
     counts = np.zeros(300, np.int64)
-    inner = tokenise.load(dataset).inner
+    inner = tokenizer_io.load(dataset).inner
     ids = {text: inner.encode(text).ids[-1] for text in ("a sluice", "\n", "🌊")}
     counts[[BOS, *ids.values()]] = [9, 8, 7, 6]
     np.save(dataset / "counts.npy", counts)
@@ -595,10 +599,10 @@ def test_the_report_spells_tokens_with_their_spaces(dataset: Path) -> None:
         assert said in page.text, said
 
 
-def test_the_report_leaves_out_what_is_not_known(dataset: Path) -> None:
+def test_the_report_omits_sections_without_numbers(dataset: Path) -> None:
     page = written(read_index(dataset), {}, dataset)
     assert "Vocabulary" not in page.text and "Splits" in page.text and "Recipe" in page.text
     empty = {"lengths": {"edges": [0, 1], "counts": [0]}, "vocabulary": [0, 0], "dropped": {}, "stages": {}}
     assert "Nothing." in written(read_index(dataset), empty, dataset).text
     (dataset / "tokenizer.json").unlink()
-    assert "Commonest tokens" in written(read_index(dataset), {"vocabulary": [1, 2]}, dataset).text
+    assert "Most common tokens" in written(read_index(dataset), {"vocabulary": [1, 2]}, dataset).text

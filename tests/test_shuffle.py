@@ -16,7 +16,7 @@ import pytest
 
 from headrace.data import shuffle
 from headrace.data.shards import Rows, Shard, pack_bits, read_rows, unpack_bits, write_rows
-from headrace.data.shuffle import Input, gather, plan_shuffle, scatter
+from headrace.data.shuffle import ShuffleInput, gather_bucket, plan_shuffle, scatter_input
 
 LENGTH = 12  # tokens in a row: its number, then its number again at every place
 ROW = LENGTH * 4
@@ -24,7 +24,7 @@ ROW = LENGTH * 4
 
 def write_inputs(
     folder: Path, sizes: list[int], *, weights: list[float] | None = None, loss: str = ""
-) -> list[Input]:
+) -> list[ShuffleInput]:
     """Packed files, one a source, of rows numbered through. Those whose digit is in `loss` have one."""
     (folder / "packed").mkdir()
     inputs, first = [], 0
@@ -40,21 +40,21 @@ def write_inputs(
         name = f"{number:05d}-train"
         write_rows(folder / "packed", name, rows)
         weight = 1.0 if weights is None else weights[number]
-        inputs.append(Input(f"packed/{name}", size, number, weight, str(number) in loss))
+        inputs.append(ShuffleInput(f"packed/{name}", size, number, weight, str(number) in loss))
         first += size
     return inputs
 
 
-def run(inputs: list[Input], folder: Path, **settings: Any) -> list[list[dict[str, Any]]]:
+def run(inputs: list[ShuffleInput], folder: Path, **settings: Any) -> list[list[dict[str, Any]]]:
     """All passes; what the shards of each epoch returned."""
     chosen: dict[str, Any] = {"split": "train", "seed": 0, "row_bytes": ROW} | settings
     passes = plan_shuffle(inputs, folder=str(folder), **chosen)
     epochs: dict[int, list[dict[str, Any]]] = {}
     for one in passes:
         for job in one.scatter:
-            scatter(job)
+            scatter_input(job)
         for job in one.gather:
-            result = gather(job)
+            result = gather_bucket(job)
             if job.round.last:
                 epochs.setdefault(job.round.epoch, []).append(result)
     return list(epochs.values())
@@ -140,7 +140,7 @@ def test_a_row_is_anywhere_with_the_same_chance(tmp_path: Path) -> None:
 
 def test_all_orders_come_equally_often() -> None:
     """All 24 orders of 4 rows in 2 files and 2 buckets, from the draws alone: 23 degrees of freedom."""
-    inputs = [Input("a", 3), Input("b", 1)]
+    inputs = [ShuffleInput("a", 3), ShuffleInput("b", 1)]
     found: Counter[tuple[int, ...]] = Counter()
     for one in plan_shuffle(
         inputs, folder="", split="train", seed=5, epochs=1200, row_bytes=1, bucket_bytes=2
@@ -148,13 +148,15 @@ def test_all_orders_come_equally_often() -> None:
         now = one.gather[0].round
         order: list[int] = []
         for bucket, size in enumerate(now.sizes):
-            cuts = [shuffle.deal(now, number) for number in (0, 1)]
+            cuts = [shuffle.bucket_bounds(now, number) for number in (0, 1)]
             parts = [
-                shuffle.origins(now, number)[shuffle.draw(now, number)[1][cut[bucket] : cut[bucket + 1]]]
+                shuffle.original_positions(now, number)[
+                    shuffle.draw_run(now, number)[1][cut[bucket] : cut[bucket + 1]]
+                ]
                 for number, cut in enumerate(cuts)
             ]
             order += np.concatenate(parts)[
-                shuffle.generator(now, "bucket", bucket).permutation(size)
+                shuffle.make_generator(now, "bucket", bucket).permutation(size)
             ].tolist()
         found[tuple(order)] += 1
     counts = np.array(list(found.values()))
@@ -166,7 +168,7 @@ def test_ten_sources_in_order_come_out_mixed(tmp_path: Path, way: str) -> None:
     inputs = write_inputs(tmp_path, [2000] * 10)
     settings = WAYS[way] | ({"bucket_bytes": 6000 * ROW} if "bucket_bytes" in WAYS[way] else {})
     (epoch,) = run(inputs, tmp_path, **settings)
-    found = shuffle.quality(result["quality"] for result in epoch)
+    found = shuffle.combine_measures(result["quality"] for result in epoch)
     assert found.mixing > 0.99
     assert abs(found.rank_correlation) < 4 / np.sqrt(20_000)
     assert found.displacement == pytest.approx(1.0, abs=0.02)
@@ -178,12 +180,12 @@ def test_ten_sources_in_order_come_out_mixed(tmp_path: Path, way: str) -> None:
     )
 
 
-def quality_of(order: np.ndarray, counts: list[int]) -> shuffle.Quality:
+def quality_of(order: np.ndarray, counts: list[int]) -> shuffle.ShuffleQuality:
     """Of rows of sources that lay one after the other, in two shards."""
     sources = np.repeat(np.arange(len(counts)), counts)[order]
     half = len(order) // 2
     parts = [(order[:half], sources[:half], 0), (order[half:], sources[half:], half)]
-    return shuffle.quality(shuffle.measure(*part, counts) for part in parts)
+    return shuffle.combine_measures(shuffle.measure_shard(*part, counts) for part in parts)
 
 
 @pytest.mark.parametrize("counts", [[5120] * 10, [512, 5120, 25600]])
@@ -201,8 +203,8 @@ def test_the_measure_tells_order_from_disorder(counts: list[int]) -> None:
 
 def test_an_order_is_measured_even_where_no_shard_holds_a_batch() -> None:
     order, shards = np.arange(9500), range(0, 9500, 95)
-    parts = [shuffle.measure(order[i : i + 95], np.zeros(95, int), i, [9500]) for i in shards]
-    found = shuffle.quality(parts)
+    parts = [shuffle.measure_shard(order[i : i + 95], np.zeros(95, int), i, [9500]) for i in shards]
+    found = shuffle.combine_measures(parts)
     assert found.rank_correlation == pytest.approx(1.0) and found.displacement == 0 and found.mixing is None
 
 
@@ -220,7 +222,9 @@ def test_a_shuffle_of_very_few_rows_is_measured_without_complaint(tmp_path: Path
 
 def test_nothing_to_shuffle_is_no_work() -> None:
     assert plan_shuffle([], folder="", split="evaluation", seed=0, row_bytes=1) == ()
-    assert plan_shuffle([Input("a", 5, weight=0.0)], folder="", split="train", seed=0, row_bytes=1) == ()
+    assert (
+        plan_shuffle([ShuffleInput("a", 5, weight=0.0)], folder="", split="train", seed=0, row_bytes=1) == ()
+    )
 
 
 def test_splits_and_seeds_have_orders_of_their_own(tmp_path: Path) -> None:
@@ -239,10 +243,10 @@ def test_rows_without_a_loss_among_others_are_learnt_whole(tmp_path: Path) -> No
         numbers_in(tmp_path, epoch)
         for result in epoch:
             rows = read_rows(tmp_path, result["shard"]["name"])
-            assert rows.loss is not None
+            assert rows.loss_bits is not None
             numbers = rows.tokens[:, :1]
             wanted = (np.arange(LENGTH) < numbers % LENGTH) | (rows.sources[:, None] != 1)
-            assert (unpack_bits(rows.loss, LENGTH) == wanted).all()
+            assert (unpack_bits(rows.loss_bits, LENGTH) == wanted).all()
             assert (numbers[:, 0] // 50 == rows.sources).all()
 
 
@@ -264,9 +268,9 @@ import sys
 from pathlib import Path
 sys.path.insert(0, str(Path(sys.argv[1]) / "tests"))
 from test_shuffle import run
-from headrace.data.shuffle import Input
+from headrace.data.shuffle import ShuffleInput
 print("began", flush=True)
-inputs = [Input(f"packed/{n:05d}-train", 2000, n) for n in range(6)]
+inputs = [ShuffleInput(f"packed/{n:05d}-train", 2000, n) for n in range(6)]
 run(inputs, Path(sys.argv[2]), bucket_bytes=3000 * 48, direct_bytes=0, rounds=2)
 """
 

@@ -24,9 +24,9 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from headrace.data.documents import SCHEMA, Part, Problems
-from headrace.data.formats import PART, arrow, jsonl, parquet
-from headrace.data.formats.columns import Wanted
+from headrace.data.documents import SCHEMA, FilePart, Problems
+from headrace.data.formats import PART_BYTES, arrow, jsonl, parquet
+from headrace.data.formats.columns import SourceColumns
 from headrace.data.sources import files, python_library
 from headrace.errors import UserError
 
@@ -44,16 +44,16 @@ class Source:
     """What a recipe's section of a source has."""
 
     path: str
-    column: str = "auto"
-    id: str | None = None
-    meta: str | None = None
+    text_column: str = "auto"
+    id_column: str | None = None
+    meta_columns: str | None = None
 
 
 def documents(path: Any, problems: Problems | None = None, **keys: Any) -> list[dict[str, Any]]:
     """All documents of a source, in order, through its parts."""
     cfg = Source(str(path), **keys)
     found = []
-    for part in files.parts(cfg):
+    for part in files.list_parts(cfg):
         for table in files.read(cfg, part, problems if problems is not None else Problems()):
             assert table.schema == pa.schema([field for field in SCHEMA if field.name != "source"])
             table.validate(full=True)
@@ -121,7 +121,7 @@ ROWS = {
 @pytest.mark.parametrize("name", ROWS)
 def test_rows_of_every_format_come_back_as_they_were(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(ROWS[name]())
-    found = documents(tmp_path / name, meta="n, gone")
+    found = documents(tmp_path / name, meta_columns="n, gone")
     assert [document["text"] for document in found] == TEXTS
     assert all(document["messages"] is None for document in found)
     number = str if name[-3:] in ("csv", "tsv") else int  # these have no types
@@ -131,7 +131,7 @@ def test_rows_of_every_format_come_back_as_they_were(name: str, tmp_path: Path) 
     mark = "@" if name in ("x.jsonl", "x.ndjson") else ":"
     assert [document["id"].rpartition(mark)[0] for document in found] == [name] * len(TEXTS)
     assert len({document["id"] for document in found}) == len(TEXTS)
-    assert [document["id"] for document in documents(tmp_path / name, id="n")] == list("012345")
+    assert [document["id"] for document in documents(tmp_path / name, id_column="n")] == list("012345")
     assert {document["meta"] for document in documents(tmp_path / name)} == {None}
 
 
@@ -204,7 +204,7 @@ def test_a_glob_takes_what_it_matches_as_text_if_nothing_else(tmp_path: Path) ->
     assert texts(tmp_path / "[odd] name") == ["json"]
 
 
-def test_paths_that_lead_nowhere_are_told(tmp_path: Path) -> None:
+def test_missing_paths_are_reported(tmp_path: Path) -> None:
     (tmp_path / "x.docx").write_text("x")
     for path, message in {
         tmp_path / "gone": "gone: no such file or folder",
@@ -232,13 +232,13 @@ def test_the_python_library_is_a_source() -> None:
     class Library(python_library.Config):
         column: str = "auto"
 
-    (part,) = python_library.parts(Library(1))
+    (part,) = python_library.list_parts(Library(1))
     found = pa.concat_tables(python_library.read(Library(1), part, Problems())).to_pylist()
     assert 800_000 < sum(len(document["text"].encode()) for document in found) <= 1_000_000
     assert all(document["id"].endswith(".py") for document in found)
 
 
-def test_ranges_of_any_size_give_the_lines_of_the_whole(tmp_path: Path) -> None:
+def test_ranges_of_any_size_give_the_lines_of_the_file(tmp_path: Path) -> None:
     ends = ["\n", "\r\n", "\n\n", "\r\n \r\n"]
     content = "".join(
         json.dumps({"text": text * (n % 3)}, ensure_ascii=False) + ends[n % 4]
@@ -253,34 +253,34 @@ def test_ranges_of_any_size_give_the_lines_of_the_whole(tmp_path: Path) -> None:
         for size in range(1, 201):
             found = []
             for start in range(0, len(variant), size):
-                part = Part(str(tmp_path / "x.jsonl"), start, min(start + size, len(variant)))
-                for table in jsonl.read(part, "x.jsonl", wanted=Wanted(), problems=Problems()):
+                part = FilePart(str(tmp_path / "x.jsonl"), start, min(start + size, len(variant)))
+                for table in jsonl.read(part, "x.jsonl", columns=SourceColumns(), problems=Problems()):
                     found += table.to_pylist()
             assert found == whole, size
 
 
-def test_blocks_of_any_size_give_the_lines_of_the_whole(
+def test_blocks_of_any_size_give_the_lines_of_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     records = [{"text": text * (n % 5)} for n, text in enumerate(TEXTS * 5)]
     (tmp_path / "x.jsonl").write_bytes(lines(records))
     whole = documents(tmp_path / "x.jsonl")
     for size in (16, 17, 31, 64, 1000):
-        monkeypatch.setattr(jsonl, "BLOCK", size)
+        monkeypatch.setattr(jsonl, "BLOCK_BYTES", size)
         assert documents(tmp_path / "x.jsonl") == whole
 
 
 def test_large_files_are_divided_and_small_ones_go_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert jsonl.PART == PART
-    monkeypatch.setattr(jsonl, "PART", 20_000_000)
+    assert jsonl.PART_BYTES == PART_BYTES
+    monkeypatch.setattr(jsonl, "PART_BYTES", 20_000_000)
     line = lines([{"text": "x" * 1_000_000}])
     (tmp_path / "b.jsonl").write_bytes(line * 45)
     for name in ("a0.txt", "a1.jsonl", "c0.txt", "c1.csv"):
         (tmp_path / name).write_text("text\nx\n" if name.endswith("csv") else '{"text": "x"}\n')
-    found = files.parts(Source(str(tmp_path)))
-    assert [(Path(part.file).name, len(part.more)) for part in found] == [
+    found = files.list_parts(Source(str(tmp_path)))
+    assert [(Path(part.file).name, len(part.more_files)) for part in found] == [
         ("a0.txt", 1), ("b.jsonl", 0), ("b.jsonl", 0), ("c0.txt", 1),
     ]  # fmt: skip
     assert [(part.start, part.stop) for part in found[1:3]] == [(0, 20_000_000), (20_000_000, len(line) * 45)]
@@ -289,17 +289,17 @@ def test_large_files_are_divided_and_small_ones_go_together(
     assert sum(len(table) for table in tables) == 49
 
 
-def test_parts_of_row_groups_and_batches_number_rows_as_the_whole_does(
+def test_parts_of_row_groups_and_batches_number_rows_as_in_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for format in (parquet, arrow):
-        monkeypatch.setattr(format, "PART", 700_000)
+        monkeypatch.setattr(format, "PART_BYTES", 700_000)
     values = pa.table({"text": [f"row {n} " + "x" * 20_000 for n in range(100)]})
     (tmp_path / "x.parquet").write_bytes(as_parquet(values, row_group_size=7, compression="none"))
     (tmp_path / "x.arrow").write_bytes(as_stream(values, 7))
     (tmp_path / "y.arrow").write_bytes(as_file(values, 7))
     for name in ("x.parquet", "x.arrow", "y.arrow"):
-        divided = files.parts(Source(str(tmp_path / name)))
+        divided = files.list_parts(Source(str(tmp_path / name)))
         assert len(divided) == 3
         found = {}
         for part in divided:
@@ -311,7 +311,7 @@ def test_parts_of_row_groups_and_batches_number_rows_as_the_whole_does(
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello ☺"}]
 
 
-def test_the_text_is_found_by_itself(tmp_path: Path) -> None:
+def test_the_text_column_is_found(tmp_path: Path) -> None:
     for record, expected in [
         ({"content": "c", "text": "t"}, "t"),
         ({"content": "c", "title": "x"}, "c"),
@@ -324,10 +324,12 @@ def test_the_text_is_found_by_itself(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_bytes(lines([record]))
     (tmp_path / "x.parquet").write_bytes(as_parquet(pa.Table.from_pylist([record])))
     for name in ("x.jsonl", "x.parquet"):
-        with pytest.raises(UserError, match="found body, key, title, expected .*say which one with `column`"):
+        with pytest.raises(
+            UserError, match="found body, key, title, expected .*choose one with `text_column`"
+        ):
             documents(tmp_path / name)
-        assert texts(tmp_path / name, column="title") == ["t"]
-        (found,) = documents(tmp_path / name, column="body", id="key", meta="title")
+        assert texts(tmp_path / name, text_column="title") == ["t"]
+        (found,) = documents(tmp_path / name, text_column="body", id_column="key", meta_columns="title")
         assert found == {"id": "k", "text": "b", "messages": None, "meta": '{"title":"t"}'}
     (tmp_path / "x.parquet").write_bytes(as_parquet(pa.table({"body": ["b"], "n": [1]})))
     assert texts(tmp_path / "x.parquet") == ["b"]  # a table's only column of strings
@@ -356,7 +358,7 @@ def test_conversations_become_messages_in_every_format(tmp_path: Path) -> None:
             assert [document["text"] for document in found] == [None, None]
             assert [json.loads(document["messages"]) for document in found] == [expected] * 2
     (tmp_path / "x.jsonl").write_bytes(lines([{"text": "t", "talk": CHAT}]))
-    assert json.loads(documents(tmp_path / "x.jsonl", column="talk")[0]["messages"]) == CHAT
+    assert json.loads(documents(tmp_path / "x.jsonl", text_column="talk")[0]["messages"]) == CHAT
 
 
 def test_texts_and_conversations_may_be_mixed(tmp_path: Path) -> None:
@@ -385,7 +387,7 @@ def test_strings_of_every_arrow_type_are_text(tmp_path: Path) -> None:
 def test_ids_of_every_type_become_strings(tmp_path: Path) -> None:
     values = ["a", 7, 1.5, True, 2**63]
     (tmp_path / "x.jsonl").write_bytes(lines([{"text": "x", "key": value} for value in values]))
-    assert [d["id"] for d in documents(tmp_path / "x.jsonl", id="key")] == [
+    assert [d["id"] for d in documents(tmp_path / "x.jsonl", id_column="key")] == [
         "a",
         "7",
         "1.5",
@@ -394,7 +396,7 @@ def test_ids_of_every_type_become_strings(tmp_path: Path) -> None:
     ]
     (tmp_path / "x.jsonl").write_bytes(lines([{"text": "x", "key": 10**30}]))
     with pytest.raises(UserError, match="x.jsonl:1: column key is 1e.30, too long a number"):
-        documents(tmp_path / "x.jsonl", id="key")
+        documents(tmp_path / "x.jsonl", id_column="key")
 
 
 class Plain(http.server.SimpleHTTPRequestHandler):
@@ -446,7 +448,9 @@ def test_files_of_a_web_server_are_like_local_ones(handler: type, tmp_path: Path
     (tmp_path / "bad.jsonl").write_bytes(b'{"text": "a"}\n\nbad\n')
     with server(tmp_path, handler) as url:
         for name in [*ROWS, "x.jsonl.zst"]:
-            assert documents(f"{url}/{name}", meta="n") == documents(tmp_path / name, meta="n")
+            assert documents(f"{url}/{name}", meta_columns="n") == documents(
+                tmp_path / name, meta_columns="n"
+            )
         assert documents(f"{url}/x.parquet?download=true") == documents(tmp_path / "x.parquet")
         with pytest.raises(UserError, match="bad.jsonl:3: not JSON"):
             documents(f"{url}/bad.jsonl")
@@ -460,10 +464,10 @@ def test_files_of_a_web_server_are_like_local_ones(handler: type, tmp_path: Path
 def test_a_large_file_of_a_web_server_is_divided_if_it_can_be(
     handler: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(jsonl, "PART", 1_000_000)
+    monkeypatch.setattr(jsonl, "PART_BYTES", 1_000_000)
     (tmp_path / "x.jsonl").write_bytes(lines([{"text": "é" * 10_000}]) * 100 + b'{"text": 1}\n')
     with server(tmp_path, handler) as url:
-        found = files.parts(Source(f"{url}/x.jsonl"))
+        found = files.list_parts(Source(f"{url}/x.jsonl"))
         size = (tmp_path / "x.jsonl").stat().st_size
         assert [(part.start, part.stop) for part in found] == (
             [(0, None)] if handler is Plain else [(0, 1_000_000), (1_000_000, size)]

@@ -90,25 +90,25 @@ def machine(tmp_path, monkeypatch):
 def test_a_job_is_started_and_followed_over_ssh_also_when_the_server_goes_away(machine):
     folder, start = machine
     server = start()
-    pod = workers.by_ssh(["127.0.0.1"], folder / "key", folder / "known")
-    said = pod.one(0, 'echo "it\'s $((6 * 7)) in $HOME"; cat', b"bytes \0 and \"quotes'\n")
+    pod = workers.ssh_workers(["127.0.0.1"], folder / "key", folder / "known")
+    said = pod.run_on(0, 'echo "it\'s $((6 * 7)) in $HOME"; cat', b"bytes \0 and \"quotes'\n")
     assert said == f"it's 42 in {folder}/home\nbytes \0 and \"quotes'\n"
-    with pytest.raises(workers.Failed) as failed:
-        pod.one(0, "echo because >&2; exit 7")
-    assert failed.value.exit_code == 7 and "because" in str(failed.value)
+    with pytest.raises(workers.WorkerFailed) as failed:
+        pod.run_on(0, "echo because >&2; exit 7")
+    assert failed.value.worker_exit_code == 7 and "because" in str(failed.value)
     lines: list[str] = []
-    task = job.Job("one", "a: 1\n", "gs://bucket/run", {"KEY": "secret"})
-    (begun,) = task.start(pod, 0)
-    following = job.Following(pod, "one", [begun.offset], lines.append)
+    task = job.Job("one", "a: 1\n", {"KEY": "secret"})
+    (begun,) = task.start_trainers(pod, retry_seconds=0)
+    monitor = job.JobMonitor(pod, "one", [begun.offset], lines.append)
     while "[w0] step 2" not in lines:
-        following.show(0.1)
+        monitor.print_lines_for(0.1)
     server.kill()
     server.wait()
-    with pytest.raises(workers.Failed) as failed:
-        pod.one(0, "true")
-    assert failed.value.exit_code == workers.UNREACHABLE
+    with pytest.raises(workers.WorkerFailed) as failed:
+        pod.run_on(0, "true")
+    assert failed.value.worker_exit_code == workers.UNREACHABLE
     start()
-    while not following.done:
-        following.show(0.2)
-    assert following.codes == [75]
+    while not monitor.all_ended:
+        monitor.print_lines_for(0.2)
+    assert monitor.exit_codes == [75]
     assert lines == ["[w0] a key of 6 letters", *(f"[w0] step {n}" for n in range(1, 7))]

@@ -12,14 +12,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from headrace.training import setup as build, compiled_step as programs, step
-from headrace.config import reader as config
-from headrace.nn import stack as execution, sharding as mesh, module
-from headrace.data.dataset import Dataset
-from headrace.training.evaluate import place, vocabulary, with_vocabulary
-from headrace.nn.stack import own_products
-from headrace.objectives import Batch, Vocabulary, file, make_task
 from headrace.checkpoint.state import State
+from headrace.config import reader
+from headrace.data.dataset import Dataset
+from headrace.low_precision.cast import cast as cast_weights
+from headrace.model_wrappers import load_family
+from headrace.models import fixed_matmul
+from headrace.nn import module, sharding
+from headrace.objectives import Batch, SpecialTokens, load_objective
+from headrace.training import compiled_step, setup, step
+from headrace.training.evaluate import device_batch, fill_model_sizes, special_tokens
+from headrace.training.task import make_task
 
 ENCODER = ("objective.use=masked", "model=null", "model.use=eurobert", "model.layers=2", "model.embed=32")
 ENCODER += ("model.heads=4", "model.kv_heads=2", "model.mlp=64")
@@ -27,7 +30,7 @@ ENCODER += ("model.heads=4", "model.kv_heads=2", "model.mlp=64")
 
 def of_family(use: str) -> tuple[str, ...]:
     """Overrides for a small model of any family."""
-    cls = config.part_class("models", use)
+    cls = reader.part_class("models", use)
     sizes = dict(layers=2, embed=32, heads=4, kv_heads=2, mlp=64, head_dim=8, window=16, global_every=2)
     keys = [f"model.{f.name}={sizes[f.name]}" for f in dataclasses.fields(cls) if f.name in sizes]
     if use == "torch":
@@ -41,18 +44,18 @@ class Bench:
     """A recipe on a mesh, ready to take steps."""
 
     def __init__(self, cfg, sizes: dict[str, int] | None = None):
-        sizes = {axis: 1 for axis in mesh.AXES} | (sizes or {})
-        self.devices = mesh.make(sizes, jax.devices()[: math.prod(sizes.values())])
+        sizes = {axis: 1 for axis in sharding.AXES} | (sizes or {})
+        self.devices = sharding.make_mesh(sizes, jax.devices()[: math.prod(sizes.values())])
         self.dataset = Dataset.open(cfg.data.path, sequence_length=cfg.data.sequence_length)
-        self.cfg = with_vocabulary(cfg, self.dataset)
-        self.task = make_task(self.cfg, vocabulary(self.dataset))
-        self.axes = module.axes(file("models", self.task.model).Model, self.task.model)
+        self.cfg = fill_model_sizes(cfg, self.dataset)
+        self.task = make_task(self.cfg, special_tokens(self.dataset))
+        self.axes = module.axes(load_family(self.task.model).Model, self.task.model)
         with jax.set_mesh(self.devices):
-            self.update = build.make_update(self.cfg, self.task)
-            self.abstract, self.fresh = build.make_state(self.cfg, self.task, self.update, self.devices)
+            self.update = setup.make_update(self.cfg, self.task)
+            self.abstract, self.fresh = setup.make_state(self.cfg, self.task, self.update, self.devices)
             one = step.train_step(self.task, self.update, self.axes)
-            traced = build.lowered(self.cfg, one, self.abstract, self.devices)
-            self.step = programs.compiled(traced, self.devices, None, print)
+            traced = setup.lower_step(self.cfg, one, self.abstract, self.devices)
+            self.step = compiled_step.load_or_compile(traced, self.devices, None, print)
 
     def state(self) -> State:
         with jax.set_mesh(self.devices):
@@ -60,7 +63,7 @@ class Bench:
 
     def batch(self, number: int = 0) -> Batch:
         sequences = self.cfg.batch.sequences
-        return place(self.dataset, self.devices, number, split="train", sequences=sequences, seed=0)
+        return device_batch(self.dataset, self.dataset.train_order(sequences, seed=0), self.devices, number)
 
     def run(self, steps: int, state: State | None = None) -> tuple[State, list[dict[str, float]]]:
         state, rows = state or self.state(), []
@@ -72,7 +75,7 @@ class Bench:
 
 
 def weights(state: State) -> dict[str, np.ndarray]:
-    return {name: np.asarray(leaf) for name, leaf in module.named(state.params)}
+    return {name: np.asarray(leaf) for name, leaf in module.named_leaves(state.params)}
 
 
 def assert_close(one: State, other: State, tolerance: float) -> None:
@@ -86,7 +89,7 @@ def test_accumulation_gives_the_update_of_the_whole_batch(tiny, model):
     # SGD, because Adam turns a gradient of 1e-9 that rounds to 0 into a full step.
     sgd = ("optimizer.use=sgd", "optimizer.learning_rate=0.5", *model)
     whole, rows = Bench(tiny(*sgd)).run(2)
-    parts, part_rows = Bench(tiny(*sgd, "batch.accumulate=4")).run(2)
+    parts, part_rows = Bench(tiny(*sgd, "batch.microbatches=4")).run(2)
     assert_close(whole, parts, 2e-6)
     assert rows[1]["loss"] == pytest.approx(part_rows[1]["loss"], abs=1e-5)
     assert rows[1]["grad_norm"] == pytest.approx(part_rows[1]["grad_norm"], rel=1e-4)
@@ -94,9 +97,9 @@ def test_accumulation_gives_the_update_of_the_whole_batch(tiny, model):
 
 def test_accumulation_weighs_parts_by_their_tokens(tiny):
     """A mean of means would differ: one row is nearly all padding."""
-    bench, split = Bench(tiny("optimizer.use=sgd")), Bench(tiny("optimizer.use=sgd", "batch.accumulate=8"))
+    bench, split = Bench(tiny("optimizer.use=sgd")), Bench(tiny("optimizer.use=sgd", "batch.microbatches=8"))
     batch = bench.batch()
-    tokens = batch.tokens.at[0, 5:].set(bench.dataset.pad)
+    tokens = batch.tokens.at[0, 5:].set(bench.dataset.pad_id)
     segments = batch.segments.at[0, 5:].set(0)
     lopsided = dataclasses.replace(batch, tokens=tokens, segments=segments)
     states = []
@@ -109,20 +112,24 @@ def test_accumulation_weighs_parts_by_their_tokens(tiny):
 CASTS = {
     "plain": (),
     "growing": ("batch.ramp_from=2", "batch.ramp=2"),
-    "fp8": ("memory.products=fp8",),
-    "rounded": ("model.bits=4",),
-    "adapters": ("model.lora_rank=4", "start=elsewhere"),
+    "fp8": ("compute.matmul=fp8",),
+    "rounded": ("qat.bits=4",),
+    "adapters": ("lora.rank=4", "init_from=elsewhere"),
 }
 
 
 @pytest.mark.parametrize("name", CASTS)
 def test_matrices_are_cast_once_however_many_parts_a_batch_has(tiny, name):
     # Three layers, and parts of two rows: nothing else has the shape of the layers' matrices.
-    sizes = ("model.layers=3", "model.vocab=300", "batch.accumulate=4")
-    cfg = tiny("memory.compute=bfloat16", *sizes, *CASTS[name])
-    its = file("models", cfg.model).Model
-    of_layers = {axes for axes, its in module.named(module.axes(its, cfg.model)) if its.is_hidden_matrix}
-    shapes = {leaf.shape for path, leaf in module.named(module.shapes(its, cfg.model)) if path in of_layers}
+    sizes = ("model.layers=3", "model.vocab=300", "batch.microbatches=4")
+    cfg = tiny("compute.dtype=bfloat16", *sizes, *CASTS[name])
+    its = load_family(cfg.model).Model
+    of_layers = {
+        axes for axes, its in module.named_leaves(module.axes(its, cfg.model)) if its.is_hidden_matrix
+    }
+    shapes = {
+        leaf.shape for path, leaf in module.named_leaves(module.shapes(its, cfg.model)) if path in of_layers
+    }
 
     def cast(jaxpr) -> set[tuple[int, ...]]:
         """The shapes of weights that are made shorter in there."""
@@ -130,7 +137,7 @@ def test_matrices_are_cast_once_however_many_parts_a_batch_has(tiny, name):
         shorter = [e for e in every if e.invars[0].aval.dtype.itemsize > e.params["new_dtype"].itemsize]
         return shapes & {e.outvars[0].aval.shape for e in shorter}
 
-    program = traced(cfg, {axis: 1 for axis in mesh.AXES})
+    program = traced(cfg, {axis: 1 for axis in sharding.AXES})
     assert cast(program)  # the walk sees them
     if name == "growing":
         loops = [e.params["body_jaxpr"].jaxpr for e in equations(program) if e.primitive.name == "while"]
@@ -144,14 +151,15 @@ def test_matrices_are_cast_once_however_many_parts_a_batch_has(tiny, name):
 def test_accumulation_in_bfloat16_gives_the_bits_of_gradients_summed_by_hand(tiny):
     """One part after the other, each with weights that are cast for it alone."""
     # Untied: what an embedding learns in both of its places is added up in an order of the compiler's choice.
-    bench = Bench(tiny("memory.compute=bfloat16", "batch.accumulate=4", "model.tied=false"))
+    bench = Bench(tiny("compute.dtype=bfloat16", "batch.microbatches=4", "model.tie_embeddings=false"))
     task, update, axes = bench.task, bench.update, bench.axes
-    objective, trained = file("objectives", task.objective), module.trained(axes, frozenset())
+    [phase] = load_objective(task.objective).phases
+    trained = module.trainable_mask(axes, frozenset())
 
     @jax.jit
     def of_one(params, part):
         def loss(params):
-            total = objective.loss(task, execution.cast(params, axes, task.how), part).loss
+            total = phase.loss(task, cast_weights(params, axes, task.exec_opts), part).loss
             return total, {"loss": total, "count": part.weights.sum()}
 
         return jax.grad(loss, has_aux=True)(params)
@@ -163,20 +171,20 @@ def test_accumulation_in_bfloat16_gives_the_bits_of_gradients_summed_by_hand(tin
     @jax.jit
     def applied(state, grads, sums):
         means = jax.tree.map(lambda g: g / sums["count"], grads)
-        own, norm = step.clipped(update.optimizer.clip, trained, means)
-        return step.apply(update, axes, state, own, {"loss": sums["loss"], "grad_norm": norm})
+        own, norm = step.clip_by_global_norm(update.config.max_grad_norm, trained, means)
+        return step.apply_update(update, axes, state, own, {"loss": sums["loss"], "grad_norm": norm})
 
     def run(gradients) -> tuple[list[float], dict[str, np.ndarray]]:
         state, losses = bench.state(), []
         for number in range(3):
-            examples = objective.prepare(task, bench.batch(number), jax.random.key(0))
-            grads, sums = gradients(state.params, step.split(examples, 4))
+            examples = load_objective(task.objective).prepare(task, bench.batch(number), jax.random.key(0))
+            grads, sums = gradients(state.params, step.to_microbatches(examples, 4))
             state, metrics = applied(state, grads, sums)
             losses.append(float(metrics["loss"]))
         return losses, weights(state)
 
     with jax.set_mesh(bench.devices):
-        losses, found = run(jax.jit(functools.partial(step.gradients, task, axes)))
+        losses, found = run(jax.jit(functools.partial(step.accumulate_gradients, task, axes)))
         summed, expected = run(by_hand)
     assert losses == summed
     for name, value in found.items():
@@ -185,7 +193,7 @@ def test_accumulation_in_bfloat16_gives_the_bits_of_gradients_summed_by_hand(tin
 
 def all_meshes() -> list[dict[str, int]]:
     sizes = itertools.product((1, 2, 4, 8), repeat=4)
-    return [dict(zip(mesh.AXES, s, strict=False)) for s in sizes if math.prod(s) in (2, 4, 8)]
+    return [dict(zip(sharding.AXES, s, strict=False)) for s in sizes if math.prod(s) in (2, 4, 8)]
 
 
 QUICK = [(2, 1, 1, 1), (1, 4, 1, 1), (1, 1, 4, 1), (1, 1, 1, 4), (1, 1, 1, 8), (2, 2, 2, 1), (1, 2, 2, 2)]
@@ -202,42 +210,42 @@ def check_mesh(tiny, alone, name: str, sizes: dict[str, int]) -> None:
         alone[name] = [row["loss"] for row in Bench(tiny(*model)).run(3)[1]]
     losses = [row["loss"] for row in Bench(tiny(*model), sizes).run(3)[1]]
     # What the model itself rounds falls on the other side now and then, when sums are in another order.
-    rounds = own_products(tiny(*model).model) != "compute"
+    rounds = fixed_matmul(tiny(*model).model) != "compute"
     np.testing.assert_allclose(losses, alone[name], atol=1e-3 if rounds else 3e-5, rtol=0)
 
 
 @pytest.mark.thin(3)
 @pytest.mark.parametrize("sizes", QUICK, ids=str)
 def test_the_mesh_does_not_change_the_loss_of_a_decoder(tiny, alone, sizes):
-    check_mesh(tiny, alone, "llama", dict(zip(mesh.AXES, sizes, strict=False)))
+    check_mesh(tiny, alone, "llama", dict(zip(sharding.AXES, sizes, strict=False)))
 
 
 @pytest.mark.thin(2)
 @pytest.mark.parametrize("sizes", [(2, 2, 1, 2), (1, 1, 4, 2)], ids=str)
 def test_the_mesh_does_not_change_the_loss_of_an_encoder(tiny, alone, sizes):
-    check_mesh(tiny, alone, "eurobert", dict(zip(mesh.AXES, sizes, strict=False)))
+    check_mesh(tiny, alone, "eurobert", dict(zip(sharding.AXES, sizes, strict=False)))
 
 
 # The first three have a quick mesh of both elsewhere; a torch module takes twice as long as the others.
 ELSEWHERE = {"llama", "deberta", "moe", "torch"}
 
 
-@pytest.mark.parametrize("name", sorted({*config.names("models")} - ELSEWHERE))
+@pytest.mark.parametrize("name", sorted({*reader.part_names("models")} - ELSEWHERE))
 def test_splitting_weights_both_ways_does_not_change_the_loss(tiny, alone, name):
     check_mesh(tiny, alone, name, dict(fsdp=2, tensor=2))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(2, 2, 2, 1), (1, 2, 2, 2)], ids=str)
-@pytest.mark.parametrize("name", sorted({*config.names("models")} - {"llama", "eurobert"}))
+@pytest.mark.parametrize("name", sorted({*reader.part_names("models")} - {"llama", "eurobert"}))
 def test_the_mesh_does_not_change_the_loss_of_any_family(tiny, alone, name, sizes):
-    check_mesh(tiny, alone, name, dict(zip(mesh.AXES, sizes, strict=False)))
+    check_mesh(tiny, alone, name, dict(zip(sharding.AXES, sizes, strict=False)))
 
 
 @pytest.mark.parametrize("sizes", [(1, 2, 2, 2), (2, 2, 2, 1)], ids=str)
 def test_no_mesh_makes_the_compiler_copy_every_row_to_every_device(tiny, capfd, sizes):
     """It says so, across the display, when it finds no better way."""
-    Bench(tiny("model.tied=false"), dict(zip(mesh.AXES, sizes, strict=False)))
+    Bench(tiny("model.tie_embeddings=false"), dict(zip(sharding.AXES, sizes, strict=False)))
     assert "Involuntary full rematerialization" not in capfd.readouterr().err
 
 
@@ -249,18 +257,18 @@ def test_no_mesh_at_all_changes_the_loss(tiny, alone, name, sizes):
 
 
 LONG = ("data.path=nowhere", "model.layers=2", "model.embed=2048", "model.heads=32", "model.kv_heads=8")
-LONG += ("model.mlp=8192", "model.vocab=128256", "batch.sequences=1", "memory.compute=bfloat16")
-LONG += ("memory.remat=full", "attention.use=blockwise")
+LONG += ("model.mlp=8192", "model.vocab=128256", "batch.sequences=1", "compute.dtype=bfloat16")
+LONG += ("compute.remat=full", "attention.use=blockwise")
 
 
 def traced(cfg, sizes: dict[str, int]):
     """The program of a step, as JAX has it."""
-    devices = mesh.make(sizes, jax.devices()[: math.prod(sizes.values())])
-    task = make_task(cfg, Vocabulary(cfg.model.vocab, 0, 1, 2, 3))
-    axes = module.axes(file("models", task.model).Model, task.model)
+    devices = sharding.make_mesh(sizes, jax.devices()[: math.prod(sizes.values())])
+    task = make_task(cfg, SpecialTokens(cfg.model.vocab, 0, 1, 2, 3))
+    axes = module.axes(load_family(task.model).Model, task.model)
     with jax.set_mesh(devices):
-        update = build.make_update(cfg, task)
-        abstract, _ = build.make_state(cfg, task, update, devices)
+        update = setup.make_update(cfg, task)
+        abstract, _ = setup.make_state(cfg, task, update, devices)
         rows = jax.ShapeDtypeStruct((cfg.batch.sequences, cfg.data.sequence_length), jnp.int32)
         found = jax.jit(step.train_step(task, update, axes)).trace(abstract, Batch(rows, rows, rows, None))
     return found.jaxpr.jaxpr
@@ -289,7 +297,7 @@ def test_a_step_over_long_rows_makes_nothing_of_the_length_squared(tiny, length,
     be longer: an int32 counts along one axis of it, and the compilers take the whole.)"""
     cfg = tiny(*LONG)
     cfg = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, sequence_length=length))
-    shapes = set(made(traced(cfg, dict(zip(mesh.AXES, sizes, strict=False)))))
+    shapes = set(made(traced(cfg, dict(zip(sharding.AXES, sizes, strict=False)))))
     assert (1, length, 8192) in shapes  # the walk sees what is made in a layer
     assert max(math.prod(shape) for shape in shapes) < 2**31
     of_model = (2048, 8192, 128256, 128256 // 2)
@@ -305,7 +313,7 @@ def test_weights_and_moments_are_split_over_the_mesh(tiny):
 
 
 @pytest.mark.thin(2)
-@pytest.mark.parametrize("use", config.names("optim"))
+@pytest.mark.parametrize("use", reader.part_names("optim"))
 def test_no_optimizer_keeps_its_state_whole_on_every_device(tiny, use):
     state = Bench(tiny(f"optimizer.use={use}"), {"fsdp": 4, "tensor": 2}).state()
     leaves = jax.tree.leaves(state.optimizer)
@@ -313,7 +321,7 @@ def test_no_optimizer_keeps_its_state_whole_on_every_device(tiny, use):
     assert held < 0.4 * sum(leaf.size for leaf in leaves)
 
 
-@pytest.mark.parametrize("use", config.names("optim"))
+@pytest.mark.parametrize("use", reader.part_names("optim"))
 def test_every_optimizer_trains(tiny, use):
     rate = {"sgd": 0.5, "lion": 2e-3}.get(use, 1e-2)
     bench = Bench(tiny(f"optimizer.use={use}", f"optimizer.learning_rate={rate}", "schedule.steps=20"))
@@ -322,14 +330,14 @@ def test_every_optimizer_trains(tiny, use):
 
 
 @pytest.mark.thin(3)
-@pytest.mark.parametrize("use", config.names("models"))
+@pytest.mark.parametrize("use", reader.part_names("models"))
 def test_every_model_trains(tiny, use):
     _, rows = Bench(tiny(*of_family(use), "schedule.steps=20")).run(20)
     assert rows[-1]["loss"] < rows[0]["loss"] - 0.5
 
 
 def test_bfloat16_compute_keeps_float32_weights(tiny):
-    state, rows = Bench(tiny("memory.compute=bfloat16")).run(3)
+    state, rows = Bench(tiny("compute.dtype=bfloat16")).run(3)
     _, exact = Bench(tiny()).run(3)
     assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype("float32")}
     assert rows[-1]["loss"] == pytest.approx(exact[-1]["loss"], abs=0.03)
@@ -343,11 +351,11 @@ def test_bfloat16_gradients_of_embeddings_and_norms_are_sums_in_float32(tiny, mo
         sgd = (
             "optimizer.use=sgd",
             "optimizer.momentum=0.0",
-            "optimizer.clip=null",
+            "optimizer.max_grad_norm=null",
             "optimizer.weight_decay=0.0",
         )
         flat = ("schedule.use=constant", "schedule.warmup=0", "optimizer.learning_rate=1.0")
-        bench = Bench(tiny(*model, *sgd, *flat, f"memory.compute={compute}", "batch.sequences=256"))
+        bench = Bench(tiny(*model, *sgd, *flat, f"compute.dtype={compute}", "batch.sequences=256"))
         before = weights(bench.state())
         after = weights(bench.run(1)[0])
         moved.append({name: after[name] - before[name] for name in before})
@@ -359,7 +367,7 @@ def test_bfloat16_gradients_of_embeddings_and_norms_are_sums_in_float32(tiny, mo
 
 def test_clipping_scales_the_whole_gradient_to_the_bound(tiny):
     sgd = ("optimizer.use=sgd", "optimizer.weight_decay=0.0", "schedule.use=constant", "schedule.warmup=0")
-    bench = Bench(tiny(*sgd, "optimizer.clip=0.01", "optimizer.learning_rate=1.0"))
+    bench = Bench(tiny(*sgd, "optimizer.max_grad_norm=0.01", "optimizer.learning_rate=1.0"))
     before = weights(bench.state())
     after, rows = bench.run(1)
     moved = math.sqrt(sum(((weights(after)[name] - before[name]) ** 2).sum() for name in before))
@@ -368,7 +376,7 @@ def test_clipping_scales_the_whole_gradient_to_the_bound(tiny):
 
 
 def test_decay_shrinks_matrices_and_leaves_norms(tiny):
-    plain = ("optimizer.clip=null", "schedule.use=constant", "schedule.warmup=0")
+    plain = ("optimizer.max_grad_norm=null", "schedule.use=constant", "schedule.warmup=0")
     without, _ = Bench(tiny(*plain, "optimizer.weight_decay=0.0")).run(1)
     bench = Bench(tiny(*plain, "optimizer.weight_decay=0.5"))
     before = weights(bench.state())
@@ -379,18 +387,18 @@ def test_decay_shrinks_matrices_and_leaves_norms(tiny):
 
 
 def test_the_average_follows_the_weights(tiny):
-    bench = Bench(tiny("optimizer.ema=0.75"))
+    bench = Bench(tiny("optimizer.ema_decay=0.75"))
     start = weights(bench.state())
     first, _ = bench.run(1)
     one = weights(first)
-    average = dict(module.named(first.ema))
+    average = dict(module.named_leaves(first.ema))
     for name, value in one.items():
         np.testing.assert_allclose(average[name], 0.75 * start[name] + 0.25 * value, atol=1e-7)
 
 
 @pytest.mark.fault(14)
 def test_a_gradient_that_overflows_beside_a_finite_loss_skips_the_update(tiny):
-    bench = Bench(tiny("model.tied=false"))
+    bench = Bench(tiny("model.tie_embeddings=false"))
     state, batch = bench.state(), bench.batch()
     far = dataclasses.replace(state.params, head=state.params.head * 1e22)  # whose square float32 lacks
     state = dataclasses.replace(state, params=far)
@@ -405,7 +413,7 @@ def test_a_gradient_that_overflows_beside_a_finite_loss_skips_the_update(tiny):
 
 @pytest.mark.fault(12)
 def test_a_loss_that_is_not_finite_skips_the_update_and_is_counted(tiny):
-    bench = Bench(tiny("model.tied=false"))
+    bench = Bench(tiny("model.tie_embeddings=false"))
     state, batch = bench.state(), bench.batch()
     word = int(batch.tokens[0, 3])
     embedding = state.params.embedding.at[word].set(jnp.nan)
@@ -433,21 +441,19 @@ def test_the_learning_rate_follows_the_schedule_in_tokens(tiny):
 
 
 def test_masking_meets_its_rates(tiny):
-    rates = ("objective.rate=0.3", "objective.masked=0.8", "objective.random=0.1")
+    rates = ("objective.mask_rate=0.3", "objective.mask_token_share=0.8", "objective.random_token_share=0.1")
     bench = Bench(tiny(*ENCODER, *rates, "batch.sequences=64"))
     batches = [bench.batch(number) for number in range(4)]
-    prepare = jax.jit(
-        lambda batch, key: file("objectives", bench.task.objective).prepare(bench.task, batch, key)
-    )
+    prepare = jax.jit(lambda batch, key: load_objective(bench.task.objective).prepare(bench.task, batch, key))
     examples = [prepare(batch, jax.random.key(n)) for n, batch in enumerate(batches)]
     tokens = np.concatenate([np.asarray(batch.tokens) for batch in batches])
     inputs = np.concatenate([np.asarray(one.inputs) for one in examples])
     chosen = np.concatenate([np.asarray(one.weights) for one in examples]) > 0
-    data = bench.dataset
-    plain = ~np.isin(tokens, [data.bos, data.eos, data.pad])
+    special = bench.dataset.index.special
+    plain = ~np.isin(tokens, [special.bos, special.eos, special.pad])
     assert not chosen[~plain].any()
     assert chosen[plain].mean() == pytest.approx(0.3, abs=0.015)
-    assert (inputs[chosen] == data.mask).mean() == pytest.approx(0.8, abs=0.02)
+    assert (inputs[chosen] == special.mask).mean() == pytest.approx(0.8, abs=0.02)
     assert (inputs[chosen] == tokens[chosen]).mean() == pytest.approx(0.1, abs=0.02)
     np.testing.assert_array_equal(inputs[~chosen], tokens[~chosen])
 
@@ -455,7 +461,7 @@ def test_masking_meets_its_rates(tiny):
 def test_causal_targets_stay_within_a_document(tiny):
     bench = Bench(tiny())
     batch = bench.batch()
-    examples = file("objectives", bench.task.objective).prepare(bench.task, batch, jax.random.key(0))
+    examples = load_objective(bench.task.objective).prepare(bench.task, batch, jax.random.key(0))
     tokens, segments = np.asarray(batch.tokens), np.asarray(batch.segments)
     for row, column in itertools.product(range(tokens.shape[0]), range(63)):
         same = segments[row, column] == segments[row, column + 1] != 0

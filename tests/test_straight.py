@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 from test_prepare import contents, corpus, documents, kill_and_restart, load, sentences, silent  # noqa: F401
 
-from headrace.data import pack_job as groups
-from headrace.data.tokenizer import train as learn, tokenizer as tokenise
-from headrace.data.clean import normalize as normalise
-from headrace.data.pipeline import steps as work
+from headrace.data import pack_job
+from headrace.data.clean import normalize
+from headrace.data.pipeline import tokenizer_stage
 from headrace.data.pipeline.prepare import prepare
+from headrace.data.tokenizer import tokenizer as tokenizer_io
+from headrace.data.tokenizer import train as tokenizer_train
 from headrace.data.verify import verify
 from headrace.errors import UserError
 
@@ -23,7 +24,9 @@ from headrace.errors import UserError
 @pytest.fixture
 def straight(load: Any, tmp_path: Path) -> Any:  # noqa: F811
     (tmp_path / "own").mkdir()
-    tokenise.save(learn.train(iter(sentences(200, 9)), kind="bpe", vocab=350), tmp_path / "own")
+    tokenizer_io.save(
+        tokenizer_train.train_tokenizer(iter(sentences(200, 9)), kind="bpe", vocab=350), tmp_path / "own"
+    )
     own = f"tokenizer={{use: file, path: {tmp_path}/own}}"
     return lambda *overrides: load(own, *overrides)
 
@@ -41,7 +44,7 @@ def test_both_ways_make_the_same_data(straight: Any, tmp_path: Path) -> None:
     said: list[str] = []
     prepare(straight("sources.lines.weight=2"), said.append)
     assert not (tmp_path / "data" / "normalized").exists()
-    assert "normalize: 3 parts are to be read when packed" in said
+    assert "normalize: 3 parts will be read by the pack stage" in said
     other = straight("sources.lines.weight=2", f"path={tmp_path}/other")
     prepare(other, silent, until="normalize")
     prepare(other, said.append)
@@ -61,7 +64,7 @@ def test_documents_can_be_written_when_some_were_packed_already(straight: Any, t
 
 
 def test_where_documents_are_few_rows_are_held_out(straight: Any, tmp_path: Path) -> None:
-    few = "pack.evaluation=0.01"  # of 560 documents
+    few = "pack.eval_fraction=0.01"  # of 560 documents
     said: list[str] = []
     prepare(straight(few), said.append)
     assert any("rows are held out, since the documents are few" in line for line in said)
@@ -75,7 +78,7 @@ def test_where_documents_are_few_rows_are_held_out(straight: Any, tmp_path: Path
 def test_bad_input_stops_the_work_or_is_counted_and_what_is_packed_stays(
     straight: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(work, "SAMPLE", 100)  # which comes from a good part
+    monkeypatch.setattr(tokenizer_stage, "SAMPLE", 100)  # which comes from a good part
     bad = tmp_path / "lines" / "9.jsonl"
     bad.write_text(json.dumps({"text": "good"}) + "\n{bad\n")
     (tmp_path / "tables.parquet").write_bytes(b"not parquet")
@@ -87,10 +90,10 @@ def test_bad_input_stops_the_work_or_is_counted_and_what_is_packed_stays(
     first = tmp_path / "data" / "packed" / "00000.json"
     made = first.stat().st_mtime_ns
     said: list[str] = []
-    prepare(straight("errors=skip"), said.append, until="pack")
+    prepare(straight("on_error=skip"), said.append, until="pack")
     assert first.stat().st_mtime_ns == made
     assert any("skipped 1" in line for line in said)
-    prepare(straight("errors=skip"), silent)
+    prepare(straight("on_error=skip"), silent)
     told = next(line.strip() for line in said if "tables.parquet" in line)
     assert told in html.unescape((tmp_path / "data" / "report.html").read_text())
     verify(tmp_path / "data", silent)
@@ -99,8 +102,8 @@ def test_bad_input_stops_the_work_or_is_counted_and_what_is_packed_stays(
 def test_what_is_left_out_and_not_read_is_told(straight: Any, tmp_path: Path) -> None:
     (tmp_path / "files" / "picture.png").write_bytes(b"png")
     said: list[str] = []
-    prepare(straight("normalize.shortest=60"), said.append)
-    (line,) = [line for line in said if "left out" in line]
+    prepare(straight("normalize.min_chars=60"), said.append)
+    (line,) = [line for line in said if "dropped" in line]
     assert line.startswith("pack: ") and "too short" in line
     assert any("1 file is not read, of no known format" in line for line in said)
     number = re.search(r"too short ([0-9]+)", line)
@@ -154,8 +157,8 @@ def test_documents_of_ready_data_are_written_on_wish(straight: Any, tmp_path: Pa
 def test_texts_and_conversations_in_any_tables_come_in_the_order_of_the_source(
     straight: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(normalise, "ROW_GROUP", 5_000)
-    monkeypatch.setattr(groups, "LARGEST", 17_000)
+    monkeypatch.setattr(normalize, "ROW_GROUP", 5_000)
+    monkeypatch.setattr(pack_job, "MAX_GROUP_BYTES", 17_000)
     said = [
         {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "yes"}]}
         if number % 3
@@ -165,7 +168,7 @@ def test_texts_and_conversations_in_any_tables_come_in_the_order_of_the_source(
     (tmp_path / "mixed.jsonl").write_text("".join(json.dumps(one) + "\n" for one in said))
     settings = [
         f"sources={{mixed: {{path: {tmp_path}/mixed.jsonl}}}}",
-        "tokenizer.template=plain",
+        "tokenizer.chat_template=plain",
     ]
     prepare(straight(*settings), silent)
     other = straight(*settings, f"path={tmp_path}/other")
@@ -176,15 +179,15 @@ def test_texts_and_conversations_in_any_tables_come_in_the_order_of_the_source(
 
 
 def test_when_nothing_is_left_the_reasons_are_told(straight: Any) -> None:
-    with pytest.raises(UserError, match=r"no documents are left of 560 read; left out 560 \(too short 560\)"):
-        prepare(straight("normalize.shortest=100000"), silent)
+    with pytest.raises(UserError, match=r"no documents are left of 560 read; dropped 560 \(too short 560\)"):
+        prepare(straight("normalize.min_chars=100000"), silent)
 
 
 def test_ready_data_outlives_bad_sources_and_lost_ones(straight: Any, tmp_path: Path) -> None:
     prepare(straight(), silent)
     before = contents(tmp_path / "data")
     with pytest.raises(UserError, match="no column nope"):
-        prepare(straight("sources.tables.column=nope"), silent, replace=True)
+        prepare(straight("sources.tables.text_column=nope"), silent, replace=True)
     after = contents(tmp_path / "data")
     assert {name: after[name] for name in before} == before
     said: list[str] = []

@@ -11,21 +11,28 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from headrace.nn import sharding as mesh
 from headrace.config.reader import part_class
-from headrace.objectives._masking import choosable
-from headrace.data.shards import Index, Rows, Special, Split, pack_bits, write_rows
-from headrace.data.dataset import Dataset, read_ahead
-from headrace.training.evaluate import place
-from headrace.objectives import Batch, Task, Vocabulary
-from headrace.objectives import causal, masked
+from headrace.data.batch_order import BatchOrder
+from headrace.data.dataset import Dataset, PackedRows
+from headrace.data.prefetch import read_ahead
+from headrace.data.shards import Index, Rows, SpecialTokenIds, Split, pack_bits, write_rows
+from headrace.nn import sharding
+from headrace.objectives import Batch, SpecialTokens, TrainTask, causal, masked
+from headrace.objectives._masking import maskable
+from headrace.training.evaluate import device_batch
 
-PAD = Special(bos=1, eos=2, pad=0, mask=3)
-NO_PAD = Special(bos=None, eos=2, pad=None, mask=None)
+PAD = SpecialTokenIds(bos=1, eos=2, pad=0, mask=3)
+NO_PAD = SpecialTokenIds(bos=None, eos=2, pad=None, mask=None)
 
 
 def random_rows(
-    count: int, length: int, *, seed: int, special: Special = PAD, dtype: str = "uint16", loss: bool = False
+    count: int,
+    length: int,
+    *,
+    seed: int,
+    special: SpecialTokenIds = PAD,
+    dtype: str = "uint16",
+    loss: bool = False,
 ) -> tuple[Rows, list[list[list[int]]]]:
     """Rows of short documents, some of them padded, and the same as lists: row, piece, tokens; the padding is
     not among the pieces."""
@@ -60,7 +67,7 @@ def write(
     sizes: tuple[int, ...] = (7, 5, 11),
     evaluation: int = 5,
     length: int = 32,
-    special: Special = PAD,
+    special: SpecialTokenIds = PAD,
     dtype: str = "uint16",
     loss: bool = False,
 ) -> dict[str, Rows]:
@@ -92,9 +99,16 @@ def joined(parts: list[Rows]) -> Rows:
     return Rows(one[""], one[".starts"], one.get(".loss"), one[".sources"])
 
 
-def batch_arrays(data: Dataset, step: int, **how) -> list[np.ndarray]:
-    packed = data.batch(step, **({"split": "train", "sequences": 6, "seed": 0} | how))
-    return [array for array in dataclasses.astuple(packed) if array is not None]
+def read_batch(data: Dataset, step: int, batch_size: int, *, seed: int = 0) -> PackedRows:
+    return data.batch(data.train_order(batch_size, seed=seed), step)
+
+
+def order_of(data: Dataset, split: str, batch_size: int, seed: int) -> BatchOrder:
+    return data.train_order(batch_size, seed=seed) if split == "train" else data.eval_order(batch_size)
+
+
+def batch_arrays(data: Dataset, order: BatchOrder, step: int, *slots: slice) -> list[np.ndarray]:
+    return list(data.batch(order, step, *slots).arrays().values())
 
 
 def assert_same(left: list[np.ndarray], right: list[np.ndarray]) -> None:
@@ -108,11 +122,11 @@ def assert_same(left: list[np.ndarray], right: list[np.ndarray]) -> None:
 def test_epochs_follow_one_another_as_they_lie_and_then_begin_again(tmp_path: Path, dtype: str) -> None:
     stored = write(tmp_path, dtype=dtype)["train"].tokens.astype(np.int32)
     data = Dataset.open(tmp_path)
-    assert data.rows("train") == 23 and len(stored) == 46
+    assert data.rows_per_epoch("train") == 23 and len(stored) == 46
     for sequences in (1, 5, 23, 60):
         steps = -(-100 // sequences)
         read = np.concatenate(
-            [data.tokens(t, split="train", sequences=sequences, seed=0) for t in range(steps)]
+            [data.batch_tokens(data.train_order(sequences, seed=0), t) for t in range(steps)]
         )
         np.testing.assert_array_equal(read, stored[np.arange(len(read)) % 46])
 
@@ -125,14 +139,14 @@ def test_the_batch_does_not_depend_on_how_many_hosts_read_it(tmp_path: Path, hos
     others = [Dataset.open(tmp_path, sequence_length=cut) for _ in range(hosts)]
     for split, seed in (("train", 0), ("train", 3), ("evaluation", 0)):
         for step in range(12):
-            how = dict(split=split, sequences=8, seed=seed)
+            order = order_of(whole, split, 8, seed)
             shares = [slice(8 // hosts * n, 8 // hosts * (n + 1)) for n in range(hosts)]
             parts = [
-                batch_arrays(one, step, rows=rows, **how) for one, rows in zip(others, shares, strict=True)
+                batch_arrays(data, order, step, slots) for data, slots in zip(others, shares, strict=True)
             ]
             assert_same(
                 [np.concatenate(column) for column in zip(*parts, strict=True)],
-                batch_arrays(whole, step, **how),
+                batch_arrays(whole, order, step),
             )
 
 
@@ -142,7 +156,8 @@ def test_a_run_resumed_at_any_step_sees_what_an_unbroken_one_sees(tmp_path: Path
 
     def stream(start: int) -> Iterator[list[np.ndarray]]:
         data = Dataset.open(tmp_path)
-        return read_ahead(lambda t: batch_arrays(data, t, seed=5), start, 30)
+        order = data.train_order(6, seed=5)
+        return read_ahead(lambda step: batch_arrays(data, order, step), start, 30)
 
     unbroken = list(stream(0))
     for start in (1, 7, 8, 29):
@@ -155,7 +170,7 @@ def test_each_seed_starts_at_its_own_row_and_goes_on_in_the_same_order(tmp_path:
     data = Dataset.open(tmp_path)
     firsts = []
     for seed in range(400):
-        rows = data.tokens(0, split="train", sequences=46, seed=seed)
+        rows = data.batch_tokens(data.train_order(46, seed=seed), 0)
         first = next(i for i in range(46) if np.array_equal(rows[0], stored[i]))
         np.testing.assert_array_equal(rows, np.roll(stored, -first, axis=0))
         firsts.append(first)
@@ -167,42 +182,42 @@ def test_each_seed_starts_at_its_own_row_and_goes_on_in_the_same_order(tmp_path:
 
 def test_a_seed_starts_at_the_same_text_however_rows_are_cut(tmp_path: Path) -> None:
     write(tmp_path)
-    whole = Dataset.open(tmp_path).tokens(2, split="train", sequences=4, seed=9)
-    cut = Dataset.open(tmp_path, sequence_length=8).tokens(2, split="train", sequences=16, seed=9)
+    whole = read_batch(Dataset.open(tmp_path), 2, 4, seed=9).tokens
+    cut = read_batch(Dataset.open(tmp_path, sequence_length=8), 2, 16, seed=9).tokens
     np.testing.assert_array_equal(cut, whole.reshape(-1, 8))
 
 
 def test_evaluation_runs_once_in_plain_order_and_ends_in_padding(tmp_path: Path) -> None:
     stored = write(tmp_path, loss=True)["evaluation"].tokens
     data = Dataset.open(tmp_path)
-    assert data.rows("evaluation") == 5
-    first, second, third = (data.batch(t, split="evaluation", sequences=4, seed=7) for t in range(3))
+    assert data.rows_per_epoch("evaluation") == 5
+    first, second, third = (data.batch(data.eval_order(4), t) for t in range(3))
     np.testing.assert_array_equal(np.concatenate([first.tokens, second.tokens[:1]]), stored)
     for packed in (second, third):
         rest = slice(1, None) if packed is second else slice(None)
         assert packed.tokens.shape == (4, 32)
-        assert (packed.tokens[rest] == data.pad).all() and not packed.segments[rest].any()
-        assert packed.loss is not None and not packed.loss[rest].any()
+        assert (packed.tokens[rest] == data.pad_id).all() and not packed.segments[rest].any()
+        assert packed.loss_mask is not None and not packed.loss_mask[rest].any()
         assert (packed.positions[rest] == np.arange(32)).all()
 
 
 @pytest.mark.parametrize("special", [PAD, NO_PAD], ids=["pad", "eos-pads"])
 @pytest.mark.parametrize("length", [64, 60])
-def test_segments_and_positions_follow_the_documents(tmp_path: Path, special: Special, length: int) -> None:
+def test_segments_and_positions_follow_the_documents(
+    tmp_path: Path, special: SpecialTokenIds, length: int
+) -> None:
     """Against the documents that the rows were made of, whole rows and cut ones."""
     rows, pieces = random_rows(200, length, seed=4, special=special)
     shard = write_rows(tmp_path, "train-0-00000", rows)
     splits = {"train": Split(200, 1, 1, 1, ((shard,),)), "evaluation": Split(0, 0, 0, 0, ())}
     Index(length, "uint16", 60_000, special, "f00d", 5.0, ("a",), splits, {}).write(tmp_path)
     for cut in (length, length // 2, length // 4, 4, 1):
-        packed = Dataset.open(tmp_path, sequence_length=cut).batch(
-            0, split="train", sequences=200 * length // cut, seed=0
-        )
+        packed = read_batch(Dataset.open(tmp_path, sequence_length=cut), 0, 200 * length // cut)
         segments, positions = slow_marks(pieces, length, cut)
         np.testing.assert_array_equal(packed.segments, segments)
         np.testing.assert_array_equal(packed.positions[segments > 0], positions[segments > 0])
         assert packed.segments.dtype == packed.positions.dtype == packed.tokens.dtype == np.int32
-        assert packed.loss is None
+        assert packed.loss_mask is None
 
 
 def slow_marks(pieces: list[list[list[int]]], length: int, cut: int) -> tuple[np.ndarray, np.ndarray]:
@@ -226,7 +241,7 @@ def test_a_row_of_nothing_but_padding_and_a_document_that_ends_in_filler(tmp_pat
     )
     splits = {"train": Split(4, 1, 1, 1, ((shard,),)), "evaluation": Split(0, 0, 0, 0, ())}
     Index(4, "uint16", 10, NO_PAD, "f00d", 5.0, ("a",), splits, {}).write(tmp_path)
-    packed = Dataset.open(tmp_path).batch(0, split="train", sequences=4, seed=0)
+    packed = read_batch(Dataset.open(tmp_path), 0, 4)
     assert packed.segments.tolist() == [[0, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 1], [1, 1, 2, 2]]
     assert packed.positions[1:].tolist() == [[0, 1, 0, 1], [0, 1, 2, 3], [0, 1, 0, 1]]
 
@@ -234,12 +249,12 @@ def test_a_row_of_nothing_but_padding_and_a_document_that_ends_in_filler(tmp_pat
 @pytest.mark.parametrize("cut", [60, 12])
 def test_loss_bits_come_with_their_tokens(tmp_path: Path, cut: int) -> None:
     stored = write(tmp_path, length=60, loss=True)["train"]
-    assert stored.loss is not None
-    bits = np.unpackbits(stored.loss, axis=1, count=60, bitorder="little").astype(bool).reshape(-1, cut)
+    assert stored.loss_bits is not None
+    bits = np.unpackbits(stored.loss_bits, axis=1, count=60, bitorder="little").astype(bool).reshape(-1, cut)
     data = Dataset.open(tmp_path, sequence_length=cut)
-    assert data.has_loss
-    packed = data.batch(3, split="train", sequences=9, seed=0)
-    np.testing.assert_array_equal(packed.loss, bits[27:36])
+    assert data.has_loss_mask
+    packed = data.batch(data.train_order(9, seed=0), 3)
+    np.testing.assert_array_equal(packed.loss_mask, bits[27:36])
 
 
 def test_rows_without_loss_bits_among_others_that_have_them_are_learnt_whole(tmp_path: Path) -> None:
@@ -250,7 +265,7 @@ def test_rows_without_loss_bits_among_others_that_have_them_are_learnt_whole(tmp
     )
     splits = {"train": Split(6, 1, 1, 1, (shards,)), "evaluation": Split(0, 0, 0, 0, ())}
     Index(32, "uint16", 60_000, PAD, "f00d", 5.0, ("a",), splits, {}).write(tmp_path)
-    loss = Dataset.open(tmp_path).batch(0, split="train", sequences=6, seed=0).loss
+    loss = read_batch(Dataset.open(tmp_path), 0, 6).loss_mask
     assert loss is not None and loss[:3].all() and not loss[3:].all()
 
 
@@ -258,11 +273,10 @@ def test_tokens_alone_are_those_of_the_batch_and_can_be_written_to_a_buffer(tmp_
     write(tmp_path)
     data = Dataset.open(tmp_path, sequence_length=16)
     out = np.empty((10, 16), np.int32)
-    for split in ("train", "evaluation"):
+    for order in (data.train_order(10, seed=2), data.eval_order(10)):
         for step in range(12):
-            how = dict(split=split, sequences=10, seed=2)
-            assert data.tokens(step, out=out, **how) is out
-            np.testing.assert_array_equal(out, data.batch(step, **how).tokens)
+            assert data.batch_tokens(order, step, out=out) is out
+            np.testing.assert_array_equal(out, data.batch(order, step).tokens)
 
 
 @pytest.mark.parametrize("suffix", ["", ".starts", ".loss", ".sources"])
@@ -308,7 +322,7 @@ def test_a_token_beyond_the_vocabulary_is_refused_before_it_is_learnt(tmp_path: 
     index = json.loads((tmp_path / "index.json").read_text())
     (tmp_path / "index.json").write_text(json.dumps(index | {"vocab": 100}))
     with pytest.raises(ValueError, match=r"train-0-\d+.npy holds token \d+, expected less than 100"):
-        Dataset.open(tmp_path).batch(0, split="train", sequences=4, seed=0)
+        read_batch(Dataset.open(tmp_path), 0, 4)
 
 
 def test_an_index_that_contradicts_itself_is_refused(tmp_path: Path) -> None:
@@ -316,7 +330,7 @@ def test_an_index_that_contradicts_itself_is_refused(tmp_path: Path) -> None:
     index = json.loads((tmp_path / "index.json").read_text())
     index["splits"]["train"]["rows"] = 24
     (tmp_path / "index.json").write_text(json.dumps(index))
-    with pytest.raises(ValueError, match="the train split has 24 rows, and its shards 23"):
+    with pytest.raises(ValueError, match="the train split has 24 rows, but its shards have 23"):
         Dataset.open(tmp_path)
 
 
@@ -349,16 +363,16 @@ def test_data_of_another_tokenizer_is_refused_with_both(tmp_path: Path) -> None:
 def test_an_empty_split_says_so_when_it_is_read(tmp_path: Path) -> None:
     write(tmp_path, evaluation=0)
     data = Dataset.open(f"file://{tmp_path}")
-    assert data.rows("evaluation") == 0
+    assert data.rows_per_epoch("evaluation") == 0
     with pytest.raises(ValueError, match="evaluation split of this data is empty"):
-        data.batch(0, split="evaluation", sequences=1, seed=0)
+        data.batch(data.eval_order(1), 0)
 
 
 def test_many_shards_do_not_stay_open(tmp_path: Path) -> None:
     stored = write(tmp_path, sizes=(1,) * 80, epochs=1)["train"].tokens
     data = Dataset.open(tmp_path)
     for _ in range(2):
-        read = np.concatenate([data.batch(t, split="train", sequences=8, seed=0).tokens for t in range(10)])
+        read = np.concatenate([data.batch(data.train_order(8, seed=0), t).tokens for t in range(10)])
         np.testing.assert_array_equal(read, stored)
     maps = Path("/proc/self/maps").read_text() if Path("/proc/self/maps").exists() else ""
     assert maps.count(str(tmp_path)) <= 128
@@ -366,29 +380,29 @@ def test_many_shards_do_not_stay_open(tmp_path: Path) -> None:
 
 def test_the_loss_counts_only_targets_whose_bit_is_set() -> None:
     batch = random_batch()
-    assert batch.loss is not None
+    assert batch.loss_mask is not None
     examples = causal.prepare(task("causal"), batch, jax.random.key(0))
-    plain = causal.prepare(task("causal"), dataclasses.replace(batch, loss=None), jax.random.key(0))
+    plain = causal.prepare(task("causal"), dataclasses.replace(batch, loss_mask=None), jax.random.key(0))
     for row, column in np.ndindex(4, 16):
-        learnt = column < 15 and bool(batch.loss[row, column + 1]) and bool(plain.weights[row, column])
+        learnt = column < 15 and bool(batch.loss_mask[row, column + 1]) and bool(plain.weights[row, column])
         assert bool(examples.weights[row, column]) == learnt
-    every = dataclasses.replace(batch, loss=jnp.ones_like(batch.loss))
+    every = dataclasses.replace(batch, loss_mask=jnp.ones_like(batch.loss_mask))
     all_same = causal.prepare(task("causal"), every, jax.random.key(0))
     np.testing.assert_array_equal(all_same.weights, plain.weights)
 
 
 def test_only_tokens_whose_bit_is_set_are_masked() -> None:
     batch, key = random_batch(), jax.random.key(1)
-    assert batch.loss is not None
+    assert batch.loss_mask is not None
     examples = masked.prepare(task("masked"), batch, key)
-    plain = masked.prepare(task("masked"), dataclasses.replace(batch, loss=None), key)
+    plain = masked.prepare(task("masked"), dataclasses.replace(batch, loss_mask=None), key)
     chosen = np.asarray(examples.weights) > 0
-    assert chosen.any() and not chosen[~np.asarray(batch.loss)].any()
-    assert (np.asarray(plain.weights) > 0)[~np.asarray(batch.loss)].any()
+    assert chosen.any() and not chosen[~np.asarray(batch.loss_mask)].any()
+    assert (np.asarray(plain.weights) > 0)[~np.asarray(batch.loss_mask)].any()
     np.testing.assert_array_equal(np.asarray(examples.inputs)[~chosen], np.asarray(batch.tokens)[~chosen])
     # The share is of the tokens that are to be learnt.
-    may = np.asarray(choosable(task("masked").vocabulary, batch)).sum(1)
-    assert (np.abs(chosen.sum(1) - task("masked").objective.rate * may) < 1).all()
+    may = np.asarray(maskable(task("masked").special_tokens, batch)).sum(1)
+    assert (np.abs(chosen.sum(1) - task("masked").objective.mask_rate * may) < 1).all()
 
 
 def random_batch() -> Batch:
@@ -401,19 +415,26 @@ def random_batch() -> Batch:
     )
 
 
-def task(objective: str) -> Task:
+def task(objective: str) -> TrainTask:
     cfg = part_class("objectives", objective)()
-    return Task(model=None, objective=cfg, loss=None, how=None, vocabulary=Vocabulary(100, 0, 1, 2, 3))  # type: ignore[arg-type]
+    return TrainTask(
+        model=None,
+        objective=cfg,
+        loss=None,
+        exec_opts=None,
+        special_tokens=SpecialTokens(100, 0, 1, 2, 3),
+        family=None,
+    )  # type: ignore[arg-type]
 
 
 def test_what_lies_on_the_devices_is_what_was_read(tmp_path: Path) -> None:
     write(tmp_path, loss=True)
     data = Dataset.open(tmp_path)
-    devices = mesh.make({"data": 2, "fsdp": 2, "tensor": 1, "context": 2}, jax.devices())
-    batch = place(data, devices, 2, split="train", sequences=8, seed=1)
+    devices = sharding.make_mesh({"data": 2, "fsdp": 2, "tensor": 1, "context": 2}, jax.devices())
+    batch = device_batch(data, data.train_order(8, seed=1), devices, 2)
     leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(batch)]
-    assert_same(leaves, batch_arrays(data, 2, sequences=8, seed=1))
-    assert batch.loss is not None and batch.loss.sharding == batch.tokens.sharding
+    assert_same(leaves, batch_arrays(data, data.train_order(8, seed=1), 2))
+    assert batch.loss_mask is not None and batch.loss_mask.sharding == batch.tokens.sharding
 
 
 def reading_threads() -> list[threading.Thread]:

@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headrace.runtime import supervisor as supervise
+from headrace.checkpoint import inventory
+from headrace.runtime import supervisor
 from tests.test_hosts import finish, rows, save_recipe, start, wait_for_step, weights
 
 # A supervisor whose worker does, in each life, what its next argument says; each makes a checkpoint if told.
@@ -19,11 +20,13 @@ TRIAL = """
 import os, signal, sys, time
 from pathlib import Path
 from etils import epath
-from headrace import manifest, supervise
+from headrace.checkpoint import manifest
+from headrace.checkpoint import inventory
+from headrace.runtime import supervisor
 run, lives = Path(sys.argv[1]), sys.argv[2].split(",")
 if "--once" not in sys.argv:
-    supervise.LONGEST, supervise.LIVED = 0.02, float(os.environ.get("LIVED", supervise.LIVED))
-    sys.exit(supervise.Supervisor(str(run)).watch())
+    supervisor.LONGEST, supervisor.LIVED = 0.02, float(os.environ.get("LIVED", supervisor.LIVED))
+    sys.exit(supervisor.Supervisor(str(run), inventory.latest_step).watch())
 with open(run / "lives", "a") as file:
     file.write("x")
 what = (lives[(run / "lives").stat().st_size - 1 :] or lives[-1:])[0]
@@ -52,10 +55,10 @@ if what == "count":  # how often Ctrl-C is heard within a second
     sys.exit(75)
 if what == "hang":  # in a call that keeps Python's lock
     import ctypes
-    from headrace import watchdog
+    from headrace.runtime import watchdog
     watchdog.GRACE = 0.2
     with watchdog.Watchdog(0.1, str(run)) as dog:
-        dog.stepped(1)
+        dog.step_done(1)
         time.sleep(0.05)
         ctypes.PyDLL(None).sleep(60)
 if what.startswith("-"):
@@ -89,7 +92,7 @@ def trial(run: Path, lives: str) -> subprocess.Popen:
         ("75", 75, 1),
         ("-9,76,0", 0, 3),  # killed, then hung, then done
         ("-6,78,77,2", 2, 4),
-        ("77", 77, supervise.RESTARTS + 1),
+        ("77", 77, supervisor.RESTARTS + 1),
         # Back from step 90 to 20, and further from there in every life.
         pytest.param(
             ",".join(["-9@90", *(f"-9@{n}" for n in range(20, 34)), "0"]), 0, 16, marks=pytest.mark.slow
@@ -98,7 +101,7 @@ def trial(run: Path, lives: str) -> subprocess.Popen:
             ",".join(["-9"] * 6 + ["-9++"] + ["-9"] * 6 + ["0"]), 0, 14, marks=pytest.mark.slow
         ),
         pytest.param(  # by nothing but a checkpoint that is whole
-            ",".join(["-9"] * 6 + ["-9+"] + ["-9"] * 6), 137, supervise.RESTARTS + 1, marks=pytest.mark.slow
+            ",".join(["-9"] * 6 + ["-9+"] + ["-9"] * 6), 137, supervisor.RESTARTS + 1, marks=pytest.mark.slow
         ),
     ],
 )
@@ -114,7 +117,7 @@ def test_a_worker_is_started_again_only_where_that_can_help(tmp_path, lives, cod
 
 @pytest.mark.parametrize(
     ("seen", "code", "count"),
-    [(True, 77, supervise.RESTARTS + 1), (False, 0, supervise.RESTARTS + 3)],
+    [(True, 77, supervisor.RESTARTS + 1), (False, 0, supervisor.RESTARTS + 3)],
     ids=["and it is seen", "as far as is known"],
 )
 def test_a_long_life_without_a_checkpoint_is_no_progress(tmp_path, monkeypatch, seen, code, count):
@@ -122,7 +125,7 @@ def test_a_long_life_without_a_checkpoint_is_no_progress(tmp_path, monkeypatch, 
     if not seen:
         (tmp_path / "checkpoints").symlink_to(tmp_path / "checkpoints")  # nobody can list that
     monkeypatch.setenv("LIVED", "0")
-    process = trial(tmp_path, ",".join(["77"] * (supervise.RESTARTS + 2) + ["0"]))
+    process = trial(tmp_path, ",".join(["77"] * (supervisor.RESTARTS + 2) + ["0"]))
     _, said = process.communicate(timeout=60)
     assert (process.returncode, len((tmp_path / "lives").read_text())) == (code, count), said
     assert ("from the beginning" in said) == seen
@@ -139,7 +142,7 @@ def test_a_worker_that_hangs_and_cannot_say_so_is_started_again_and_its_stacks_a
 
 
 def test_a_signal_that_comes_while_the_worker_is_started_reaches_it(tmp_path, monkeypatch):
-    one, real = supervise.Supervisor(str(tmp_path)), subprocess.Popen
+    one, real = supervisor.Supervisor(str(tmp_path), inventory.latest_step), subprocess.Popen
     one.command = [sys.executable, "-c", "import time; time.sleep(60)"]
 
     def started(*args, **kwargs):
@@ -148,7 +151,7 @@ def test_a_signal_that_comes_while_the_worker_is_started_reaches_it(tmp_path, mo
         return worker
 
     monkeypatch.setattr(subprocess, "Popen", started)
-    assert one.life().code == 128 + signal.SIGTERM
+    assert one.run_once().code == 128 + signal.SIGTERM
 
 
 def test_a_signal_to_the_supervisor_reaches_the_worker_and_ends_both(tmp_path):
@@ -183,7 +186,7 @@ def test_one_ctrl_c_is_heard_once(tmp_path, how):
 
 
 def test_a_mistake_is_told_by_the_supervisor_itself_and_once(tmp_path):
-    (tmp_path / "recipe.yaml").write_text("run: x\nmodel: {use: lama}\n")
+    (tmp_path / "recipe.yaml").write_text("run_dir: x\nmodel: {use: lama}\n")
     command = [sys.executable, "-X", "importtime", "-m", "headrace", "train", str(tmp_path / "recipe.yaml")]
     said = subprocess.run(command, capture_output=True, text=True)
     assert said.returncode == 2 and said.stderr.count("\nheadrace: ") == 1
@@ -191,7 +194,7 @@ def test_a_mistake_is_told_by_the_supervisor_itself_and_once(tmp_path):
 
 
 def test_errors_of_machines_are_known_by_what_runtimes_say():
-    verdict = supervise.verdict
+    verdict = supervisor.verdict
     assert verdict(RuntimeError("INTERNAL: Failed to initialize TPU system"), several=False) == 77
     assert verdict(RuntimeError("UNAVAILABLE: Connection reset by peer"), several=True) == 78
     assert verdict(RuntimeError("UNAVAILABLE: Connection reset by peer"), several=False) == 1
@@ -213,8 +216,8 @@ def worker_of(supervisor: int) -> int:
 @pytest.mark.slow
 def test_two_hosts_of_which_one_is_killed_go_on_by_themselves_and_end_the_same(tiny, tmp_path):
     settings = ("schedule.steps=150", "checkpoint.every=10", "eval.batches=1", "mesh.fsdp=2")
-    whole = save_recipe(tiny(f"run={tmp_path}/whole", *settings), tmp_path / "whole.yaml")
-    broken = save_recipe(tiny(f"run={tmp_path}/broken", *settings), tmp_path / "broken.yaml")
+    whole = save_recipe(tiny(f"run_dir={tmp_path}/whole", *settings), tmp_path / "whole.yaml")
+    broken = save_recipe(tiny(f"run_dir={tmp_path}/broken", *settings), tmp_path / "broken.yaml")
     codes, said = finish(start(whole), whole)
     assert codes == [0, 0], said
     processes = start(broken)

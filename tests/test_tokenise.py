@@ -6,7 +6,8 @@ import tokenizers
 from corpora import SPECIAL, code, hostile, texts_of, trained
 from tokenizers import models, pre_tokenizers
 
-from headrace.data.tokenizer import encoders, tokenizer as tokenise
+from headrace.data.tokenizer import encoders
+from headrace.data.tokenizer import tokenizer as tokenizer_io
 from headrace.errors import UserError
 
 
@@ -39,7 +40,9 @@ def test_models_that_look_words_up_do_not_find_special_tokens_in_a_text(model: s
     inner = tokenizers.Tokenizer(made[model]())
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     inner.add_special_tokens(["<unk>", "</s>"])
-    tokenizer = tokenise.Tokenizer(inner, tokenise.find_special(inner, {}), encoder="tokenizers")
+    tokenizer = tokenizer_io.Tokenizer(
+        inner, tokenizer_io.find_special_tokens(inner, {}), encoder_name="tokenizers"
+    )
     assert tokenizer.special.eos == 1
     assert 1 not in tokenizer.encode("a </s> b") and tokenizer.encode("a")[0] == vocab["a"]
     assert texts_of(tokenizer.encode_batch(["a </s> b", "b"])) == [
@@ -51,17 +54,17 @@ def test_models_that_look_words_up_do_not_find_special_tokens_in_a_text(model: s
 def test_transformers_loads_the_tokenizer_and_gives_the_same_ids(tmp_path: Path, kind: str) -> None:
     from transformers import AutoTokenizer  # here, because it takes seconds
 
-    ours = trained(kind)
-    tokenise.save(ours, tmp_path)
-    theirs = AutoTokenizer.from_pretrained(tmp_path)
-    assert theirs.convert_ids_to_tokens([0, 1, 2, 3]) == SPECIAL
+    actual = trained(kind)
+    tokenizer_io.save(actual, tmp_path)
+    reference = AutoTokenizer.from_pretrained(tmp_path)
+    assert reference.convert_ids_to_tokens([0, 1, 2, 3]) == SPECIAL
     roles = ("pad", "bos", "eos", "mask")
-    assert [getattr(theirs, f"{role}_token_id") for role in roles] == [0, 1, 2, 3]
+    assert [getattr(reference, f"{role}_token_id") for role in roles] == [0, 1, 2, 3]
     for text in code():
-        ids = ours.encode(text)
-        assert theirs.encode(text, add_special_tokens=False) == ids
-        assert theirs.encode(text) == [1, *ids]
-        assert theirs.decode(ids) == text
+        ids = actual.encode(text)
+        assert reference.encode(text, add_special_tokens=False) == ids
+        assert reference.encode(text) == [1, *ids]
+        assert reference.decode(ids) == text
 
 
 def gpt2_like(path: Path) -> None:
@@ -75,12 +78,12 @@ def gpt2_like(path: Path) -> None:
     inner.save(str(path))
 
 
-def test_a_tokenizer_with_one_end_token_encodes_whole_documents(tmp_path: Path) -> None:
+def test_a_tokenizer_with_one_end_token_encodes_documents_with_it(tmp_path: Path) -> None:
     gpt2_like(tmp_path / "tokenizer.json")
-    for name in encoders.NAMES:
-        tokenizer = tokenise.load(tmp_path / "tokenizer.json", encoder=name)
-        assert tokenizer.special == tokenise.Special(bos=None, eos=256, pad=None, mask=None)
-        assert tokenizer.vocab == 257 and tokenizer.special.filler == 256
+    for name in encoders.ENCODER_NAMES:
+        tokenizer = tokenizer_io.load(tmp_path / "tokenizer.json", encoder_name=name)
+        assert tokenizer.special == tokenizer_io.SpecialTokenIds(bos=None, eos=256, pad=None, mask=None)
+        assert tokenizer.vocab_size == 257 and tokenizer.special.filler == 256
         assert tokenizer.encode_batch(["x" * 40, "y"]).lengths.tolist() == [40, 1]
 
 
@@ -89,34 +92,34 @@ def test_a_tokenizer_is_copied_byte_for_byte_with_its_configuration(tmp_path: Pa
     source.mkdir()
     target.mkdir()
     gpt2_like(source / "tokenizer.json")
-    tokenise.copy(source, target)
+    tokenizer_io.copy(source, target)
     assert json.loads((target / "tokenizer_config.json").read_text())["eos_token"] == "<|endoftext|>"
     (source / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>", "model_max_length": 9}')
     (source / "chat_template.jinja").write_text("{{ messages }}")
-    tokenise.copy(source / "tokenizer.json", target)
+    tokenizer_io.copy(source / "tokenizer.json", target)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         assert (target / name).read_bytes() == (source / name).read_bytes()
-    assert tokenise.sha256(target) == tokenise.sha256(source)
+    assert tokenizer_io.file_sha256(target) == tokenizer_io.file_sha256(source)
     assert not [file for file in target.iterdir() if "partial" in file.name]
 
 
-def test_special_tokens_are_named_by_the_configuration_beside_a_tokenizer(tmp_path: Path) -> None:
+def test_special_tokens_are_named_by_the_configuration_next_to_a_tokenizer(tmp_path: Path) -> None:
     inner = tokenizers.Tokenizer(models.WordLevel({"[UNK]": 0, "<s>": 1}, unk_token="[UNK]"))
     inner.add_special_tokens(["[CLS]", "[SEP]", "<start>", "<hole>", "<pad>"])
     inner.save(str(tmp_path / "tokenizer.json"))
-    assert tokenise.load(tmp_path).special == tokenise.Special(bos=2, eos=3, pad=6, mask=None)
+    assert tokenizer_io.load(tmp_path).special == tokenizer_io.SpecialTokenIds(bos=2, eos=3, pad=6, mask=None)
     settings = {"bos_token": {"content": "<start>"}, "sep_token": "[SEP]", "mask_token": "<hole>"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    assert tokenise.load(tmp_path).special == tokenise.Special(bos=4, eos=3, pad=6, mask=5)
+    assert tokenizer_io.load(tmp_path).special == tokenizer_io.SpecialTokenIds(bos=4, eos=3, pad=6, mask=5)
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"])
 @pytest.mark.parametrize("content", [b"{", b"[]", b"\xff\xfe", b'{"bos_token": 3, "chat_template": 4}', b""])
 def test_a_broken_file_is_named_as_the_user_gave_it(tmp_path: Path, name: str, content: bytes) -> None:
     (tmp_path / "target").mkdir()
-    tokenise.save(trained(), tmp_path)
+    tokenizer_io.save(trained(), tmp_path)
     (tmp_path / name).write_bytes(content)
-    for use in (tokenise.load, lambda path: tokenise.copy(path, tmp_path / "target")):
+    for use in (tokenizer_io.load, lambda path: tokenizer_io.copy(path, tmp_path / "target")):
         with pytest.raises(UserError) as error:
             use(tmp_path)
         assert str(tmp_path / name) in str(error.value) and "\n" not in str(error.value)
@@ -125,33 +128,33 @@ def test_a_broken_file_is_named_as_the_user_gave_it(tmp_path: Path, name: str, c
 
 def test_a_missing_tokenizer_or_one_without_an_end_is_explained(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"tokenizer\.path: no such file: .*nowhere"):
-        tokenise.load(tmp_path / "nowhere")
+        tokenizer_io.load(tmp_path / "nowhere")
     with pytest.raises(UserError, match=r"no such file: .*tokenizer\.json"):
-        tokenise.load(tmp_path)
+        tokenizer_io.load(tmp_path)
     tokenizers.Tokenizer(models.WordLevel({"a": 0})).save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(UserError, match=r"tokenizer\.json has no token that begins or ends .* eos_token"):
-        tokenise.load(tmp_path)
+    with pytest.raises(UserError, match=r"tokenizer\.json has no token that starts or ends .* eos_token"):
+        tokenizer_io.load(tmp_path)
 
 
 def test_a_template_for_conversations_is_found_saved_and_replaced(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
-    tokenise.save(trained(), tmp_path)
-    assert tokenise.load(tmp_path).template is None
+    tokenizer_io.save(trained(), tmp_path)
+    assert tokenizer_io.load(tmp_path).chat_template is None
     settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
     named = [{"name": "tools", "template": "t"}, {"name": "default", "template": "d{{ messages }}"}]
-    for value, wanted in (("{{ 1 }}", "{{ 1 }}"), (named, "d{{ messages }}"), (named[:1], None)):
+    for value, expected in (("{{ 1 }}", "{{ 1 }}"), (named, "d{{ messages }}"), (named[:1], None)):
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": value}))
-        assert tokenise.load(tmp_path).template == wanted
-    tokenise.write_template(tmp_path, "{{ 'größe' }}")
+        assert tokenizer_io.load(tmp_path).chat_template == expected
+    tokenizer_io.write_chat_template(tmp_path, "{{ 'größe' }}")
     again = tmp_path / "again"
     again.mkdir()
-    tokenise.save(tokenise.load(tmp_path), again)
-    assert tokenise.load(again).template == "{{ 'größe' }}"
+    tokenizer_io.save(tokenizer_io.load(tmp_path), again)
+    assert tokenizer_io.load(again).chat_template == "{{ 'größe' }}"
     assert (
         AutoTokenizer.from_pretrained(again).apply_chat_template([{"role": "user"}], tokenize=False)
         == "größe"
     )
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
     with pytest.raises(UserError, match=r"chat_template\.jinja is not UTF-8"):
-        tokenise.load(tmp_path)
+        tokenizer_io.load(tmp_path)

@@ -16,19 +16,21 @@ import transformers
 from hypothesis import strategies as st
 from parity import ANEW
 
-from headrace.training import setup as build, step, run as train
-from headrace.config import reader as config, recipe, sections
-from headrace.nn import module
 from headrace.checkpoint.manager import Checkpoints
+from headrace.checkpoint.open_run import open_run
+from headrace.cli import plan
+from headrace.config import reader, recipe, sections
+from headrace.convert import to_huggingface
 from headrace.data.dataset import Dataset
 from headrace.errors import UserError
-from headrace.training.evaluate import place, vocabulary, with_vocabulary
-from headrace.nn.stack import Execution
-from headrace.convert import to_huggingface as huggingface
-from headrace.checkpoint.open_run import open_run
-from headrace.objectives import file, make_task
-from headrace.cli import plan as command
+from headrace.model_wrappers import load_family
+from headrace.nn import module
 from headrace.nn.linear import project
+from headrace.nn.stack import Execution
+from headrace.training import run as training_run
+from headrace.training import setup, step
+from headrace.training.evaluate import device_batch, fill_model_sizes, special_tokens
+from headrace.training.task import make_task
 
 pytest.importorskip("torchax", reason="needs torchax: pip install 'headrace[torch]'")
 
@@ -79,7 +81,7 @@ class Averaging(nn.Module):
 
 
 def section(vocab: int = 64, **more: Any) -> Any:
-    return config.part_class("models", "torch", sections.Depth)(vocab=vocab, **more)
+    return reader.part_class("models", "torch")(vocab=vocab, **more)
 
 
 @pytest.fixture
@@ -89,25 +91,25 @@ def plain(tmp_path: Path) -> dict[str, Any]:
 
 
 def how(**more: Any) -> Execution:
-    return Execution(config.part_class("attention", "xla")(), **dict(compute="float32") | more)
+    return Execution(reader.part_class("attention", "xla")(), **dict(compute_dtype="float32") | more)
 
 
 def weights_of(cfg: Any) -> Any:
     """Large enough to tell inputs apart."""
-    fresh = module.init(file("models", cfg).Model, cfg, jax.random.key(0))
+    fresh = module.init(load_family(cfg).Model, cfg, jax.random.key(0))
     return jax.tree.map(lambda w: w * 4 if w.ndim > 1 and w.std() > 0 else w + 0.1, fresh)
 
 
 def logits_of(cfg: Any, params: Any, tokens: np.ndarray, **seen: Any) -> np.ndarray:
-    run = jax.jit(lambda p, t: project(p.unembed, p(cfg, t, how=how(), **seen), "bsd,vd->bsv"))
+    run = jax.jit(lambda p, t: project(p.unembed, p(cfg, t, exec_opts=how(), **seen), "bsd,vd->bsv"))
     return np.asarray(run(params, jnp.asarray(tokens, jnp.int32)))
 
 
 def theirs(cfg: Any, params: Any) -> Any:
     """The torch module with our weights, and attention of its own."""
-    from headrace.models import _torchax as torch_module
+    from headrace.models import _torch_module
 
-    made: Any = torch_module.filled(cfg, params.weights)
+    made: Any = _torch_module.module_with_weights(cfg, params.weights)
     if hasattr(made, "set_attn_implementation"):
         made.set_attn_implementation("eager")
     return made
@@ -172,52 +174,53 @@ def test_parity_with_our_own_llama(tmp_path) -> None:
     cfg = section(**LLAMA)
     params, tokens = weights_of(cfg), np.random.default_rng(0).integers(4, 64, (2, 24))
     theirs(cfg, params).save_pretrained(tmp_path / "hf")
-    huggingface.import_(str(tmp_path / "hf"), str(tmp_path / "run"))
+    to_huggingface.import_(str(tmp_path / "hf"), str(tmp_path / "run"))
     run = open_run(recipe.load_run(str(tmp_path / "run")))
     ours = jax.device_get(run.params)
-    wanted = logits_of(run.cfg.model, ours, tokens)
+    wanted = logits_of(run.recipe.model, ours, tokens)
     np.testing.assert_allclose(logits_of(cfg, params, tokens), wanted, atol=2e-5 * np.abs(wanted).max())
-    flops = [file("models", one).flops(one, 24) for one in (cfg, run.cfg.model)]
+    flops = [load_family(one).flops_per_token(one, 24) for one in (cfg, run.recipe.model)]
     assert flops[0] == flops[1]
 
 
-def load(tmp_path: Path, packed: str, model: dict[str, Any], *overrides: str) -> sections.Run:
+def load(tmp_path: Path, packed: str, model: dict[str, Any], *overrides: str) -> sections.TrainRecipe:
     tree = {
-        "run": f"{tmp_path}/run",
+        "run_dir": f"{tmp_path}/run",
         "model": {"use": "torch"} | model,
         "data": {"path": packed, "sequence_length": 64},
         "objective": {"use": "causal" if model.get("causal", True) else "masked"},
         "optimizer": {"use": "adamw", "learning_rate": 1e-2, "weight_decay": 0.1},
         "schedule": {"use": "constant", "steps": 4},
         "batch": {"sequences": 8},
-        "memory": {"compute": "float32"},
+        "compute": {"dtype": "float32"},
         "checkpoint": {"every": 2},
         "eval": {"every": 0, "batches": 1},
         "log": {"every": 1, "tensorboard": False},
     }
-    (tmp_path / "recipe.yaml").write_text(config.dump(tree))
+    (tmp_path / "recipe.yaml").write_text(reader.dump(tree))
     return recipe.load(tmp_path / "recipe.yaml", list(overrides))
 
 
 class Trained:
     """A few steps of a recipe on so many devices: losses, first and last weights, the batches."""
 
-    def __init__(self, cfg: sections.Run, devices: int = 8):
+    def __init__(self, cfg: sections.TrainRecipe, devices: int = 8):
         data = Dataset.open(cfg.data.path, sequence_length=64)
-        self.cfg = with_vocabulary(cfg, data)
-        task, laid = make_task(self.cfg, vocabulary(data)), build.make_mesh(cfg, jax.devices()[:devices])
+        self.cfg = fill_model_sizes(cfg, data)
+        task, laid = make_task(self.cfg, special_tokens(data)), setup.make_mesh(cfg, jax.devices()[:devices])
         with jax.set_mesh(laid):
-            update = build.make_update(self.cfg, task)
-            abstract, fresh = build.make_state(self.cfg, task, update, laid)
-            axes = module.axes(file("models", task.model).Model, task.model)
-            one = build.lowered(self.cfg, step.train_step(task, update, axes), abstract, laid).compile()
+            update = setup.make_update(self.cfg, task)
+            abstract, fresh = setup.make_state(self.cfg, task, update, laid)
+            axes = module.axes(load_family(task.model).Model, task.model)
+            one = setup.lower_step(self.cfg, step.train_step(task, update, axes), abstract, laid).compile()
             state, self.losses, self.batches = fresh(), [], []
             self.first = jax.device_get(state.params)
             self.shards = {
-                name: w.addressable_shards[0].data.size / w.size for name, w in module.named(state.params)
+                name: w.addressable_shards[0].data.size / w.size
+                for name, w in module.named_leaves(state.params)
             }
             for number in range(4):
-                batch = place(data, laid, number, split="train", sequences=8, seed=0)
+                batch = device_batch(data, data.train_order(8, seed=0), laid, number)
                 self.batches.append(jax.device_get(batch))
                 state, metrics = one(state, batch)
                 self.losses.append(float(metrics["loss"]))
@@ -254,7 +257,7 @@ def test_parity_of_training_with_torch_and_of_eight_devices_with_one(tmp_path, p
     eight = Trained(cfg)
     np.testing.assert_allclose(eight.losses, by_torch(eight), rtol=1e-5)
     assert max(eight.shards.values()) <= 1 / 4 and min(eight.shards.values()) == 1 / 8
-    single = Trained(dataclasses.replace(cfg, mesh=sections.Mesh()), devices=1)
+    single = Trained(dataclasses.replace(cfg, mesh=sections.MeshKeys()), devices=1)
     np.testing.assert_allclose(single.losses, eight.losses, rtol=1e-5)
 
 
@@ -270,27 +273,27 @@ def test_eight_devices_compute_what_one_does(name: str, tmp_path, packed, plain)
 
 @pytest.mark.slow
 def test_a_run_goes_on_bit_for_bit_and_goes_back_into_torch(tmp_path, packed, plain) -> None:
-    cfg = load(tmp_path, packed, plain, "memory.remat=full", "optimizer.use=muon")
-    again = dataclasses.replace(cfg, run=f"{tmp_path}/again")
-    assert train.run(cfg) == 0
-    shutil.copytree(cfg.run, again.run)
-    shutil.rmtree(f"{again.run}/checkpoints/4")
-    assert Checkpoints(again.run).latest() == 2 and train.run(again) == 0
-    whole, other = (open_run(recipe.load_run(one.run)) for one in (cfg, again))
+    cfg = load(tmp_path, packed, plain, "compute.remat=full", "optimizer.use=muon")
+    again = dataclasses.replace(cfg, run_dir=f"{tmp_path}/again")
+    assert training_run.run(cfg) == 0
+    shutil.copytree(cfg.run_dir, again.run_dir)
+    shutil.rmtree(f"{again.run_dir}/checkpoints/4")
+    assert Checkpoints(again.run_dir).latest_step() == 2 and training_run.run(again) == 0
+    whole, other = (open_run(recipe.load_run(one.run_dir)) for one in (cfg, again))
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(whole.params), jax.device_get(other.params))
 
-    huggingface.export(whole, f"{tmp_path}/out", "float32")
+    to_huggingface.export(whole, f"{tmp_path}/out", "float32")
     settings = json.loads((tmp_path / "out/config.json").read_text())
     from safetensors.torch import load_file
 
-    from headrace.models._torchax import find_class
+    from headrace.models._torch_module import find_class
 
     made = find_class(settings["module"])(**settings["config"], vocab_size=settings["vocab_size"])
     made.load_state_dict(load_file(tmp_path / "out/model.safetensors"))
     tokens = np.random.default_rng(0).integers(4, 64, (1, 24))
     with torch.no_grad():
         wanted = made(torch.tensor(tokens), torch.arange(24)[None]).numpy()
-    found = logits_of(whole.cfg.model, jax.device_get(whole.params), tokens)
+    found = logits_of(whole.recipe.model, jax.device_get(whole.params), tokens)
     np.testing.assert_allclose(found, wanted, atol=2e-5 * np.abs(wanted).max())
 
 
@@ -298,10 +301,10 @@ def test_a_run_starts_from_a_folder_of_transformers_and_is_exported_to_one(tmp_p
     settings = transformers.LlamaConfig(**LLAMA["config"], vocab_size=300)
     transformers.LlamaForCausalLM(settings).save_pretrained(tmp_path / "hf")
     cfg = load(
-        tmp_path, packed, LLAMA, f"start={tmp_path}/hf", "schedule.steps=1", "optimizer.learning_rate=0"
+        tmp_path, packed, LLAMA, f"init_from={tmp_path}/hf", "schedule.steps=1", "optimizer.learning_rate=0"
     )
-    assert train.run(cfg) == 0
-    huggingface.export(open_run(recipe.load_run(cfg.run)), f"{tmp_path}/out", "float32")
+    assert training_run.run(cfg) == 0
+    to_huggingface.export(open_run(recipe.load_run(cfg.run_dir)), f"{tmp_path}/out", "float32")
     before, after = (
         transformers.LlamaForCausalLM.from_pretrained(tmp_path / name, output_loading_info=True)
         for name in ("hf", "out")
@@ -314,7 +317,7 @@ def test_a_run_starts_from_a_folder_of_transformers_and_is_exported_to_one(tmp_p
 def test_layers_are_computed_in_bfloat16_over_weights_in_float32() -> None:
     cfg = section(**MODERNBERT)
     params, tokens = weights_of(cfg), jnp.ones((1, 8), jnp.int32)
-    traced = jax.make_jaxpr(lambda p: p(cfg, tokens, how=how(compute="bfloat16")))(params)
+    traced = jax.make_jaxpr(lambda p: p(cfg, tokens, exec_opts=how(compute_dtype="bfloat16")))(params)
     products = [str(eqn.invars[0].aval.dtype) for eqn in _equations(traced.jaxpr)]
     wide = [kind for kind in products if kind != "bfloat16"]
     assert len(products) > 12 and len(wide) <= 4 and traced.out_avals[0].dtype == jnp.bfloat16
@@ -335,10 +338,10 @@ def _equations(jaxpr: Any) -> Any:
         (dict(module="transformers:NoSuchModel"), "model.module: found transformers:NoSuchModel"),
         (dict(module="nowhere.py:Model"), "there is no file nowhere.py"),
         (dict(module="json:JSONDecoder"), "expected a class of torch.nn.Module"),
-        (dict(module="transformers:LlamaModel"), "expected a class that tells tokens"),
+        (dict(module="transformers:LlamaModel"), "expected a class that predicts tokens"),
         (dict(config=dict(num_attention_heads="four")), "model.config: transformers:LlamaForCausalLM cannot"),
-        (dict(causal=False), "model.causal: found False, and LlamaAttention"),
-        (dict(head="lm_tail"), "model.head: found lm_tail"),
+        (dict(causal=False), "model.causal: found false, and LlamaAttention"),
+        (dict(head_module="lm_tail"), "model.head_module: found lm_tail"),
     ],
 )
 def test_what_cannot_be_is_refused(change: dict[str, Any], said: str) -> None:
@@ -351,19 +354,19 @@ def test_a_module_that_cannot_tell_documents_apart_is_refused(plain) -> None:
     cfg = section(module=plain["module"].replace("Plain", "Averaging"), config=dict(width=8))
     params, tokens = weights_of(cfg), np.ones((1, 8))
     assert logits_of(cfg, params, tokens).shape == (1, 8, 64)
-    with pytest.raises(UserError, match="data.isolate: expected false"):
+    with pytest.raises(UserError, match="data.isolate_documents: expected false"):
         logits_of(cfg, params, tokens, segments=jnp.ones((1, 8), jnp.int32))
 
 
 def test_plan_is_refused(tmp_path, packed) -> None:
-    with pytest.raises(UserError, match="model.use: found torch, whose sizes"):
-        command.sized(load(tmp_path, packed, LLAMA))
+    with pytest.raises(UserError, match="model.use: found torch, but plan needs a family whose sizes"):
+        plan.fill_data_sizes(load(tmp_path, packed, LLAMA))
 
 
 def test_recipes_keep_the_settings_of_a_class_as_they_are(tmp_path, packed) -> None:
     deep = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}, "layer_types": ["a", "b"]}
     cfg = load(tmp_path, packed, LLAMA | {"config": deep}, "model.config.hidden_size=48")
-    assert config.to_dict(cfg)["model"]["config"] == deep | {"hidden_size": 48}
+    assert reader.to_dict(cfg)["model"]["config"] == deep | {"hidden_size": 48}
     again = load(tmp_path, packed, LLAMA | {"config": deep | {"hidden_size": 48}})
     assert cfg.model == again.model and hash(cfg.model) == hash(again.model)
     with pytest.raises(UserError, match="model.config: found 3, expected `key: value` pairs"):

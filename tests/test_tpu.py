@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.config import reader as config, recipe
+from headrace.config import reader, recipe
 
 TINY = sorted((Path(__file__).parent.parent / "recipes/tiny").glob("*.yaml"))
 
@@ -16,20 +16,22 @@ SCRIPT = """
 import sys
 import jax
 from jax.experimental import topologies
-from headrace import build, mesh, module, programs, recipe, step
-from headrace.objective import Vocabulary, file, make_task
+from headrace.training import setup, compiled_step, step
+from headrace.nn import sharding, module
+from headrace.config import recipe
+from headrace.objectives import SpecialTokens
 
-sizes = dict(zip(mesh.AXES, map(int, sys.argv[2].split(",")), strict=False))
+sizes = dict(zip(sharding.AXES, map(int, sys.argv[2].split(",")), strict=False))
 cfg = recipe.load(sys.argv[1], sys.argv[3:])
 slice_ = topologies.get_topology_desc(topology_name="v5e:2x4", platform="tpu")
-devices = mesh.make(sizes, slice_.devices)
-task = make_task(cfg, Vocabulary(cfg.model.vocab, 0, 1, 2, 3))
+devices = sharding.make_mesh(sizes, slice_.devices)
+task = make_task(cfg, SpecialTokens(cfg.model.vocab, 0, 1, 2, 3))
 with jax.set_mesh(devices):
-    update = build.make_update(cfg, task)
-    abstract, _ = build.make_state(cfg, task, update, devices)
-    axes = module.axes(file("models", task.model).Model, task.model)
-    traced = build.lowered(cfg, step.train_step(task, update, axes), abstract, devices)
-    compiled = programs.compiled(traced, devices, None, print)
+    update = setup.make_update(cfg, task)
+    abstract, _ = setup.make_state(cfg, task, update, devices)
+    axes = module.axes(load_family(task.model).Model, task.model)
+    traced = setup.lower_step(cfg, step.train_step(task, update, axes), abstract, devices)
+    compiled = compiled_step.load_or_compile(traced, devices, None, print)
 used = compiled.memory_analysis()
 print("arguments", used.argument_size_in_bytes, "aliased", used.alias_size_in_bytes)
 """
@@ -50,12 +52,12 @@ def compiled(path: Path, sizes: str, *overrides: str) -> dict[str, int]:
 def test_the_step_compiles_for_a_tpu_slice_with_the_state_donated(libtpu, tiny, tmp_path, name):
     cfg = tiny("model.vocab=512", "model.embed=256", "model.heads=4", "model.mlp=512", "data.path=nowhere")
     cfg = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, sequence_length=512))
-    (tmp_path / "tpu.yaml").write_text(config.to_yaml(cfg))
+    (tmp_path / "tpu.yaml").write_text(reader.to_yaml(cfg))
     encoder = [
         "objective.use=masked",
         "model={use: eurobert, layers: 2, embed: 256, heads: 4, kv_heads: 2, mlp: 512}",
     ]
-    overrides = ["model.vocab=512", "memory.compute=bfloat16"]
+    overrides = ["model.vocab=512", "compute.dtype=bfloat16"]
     overrides = encoder + overrides if name == "eurobert" else overrides
     numbers = compiled(tmp_path / "tpu.yaml", "1,2,2,2", *overrides)
     # All of the state comes back in its own place; only the batch does not.
@@ -67,8 +69,8 @@ def test_the_step_compiles_for_a_tpu_slice_with_the_state_donated(libtpu, tiny, 
 def test_the_step_of_every_family_compiles_for_a_tpu_slice(libtpu, path):
     if path.stem == "torch":
         pytest.importorskip("torchax", reason="needs torchax: pip install 'headrace[torch]'")
-    overrides = ["data.sequence_length=512", "model.vocab=2048", "memory.compute=bfloat16"]
+    overrides = ["data.sequence_length=512", "model.vocab=2048", "compute.dtype=bfloat16"]
     if recipe.load(path).model.use == "deberta":  # which has so many positions
-        overrides.append("model.reach=512")
+        overrides.append("model.max_relative_positions=512")
     numbers = compiled(path, "1,4,2,1", *overrides)
     assert numbers["aliased"] > 0.9 * numbers["arguments"]

@@ -5,19 +5,19 @@ import sys
 import time
 from pathlib import Path
 
-from headrace.runtime import supervisor as supervise
+from headrace.errors import ExitCode
 from headrace.runtime.watchdog import LONG, TIMES, Watchdog
 
 LOOP = """
 import sys, time
-from headrace.watchdog import Watchdog
+from headrace.runtime.watchdog import Watchdog
 with Watchdog(0.5, sys.argv[1]) as dog:
     for step in range(1, 4):
         time.sleep(0.05)
-        dog.stepped(step)
-    dog.alive()
+        dog.step_done(step)
+    dog.reset()
     time.sleep(1)  # longer than a step may take
-    dog.stepped(4)
+    dog.step_done(4)
     def forgotten():
         time.sleep(60)
     forgotten()
@@ -26,7 +26,7 @@ with Watchdog(0.5, sys.argv[1]) as dog:
 
 def test_a_hang_ends_the_process_and_leaves_the_stacks_of_all_threads(tmp_path):
     process = subprocess.run([sys.executable, "-c", LOOP, str(tmp_path)], stderr=subprocess.PIPE, text=True)
-    assert process.returncode == supervise.HUNG
+    assert process.returncode == ExitCode.HUNG
     assert "after step 4: the run hangs" in process.stderr and "in forgotten" in process.stderr
     (file,) = (tmp_path / "stacks").iterdir()
     assert file.name.startswith("0-") and "in forgotten" in file.read_text()
@@ -35,19 +35,19 @@ def test_a_hang_ends_the_process_and_leaves_the_stacks_of_all_threads(tmp_path):
 def test_a_step_may_take_many_times_the_usual(tmp_path):
     dog = Watchdog(1.0, str(tmp_path))
     assert dog.limit() == LONG  # the first
-    dog.stepped(1)
+    dog.step_done(1)
     assert dog.limit() == 1.0
     dog.steps.extend([2.0, 3.0, 100.0])
     assert dog.limit() == 3.0 * TIMES
-    dog.alive()
+    dog.reset()
     assert dog.limit() == 3.0 * TIMES * LONG
-    dog.stepped(2)
+    dog.step_done(2)
     assert len(dog.steps) == 3  # what was no plain step is not counted
 
 
 def test_nothing_is_left_of_a_watch_that_met_no_hang(tmp_path):
     with Watchdog(0.2, str(tmp_path)) as dog:
-        dog.stepped(1)
+        dog.step_done(1)
         time.sleep(0.1)
     with Watchdog(0, str(tmp_path)):
         time.sleep(0.1)

@@ -5,14 +5,16 @@ import time
 
 import pytest
 
-from headrace.tpu.workers import UNREACHABLE, Failed, Place, Workers
+from headrace.tpu.workers import UNREACHABLE, WorkerAddress, WorkerFailed, Workers
 
 
-@pytest.mark.parametrize("ask", [lambda workers: workers.one(0, "sleep 60"), lambda w: w.each("sleep 60")])
-def test_an_interrupted_question_leaves_no_process_and_no_pipe(ask):
-    workers, started = Workers([Place((), remote=False)]), []
-    start = workers.start
-    workers.start = lambda *given, **more: started.append(start(*given, **more)) or started[-1]
+@pytest.mark.parametrize(
+    "ask", [lambda workers: workers.run_on(0, "sleep 60"), lambda w: w.run_on_all("sleep 60")]
+)
+def test_an_interrupted_command_leaves_no_process_and_no_pipe(ask):
+    workers, started = Workers([WorkerAddress((), is_remote=False)]), []
+    start = workers.start_script
+    workers.start_script = lambda *given, **more: started.append(start(*given, **more)) or started[-1]
     signal.signal(signal.SIGALRM, signal.default_int_handler)
     signal.setitimer(signal.ITIMER_REAL, 0.5)
     try:
@@ -27,15 +29,16 @@ def test_an_interrupted_question_leaves_no_process_and_no_pipe(ask):
     while not all(pipe.closed for pipe in (process.stdin, process.stdout, process.stderr)):
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    assert not workers.live
+    assert not workers.processes
 
 
 @pytest.mark.parametrize(
-    "ask", [lambda workers: workers.one(0, "sleep 60", limit=0.3), lambda w: w.each("sleep 60", limit=0.3)]
+    "ask",
+    [lambda w: w.run_on(0, "sleep 60", timeout=0.3), lambda w: w.run_on_all("sleep 60", timeout=0.3)],
 )
-def test_a_worker_that_lets_us_in_and_does_not_answer_counts_as_not_reached(ask):
-    workers, begun = Workers([Place((), remote=False)]), time.monotonic()
-    with pytest.raises(Failed, match="no answer within 0.3 s") as told:
+def test_a_worker_that_hangs_counts_as_not_reached(ask):
+    workers, begun = Workers([WorkerAddress((), is_remote=False)]), time.monotonic()
+    with pytest.raises(WorkerFailed, match="no answer within 0.3 s") as told:
         ask(workers)
-    assert told.value.exit_code == UNREACHABLE and time.monotonic() - begun < 20
-    assert not workers.reached and not workers.live
+    assert told.value.worker_exit_code == UNREACHABLE and time.monotonic() - begun < 20
+    assert not workers.reached and not workers.processes

@@ -14,19 +14,19 @@ import torch
 import transformers
 from hypothesis import strategies as st
 
-from headrace.config import reader as config, recipe
-from headrace.inference import generate
-from headrace.nn import module
 from headrace.checkpoint.manager import Checkpoints
-from headrace.inference.sampling import Sampling
-from headrace.errors import UserError
-from headrace.nn.stack import Execution
-from headrace.convert import to_huggingface as huggingface
 from headrace.checkpoint.open_run import open_run
-from headrace.nn import mlstm as recurrence
-from headrace.nn.mlstm import Matrix, Scalar, convolve, mlstm, slstm
+from headrace.config import reader, recipe
+from headrace.convert import to_huggingface
+from headrace.errors import UserError
+from headrace.inference import generate
+from headrace.inference.sampling import Sampling
 from headrace.models import xlstm
+from headrace.nn import mlstm as nn_mlstm
+from headrace.nn import module
 from headrace.nn.linear import project
+from headrace.nn.mlstm import MatrixState, ScalarState, convolve, mlstm, slstm
+from headrace.nn.stack import Execution
 
 # What a head reads from its memory is now and then a small difference of large parts, and the norm behind it
 # makes it large again: transformers' own logits differ by 9e-5 from chunks of 8 to chunks of 16. So little of
@@ -102,8 +102,8 @@ def recurrently(qkv: Any, gates: Any, starts: np.ndarray) -> np.ndarray:
     return out
 
 
-def fresh(rows: int = 2) -> Matrix:
-    return recurrence.empty_matrix((rows, 3), 4, 6)
+def fresh(rows: int = 2) -> MatrixState:
+    return nn_mlstm.empty_matrix_state((rows, 3), 4, 6)
 
 
 run = jax.jit(mlstm, static_argnames="chunk")
@@ -165,8 +165,8 @@ def scalars(length: int) -> tuple[jax.Array, jax.Array]:
     return jnp.asarray(gates, jnp.float32), jnp.asarray(0.5 * rng.normal(size=(4, 3, 5, 5)), jnp.float32)
 
 
-def empty(rows: int = 2) -> Scalar:
-    return recurrence.empty_scalar((rows, 3, 5))
+def empty(rows: int = 2) -> ScalarState:
+    return nn_mlstm.empty_scalar_state((rows, 3, 5))
 
 
 def test_slstm_is_its_definition_and_forgets_between_documents():
@@ -212,16 +212,16 @@ def test_a_convolution_sees_the_last_inputs_of_its_own_document():
 
 
 SIZES: dict[str, Any] = dict(layers=4, embed=32, heads=4, mlp=48, vocab=64)
-HOW = Execution(config.part_class("attention", "xla")(), "float32")
+HOW = Execution(reader.part_class("attention", "xla")(), "float32")
 
 
 def model(**settings: Any) -> tuple[Any, Any]:
     """Weights large enough to tell inputs apart, gates half open."""
-    cfg = config.part_class("models", "xlstm")(**SIZES | settings)
+    cfg = reader.part_class("models", "xlstm")(**SIZES | settings)
     rng = np.random.default_rng(0)
 
     def leaf(path: Any, wanted: Any) -> jax.Array:
-        middle, spread = (1.0, 0.2) if module.dotted(path).endswith("_norm") else (0.0, 0.15)
+        middle, spread = (1.0, 0.2) if module.path_name(path).endswith("_norm") else (0.0, 0.15)
         return jnp.asarray(rng.normal(middle, spread, wanted.shape), jnp.float32)
 
     params = jax.tree_util.tree_map_with_path(leaf, module.shapes(xlstm.Model, cfg))
@@ -234,9 +234,9 @@ def model(**settings: Any) -> tuple[Any, Any]:
 def test_decoding_gives_what_the_whole_text_does(every):
     cfg, params = model(slstm_every=every)
     tokens = jnp.asarray(np.random.default_rng(1).integers(4, 64, (2, 12)))
-    whole = jax.jit(lambda p, t: p(cfg, t, how=HOW))(params, tokens)
-    step = jax.jit(lambda p, t, cache: p.decode(cfg, t, cache, how=HOW), donate_argnums=2)
-    hidden, cache = step(params, tokens[:, :9], params.cache(cfg, 2, 128, jnp.float32))
+    whole = jax.jit(lambda p, t: p(cfg, t, exec_opts=HOW))(params, tokens)
+    step = jax.jit(lambda p, t, cache: p.decode(cfg, t, cache, exec_opts=HOW), donate_argnums=2)
+    hidden, cache = step(params, tokens[:, :9], params.init_cache(cfg, 2, 128, jnp.float32))
     parts = [hidden]
     for t in range(9, 12):
         hidden, cache = step(params, tokens[:, t : t + 1], cache)
@@ -248,7 +248,7 @@ def test_documents_are_as_if_alone_and_the_past_alone_is_seen_with_slstm_too():
     cfg, params = model(layers=2, slstm_every=2)
     tokens = jnp.asarray(np.random.default_rng(1).integers(4, 64, (2, 12)))
     segments = jnp.asarray(np.repeat([[1, 2]], 2, axis=0).repeat([5, 7], axis=1))
-    hidden = jax.jit(lambda t, s: params(cfg, t, how=HOW, segments=s))
+    hidden = jax.jit(lambda t, s: params(cfg, t, exec_opts=HOW, segments=s))
     packed = hidden(tokens, segments)
     for part in (slice(0, 5), slice(5, 12)):
         alone = hidden(tokens[:, part], jnp.ones_like(tokens[:, part]))
@@ -258,7 +258,7 @@ def test_documents_are_as_if_alone_and_the_past_alone_is_seen_with_slstm_too():
 
 
 def test_fresh_weights_are_drawn_as_published():
-    cfg = config.part_class("models", "xlstm")(**SIZES | dict(embed=256, mlp=512, slstm_every=2))
+    cfg = reader.part_class("models", "xlstm")(**SIZES | dict(embed=256, mlp=512, slstm_every=2))
     params = jax.jit(lambda: module.init(xlstm.Model, cfg, jax.random.key(0)))()
     assert params.blocks.w_q.std() == pytest.approx((2 / (5 * 256)) ** 0.5, rel=0.02)
     assert params.blocks.w_o.std() == pytest.approx(2 / (4 * 16), rel=0.02)
@@ -273,29 +273,29 @@ def test_fresh_weights_are_drawn_as_published():
         ({"heads": 5}, "heads"),
         ({"slstm_every": 3}, "slstm_every"),
         ({"slstm_every": 1}, "slstm_every"),
-        ({"gate_cap": 0.0}, "gate_cap"),
+        ({"gate_soft_cap": 0.0}, "gate_soft_cap"),
         ({"embed": 20}, "key_dim"),
         ({"mlp": 0}, "mlp"),
     ],
 )
 def test_sizes_that_cannot_be_are_refused(settings, key):
     with pytest.raises(ValueError, match=f"^{key}: expected"):
-        config.part_class("models", "xlstm")(**SIZES | settings)
+        reader.part_class("models", "xlstm")(**SIZES | settings)
 
 
 def run_of(folder: Any, cap: float | None = 30.0, **settings: Any) -> Any:
     cfg, params = model(**settings)
     tree = {
-        "run": str(folder),
-        "model": {"use": "xlstm"} | dataclasses.asdict(cfg),
+        "run_dir": str(folder),
+        "model": {"use": "xlstm"} | reader.to_dict(cfg),
         "data": {"path": "data/none", "sequence_length": 64},
         "loss": {"soft_cap": cap},
         "optimizer": {"learning_rate": 1e-3},
         "schedule": {"steps": 10},
-        "memory": {"compute": "float32"},
+        "compute": {"dtype": "float32"},
     }
     folder.mkdir()
-    (folder / "recipe.yaml").write_text(config.dump(tree))
+    (folder / "recipe.yaml").write_text(reader.dump(tree))
     checkpoints = Checkpoints(str(folder))
     checkpoints.save_params(params, {})
     checkpoints.close()
@@ -306,7 +306,7 @@ def run_of(folder: Any, cap: float | None = 30.0, **settings: Any) -> Any:
 def test_transformers_loads_an_export_and_computes_the_same(sizes, tmp_path):
     cap = None if sizes else 30.0
     trained = run_of(tmp_path / "run", cap, **{"layers": 2} | sizes)
-    huggingface.export(trained, str(tmp_path / "out"), "float32")
+    to_huggingface.export(trained, str(tmp_path / "out"), "float32")
     settings = json.loads((tmp_path / "out" / "config.json").read_text())
     exact = settings | {"autocast_kernel_dtype": "float32"}  # theirs is bfloat16 unless it is told
     (tmp_path / "out" / "config.json").write_text(json.dumps(exact))
@@ -318,16 +318,16 @@ def test_transformers_loads_an_export_and_computes_the_same(sizes, tmp_path):
     with torch.no_grad():
         wanted = theirs.eval()(torch.tensor(tokens)).logits.numpy()
     params = jax.tree.map(jnp.asarray, jax.device_get(trained.params))
-    hidden = jax.jit(lambda p, t: p(trained.cfg.model, t, how=HOW))(params, tokens)
+    hidden = jax.jit(lambda p, t: p(trained.recipe.model, t, exec_opts=HOW))(params, tokens)
     logits = project(params.unembed, hidden, "bsd,vd->bsv")
     logits = logits if cap is None else cap * jnp.tanh(logits / cap)
     assert np.abs(wanted).max() > 1
     assert np.abs(logits - wanted).max() <= 2e-5
 
-    huggingface.import_(str(tmp_path / "out"), str(tmp_path / "back"))
+    to_huggingface.import_(str(tmp_path / "out"), str(tmp_path / "back"))
     back = open_run(recipe.load_run(tmp_path / "back"))
-    assert back.cfg.model == trained.cfg.model
-    assert back.cfg.loss.soft_cap == (cap or 1e6)
+    assert back.recipe.model == trained.recipe.model
+    assert back.recipe.loss.soft_cap == (cap or 1e6)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(back.params), jax.device_get(params))
 
 
@@ -339,7 +339,7 @@ def test_transformers_loads_an_export_and_computes_the_same(sizes, tmp_path):
 def test_an_export_generates_in_transformers_as_users_call_it(sizes, cached, tmp_path):
     """With its cache where transformers has one of the right width, and without where not."""
     trained = run_of(tmp_path / "run", **{"layers": 2} | sizes)
-    huggingface.export(trained, str(tmp_path / "out"), "float32")
+    to_huggingface.export(trained, str(tmp_path / "out"), "float32")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "out", autocast_kernel_dtype="float32"
     )
@@ -355,7 +355,7 @@ def test_an_export_generates_in_transformers_as_users_call_it(sizes, cached, tmp
 
 def test_texts_longer_than_a_chunk_go_through_an_export_as_well(tmp_path):
     """transformers takes more than 16,384 positions in chunks, and so with a cache, unless it is told not."""
-    huggingface.export(run_of(tmp_path / "run", layers=1), str(tmp_path / "out"), "float32")
+    to_huggingface.export(run_of(tmp_path / "run", layers=1), str(tmp_path / "out"), "float32")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     with torch.no_grad():
         assert theirs(torch.full((1, 16_448), 5)).logits.isfinite().all()
@@ -364,9 +364,9 @@ def test_texts_longer_than_a_chunk_go_through_an_export_as_well(tmp_path):
 def test_what_transformers_has_not_is_refused(tmp_path):
     mixed = run_of(tmp_path / "run", slstm_every=2)
     with pytest.raises(UserError, match="model.slstm_every: found 2, but transformers has no xLSTM with"):
-        huggingface.export(mixed, str(tmp_path / "out"), "float32")
+        to_huggingface.export(mixed, str(tmp_path / "out"), "float32")
     for name, value in {"use_bias": True, "weight_mode": "fused", "v_dim_factor": 2.0}.items():
         with pytest.raises(UserError, match=f"config.json: {name}: found {value}, only"):
-            xlstm.from_hf({"model_type": "xlstm", name: value})
+            xlstm.from_hf_config({"model_type": "xlstm", name: value})
     with pytest.raises(UserError, match="config.json: hidden_size: found nothing"):
-        xlstm.from_hf({"model_type": "xlstm"})
+        xlstm.from_hf_config({"model_type": "xlstm"})

@@ -7,7 +7,8 @@ from serve import read_texts, serve
 
 
 def get_ready() -> Any:
-    from headrace.data.tokenizer import train as learn, tokenizer as tokenise
+    from headrace.data.tokenizer import tokenizer as tokenizer_io
+    from headrace.data.tokenizer import train as tokenizer_train
 
     texts: list[str] = []
 
@@ -15,8 +16,8 @@ def get_ready() -> Any:
         if "files" in options:
             texts[:] = read_texts(options["files"])
             return {}
-        trained = learn.train(texts, kind="bpe", vocab=options["vocab"])
-        tokenise.save(trained, Path(options["out"]))
+        trained = tokenizer_train.train_tokenizer(texts, kind="bpe", vocab=options["vocab"])
+        tokenizer_io.save(trained, Path(options["out"]))
         return {}
 
     return work

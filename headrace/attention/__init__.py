@@ -4,7 +4,6 @@
 import importlib
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -12,55 +11,16 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from headrace.nn import compile_target as probe
 from headrace.errors import UserError
-from headrace.nn.sharding import RULES, chunks, current, restore, spec
+from headrace.nn import compile_target
+from headrace.nn.attention_mask import Mask
 from headrace.nn.compile_target import device
+from headrace.nn.sharding import RULES, context_chunk_order, current_mesh, from_balanced_order, partition_spec
 
 Array = jax.Array
 
-# What the backward pass of a kernel takes of its forward pass has this name (jax.ad_checkpoint), so that a
-# layer can be computed again without its attention. cuDNN's is an operation of JAX's own.
-KERNEL = "attention"
-CUDNN = "dot_product_attention_fwd_wrapper"
-
 # What `use: auto` tries, in this order; the last of each refuses nothing.
 ORDER = {"gpu": ("cudnn", "hopper", "blockwise"), "tpu": ("splash", "blockwise")}
-
-
-@dataclass(frozen=True)
-class Mask:
-    """Who may look at whom. A window of w reaches w - 1 keys back, or, looking both ways, w // 2 keys to
-    either side."""
-
-    causal: bool = True
-    window: int | None = None
-
-    @property
-    def reach(self) -> tuple[int | None, int | None]:
-        """How many keys before and after itself a query sees; None is no limit."""
-        if self.causal:
-            return (None if self.window is None else self.window - 1), 0
-        half = None if self.window is None else self.window // 2
-        return half, half
-
-    def keys(self, length: int) -> float:
-        """How many keys a query of a row of `length` sees on average, its edges counted, itself not."""
-
-        def side(reach: int | None) -> float:
-            return length / 2 if reach is None or reach >= length else reach - reach**2 / (2 * length)
-
-        return sum(map(side, self.reach))
-
-    def allows(self, queries: Array, keys: Array) -> Array:
-        """Which of these positions see which, as booleans of the shape the two broadcast to."""
-        before, after = self.reach
-        seen = jnp.ones(jnp.broadcast_shapes(queries.shape, keys.shape), bool)
-        if before is not None:
-            seen &= queries - keys <= before
-        if after is not None:
-            seen &= keys - queries <= after
-        return seen
 
 
 def attend(
@@ -84,7 +44,7 @@ def attend(
     if offset is not None:
         assert segments is None
         return _backend("xla").attend(cfg, q, k, v, q_segments=None, kv_segments=None, offset=offset, **how)
-    mesh = current()
+    mesh = current_mesh()
     seen: dict[str, Any] = dict(mask=mask, segments=segments is not None, soft_cap=soft_cap)
     if mesh is None:
         name = choose(cfg, q, k, **seen)
@@ -93,7 +53,7 @@ def attend(
         queries, keys = _layouts(q, k, mesh)
         mine, theirs = _part(q, queries, mesh), _part(k, keys, mesh)
         context = q.shape[1] // mine.shape[1]
-        if len(chunks(q.shape[1])) > 1:  # two on each device, one after the other
+        if len(context_chunk_order(q.shape[1])) > 1:  # two on each device, one after the other
             mine = jax.ShapeDtypeStruct((mine.shape[0], mine.shape[1] // 2, *mine.shape[2:]), mine.dtype)
         name = choose(cfg, mine, theirs, context=context, **seen)
     return over_mesh(partial(_backend(name).attend, _settings(cfg, name), **how), q, k, v, segments=segments)
@@ -104,7 +64,7 @@ def over_mesh(
 ) -> Array:
     """Runs `one(q, k, v, *tables, q_segments=, kv_segments=, offset=)` on every device's own part, each with
     the keys of whole rows. Tables [r n h] are split by heads alone."""
-    mesh = current()
+    mesh = current_mesh()
     if mesh is None:
         return one(q, k, v, *tables, q_segments=segments, kv_segments=segments, offset=0)
     queries, keys = _layouts(q, k, mesh)
@@ -141,7 +101,7 @@ def choose(
     reason = None
     for name in names:
         settings = _settings(cfg, name)
-        reason = _backend(name).refuses(
+        reason = _backend(name).unsupported_reason(
             settings, platform, *shapes, mask=mask, segments=segments, soft_cap=soft_cap, context=context
         )
         if reason is None:
@@ -149,7 +109,7 @@ def choose(
     raise UserError(f"attention.use: {names[-1]} cannot be used here: {reason}. Set attention.use to auto")
 
 
-def meetings(queries: Array, keys: Array) -> Array:
+def blocks_sharing_documents(queries: Array, keys: Array) -> Array:
     """Which blocks of queries may have a document in common with which blocks of keys, in any row of the
     batch: [i j], from the segments of each, [i b s] and [j b t]. Documents lie in a row in the order of their
     numbers and padding, 0 or less, after them, so a block holds the numbers from its lowest to its highest.
@@ -161,17 +121,12 @@ def meetings(queries: Array, keys: Array) -> Array:
     return (begun & ~ended).any(-1)
 
 
-def ends(meet: Array, axis: int) -> tuple[Array, Array]:
+def first_last_true(meet: Array, axis: int) -> tuple[Array, Array]:
     """The first and the last along an axis that is met; all of it where none is."""
     return jnp.argmax(meet, axis), meet.shape[axis] - 1 - jnp.argmax(jnp.flip(meet, axis), axis)
 
 
-def is_kernel(operation: Any, *_: Any, **settings: Any) -> bool:
-    """A policy for jax.checkpoint: keep what attention gives, and the logarithms of its sums."""
-    return operation.name == CUDNN or operation.name == "name" and settings["name"] == KERNEL
-
-
-def complaint(platform: str, function: Callable[..., Array], *arguments: Any) -> str | None:
+def compile_error(platform: str, function: Callable[..., Array], *arguments: Any) -> str | None:
     """What the compiler of `platform` says against `function` and its gradient with respect to the first
     three arguments (given as shapes), or None if it takes them."""
 
@@ -179,7 +134,7 @@ def complaint(platform: str, function: Callable[..., Array], *arguments: Any) ->
         out, pull = jax.vjp(lambda q, k, v: function(q, k, v, *rest), q, k, v)
         return function(q, k, v, *rest), pull(out)
 
-    return probe.complaint(platform, both, *arguments)
+    return compile_target.compile_error(platform, both, *arguments)
 
 
 def _order(platform: str, length: int, mask: Mask, segments: bool) -> tuple[str, ...]:
@@ -192,7 +147,7 @@ def _order(platform: str, length: int, mask: Mask, segments: bool) -> tuple[str,
         first = ("hopper",) * (segments or both_ways) + ("band",) * both_ways
         return tuple(dict.fromkeys((*first, *ORDER["gpu"])))
     plain = ORDER.get(platform, ("xla",) if length <= 1024 else ("blockwise",))
-    narrow = windowed if platform == "tpu" else _backend("band").saves(mask, length)
+    narrow = windowed if platform == "tpu" else _backend("band").is_cheaper(mask, length)
     return ("band",) * narrow + plain
 
 
@@ -206,12 +161,12 @@ def _local(one: Callable[..., Array], rows: Any) -> Callable[..., Array]:
             return one(q, k, v, *tables, q_segments=q_segments, kv_segments=kv_segments, offset=0)
         # By hand: the compiler would gather the states, which are wider, and make keys of them everywhere.
         k, v = (jax.lax.all_gather(x, rows, axis=1, tiled=True) for x in (k, v))
-        order, device = chunks(k.shape[1]), jax.lax.axis_index(rows)
+        order, device = context_chunk_order(k.shape[1]), jax.lax.axis_index(rows)
         if len(order) == 1:
             first = device * q.shape[1]
             return one(q, k, v, *tables, q_segments=q_segments, kv_segments=kv_segments, offset=first)
-        k, v = restore(k), restore(v)
-        kv_segments = None if kv_segments is None else restore(kv_segments)
+        k, v = from_balanced_order(k), from_balanced_order(v)
+        kv_segments = None if kv_segments is None else from_balanced_order(kv_segments)
         held = jnp.asarray(order).reshape(-1, 2)[device] * (q.shape[1] // 2)
         halves = [None, None] if q_segments is None else jnp.split(q_segments, 2, axis=1)
         parts = zip(jnp.split(q, 2, axis=1), halves, held, strict=True)
@@ -226,8 +181,8 @@ def _local(one: Callable[..., Array], rows: Any) -> Callable[..., Array]:
 
 def _layouts(q: Array, k: Array, mesh: Any) -> tuple[Any, Any]:
     """How queries are split, and keys once each device has all of its rows."""
-    queries = spec(("batch", "sequence", "heads", None), q.shape, mesh)
-    return queries, spec(("batch", None, "kv_heads", None), k.shape, mesh)
+    queries = partition_spec(("batch", "sequence", "heads", None), q.shape, mesh)
+    return queries, partition_spec(("batch", None, "kv_heads", None), k.shape, mesh)
 
 
 def _spread(x: Array, heads: int, mesh: Any) -> Array:

@@ -14,11 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from headrace.attention import blockwise
-from headrace.attention.xla import HIDDEN
+from headrace.attention import blockwise, over_mesh
 from headrace.errors import UserError
-from headrace.kernels import disentangled_tpu as mosaic
-from headrace.attention import KERNEL, over_mesh
+from headrace.kernels import disentangled_tpu
+from headrace.nn.attention_mask import HIDDEN
+from headrace.nn.remat import SAVED_ATTENTION
 
 Array = jax.Array
 BACKENDS = ("auto", "xla", "blockwise")
@@ -47,7 +47,7 @@ def attend(
         )
 
     def one(q: Array, k: Array, v: Array, k_table: Array, q_table: Array, **rows: Any) -> Array:
-        if cfg.use == "auto" and mosaic.refuses(q, k, segments is not None) is None:
+        if cfg.use == "auto" and disentangled_tpu.unsupported_reason(q, k, segments is not None) is None:
             return _by_kernel(reach, q, k, v, k_table, q_table, **rows)
         most = _queries(cfg, q, k)
         whole = partial(_mix, reach)
@@ -59,7 +59,7 @@ def attend(
     return over_mesh(one, q, k, v, k_table, q_table, segments=segments)
 
 
-def vectors(distance: np.ndarray, buckets: int, reach: int) -> np.ndarray:
+def distance_buckets(distance: np.ndarray, buckets: int, reach: int) -> np.ndarray:
     """Which of the 2 x `buckets` vectors a distance has: up to half of the buckets each its own, beyond that
     on a logarithmic scale that ends at `reach`. In float32, in which the published ones were rounded."""
     middle = buckets // 2
@@ -98,8 +98,8 @@ def _by_kernel(
     number, first = np.arange(s + t), jnp.asarray(offset)
     for_queries = _found(reach, k_table, first + s - number, s + t)
     for_keys = _found(reach, q_table, first + number - t, s + t)
-    out = mosaic.mix(_scale(q), q, k, v, for_queries, for_keys, q_segments, kv_segments)
-    return checkpoint_name(out, KERNEL)
+    out = disentangled_tpu.attend(_scale(q), q, k, v, for_queries, for_keys, q_segments, kv_segments)
+    return checkpoint_name(out, SAVED_ATTENTION)
 
 
 def _in_blocks(
@@ -152,8 +152,8 @@ def _forward(
     if seen is not None:
         scores = jnp.where(seen[0][:, None, :, None] == seen[1][:, None, None, :], scores, HIDDEN)
     # Kept in the dtype of the values, by which they are multiplied.
-    weights = checkpoint_name(jax.nn.softmax(scores, axis=-1).astype(v.dtype), KERNEL)
-    out = checkpoint_name(jnp.einsum("bnst,btnh->bsnh", weights, v), KERNEL)
+    weights = checkpoint_name(jax.nn.softmax(scores, axis=-1).astype(v.dtype), SAVED_ATTENTION)
+    out = checkpoint_name(jnp.einsum("bnst,btnh->bsnh", weights, v), SAVED_ATTENTION)
     return out, (q, k, v, k_table, q_table, first, weights, out)
 
 
@@ -218,7 +218,7 @@ def _by_distance(reach: int, x: Array, table: Array, length: int, first: Array, 
 
 def _found(reach: int, table: Array, distance: Array, furthest: int) -> Array:
     """The vectors of distances, none of which is larger than `furthest`."""
-    rows = jnp.asarray(vectors(np.arange(-furthest, furthest + 1), table.shape[0] // 2, reach))
+    rows = jnp.asarray(distance_buckets(np.arange(-furthest, furthest + 1), table.shape[0] // 2, reach))
     return _look_up(table, rows[distance + furthest])
 
 

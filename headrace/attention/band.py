@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from headrace.attention.xla import HIDDEN
-from headrace.kernels import band_tpu as band_mosaic
-from headrace.attention import KERNEL, Mask
+from headrace.kernels import band_tpu
+from headrace.nn.attention_mask import HIDDEN, Mask
 from headrace.nn.compile_target import device
+from headrace.nn.remat import SAVED_ATTENTION
 
 Array = jax.Array
 
@@ -39,11 +39,11 @@ def attend(
     offset: int | Array,
 ) -> Array:
     if device().platform == "tpu":
-        out = band_mosaic.mix(q, k, v, q_segments, reach=_reach(mask), scale=scale)
-        return checkpoint_name(out, KERNEL)
+        out = band_tpu.attend(q, k, v, q_segments, reach=_reach(mask), scale=scale)
+        return checkpoint_name(out, SAVED_ATTENTION)
     # Scores are made again in the backward pass: they are cheap, and large in memory.
     run = jax.checkpoint(_attend, static_argnums=(4, 5, 6))
-    return checkpoint_name(run(q, k, v, q_segments, mask, soft_cap, scale), KERNEL)
+    return checkpoint_name(run(q, k, v, q_segments, mask, soft_cap, scale), SAVED_ATTENTION)
 
 
 def _attend(
@@ -86,7 +86,7 @@ def _attend(
     return mixed.reshape(b, count * chunk, n, h)[:, :s].astype(q.dtype)
 
 
-def refuses(
+def unsupported_reason(
     cfg: Any,
     platform: str,
     q: Any,
@@ -107,10 +107,10 @@ def refuses(
         return None
     if soft_cap is not None:
         return "its kernels have no soft cap"
-    return band_mosaic.refuses(q, k, _reach(mask), segments)
+    return band_tpu.unsupported_reason(q, k, _reach(mask), segments)
 
 
-def saves(mask: Mask, length: int) -> bool:
+def is_cheaper(mask: Mask, length: int) -> bool:
     """Whether a row has fewer scores by chunks than all of its queries have with all of its keys."""
     if mask.window is None:
         return False
@@ -127,5 +127,5 @@ def _units(mask: Mask) -> tuple[int, int, int]:
 
 def _reach(mask: Mask) -> tuple[int, int]:
     before, after = mask.reach
-    assert before is not None and after is not None  # see `refuses`
+    assert before is not None and after is not None  # see `unsupported_reason`
     return before, after

@@ -11,16 +11,17 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from headrace.attention.xla import HIDDEN
-from headrace.attention import KERNEL, Mask, ends, meetings
+from headrace.attention import blocks_sharing_documents, first_last_true
+from headrace.nn.attention_mask import HIDDEN, Mask
+from headrace.nn.remat import SAVED_ATTENTION
 
 Array = jax.Array
 
 
 @dataclass(frozen=True)
 class Config:
-    block_q: int = 512  # positions of queries in a tile
-    block_kv: int = 512  # and of keys
+    block_q: int = 512  # queries in a tile [tokens]
+    block_kv: int = 512  # keys in a tile [tokens]
 
     def __post_init__(self) -> None:
         for name in ("block_q", "block_kv"):
@@ -41,7 +42,7 @@ def attend(
     scale: float,
     offset: int | Array,
 ) -> Array:
-    rule = Rule(mask, soft_cap, scale, keys=k.shape[1])
+    rule = TileSpec(mask, soft_cap, scale, keys=k.shape[1])
     position = jnp.asarray(offset, jnp.int32)
     if q_segments is None or kv_segments is None:
         return _whole(cfg, rule, position, q, k, v, None, None)
@@ -54,7 +55,7 @@ def attend(
     return jax.lax.map(row, (q, k, v, q_segments, kv_segments))
 
 
-def refuses(
+def unsupported_reason(
     cfg: Any,
     platform: str,
     q: Any,
@@ -70,7 +71,7 @@ def refuses(
 
 def _whole(
     cfg: Any,
-    rule: "Rule",
+    rule: "TileSpec",
     offset: Array,
     q: Array,
     k: Array,
@@ -107,7 +108,7 @@ class Blocks(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Rule:
+class TileSpec:
     """What turns the products of queries and keys into scores. `keys` is their number before padding."""
 
     mask: Mask
@@ -117,11 +118,11 @@ class Rule:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _flash(rule: Rule, blocks: Blocks) -> Array:
+def _flash(rule: TileSpec, blocks: Blocks) -> Array:
     return _forward(rule, blocks)[0]
 
 
-def _forward(rule: Rule, blocks: Blocks) -> tuple[Array, tuple[Blocks, Array, Array]]:
+def _forward(rule: TileSpec, blocks: Blocks) -> tuple[Array, tuple[Blocks, Array, Array]]:
     q, k, v, _, _, offset = blocks
     before, after = rule.mask.reach
     rows, columns = q.shape[-2], k.shape[-2]
@@ -145,11 +146,11 @@ def _forward(rule: Rule, blocks: Blocks) -> tuple[Array, tuple[Blocks, Array, Ar
         total, top, weighted = jax.lax.fori_loop(low, high, add, empty)
         return (weighted / total[..., None]).astype(q.dtype), top + jnp.log(total)
 
-    out, logsumexp = checkpoint_name(jax.lax.map(block, jnp.arange(len(q))), KERNEL)
+    out, logsumexp = checkpoint_name(jax.lax.map(block, jnp.arange(len(q))), SAVED_ATTENTION)
     return out, (blocks, out, logsumexp)
 
 
-def _backward(rule: Rule, saved: tuple[Blocks, Array, Array], d_out: Array) -> tuple[Any]:
+def _backward(rule: TileSpec, saved: tuple[Blocks, Array, Array], d_out: Array) -> tuple[Any]:
     blocks, out, logsumexp = saved
     q, k, v, _, _, offset = blocks
     before, after = rule.mask.reach
@@ -187,7 +188,7 @@ def _backward(rule: Rule, saved: tuple[Blocks, Array, Array], d_out: Array) -> t
 _flash.defvjp(_forward, _backward)
 
 
-def _tile(rule: Rule, blocks: Blocks, i: Array, j: Array) -> tuple[Array, Array]:
+def _tile(rule: TileSpec, blocks: Blocks, i: Array, j: Array) -> tuple[Array, Array]:
     """The scores of one block of queries over one block of keys, and which of them count."""
     q, k, _, q_segments, kv_segments, offset = blocks
     scores = rule.scale * _product("bkgsh,bkth->bkgst", q[i], k[j])
@@ -213,12 +214,12 @@ def _span(
 def _meetings(blocks: Blocks) -> Array | None:
     if blocks.q_segments is None or blocks.kv_segments is None:
         return None
-    return meetings(blocks.q_segments, blocks.kv_segments)
+    return blocks_sharing_documents(blocks.q_segments, blocks.kv_segments)
 
 
 def _narrow(span: tuple[Any, Any], meet: Array) -> tuple[Any, Any]:
     """The span from the first to the last block that is met."""
-    first, last = ends(meet, 0)
+    first, last = first_last_true(meet, 0)
     return jnp.maximum(span[0], first), jnp.minimum(span[1], last + 1)
 
 

@@ -8,7 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from headrace.attention import Mask, complaint
+from headrace.attention import compile_error
+from headrace.nn.attention_mask import Mask
 
 Array = jax.Array
 
@@ -33,11 +34,11 @@ def attend(
     scale: float,
     offset: int | Array,
 ) -> Array:
-    assert soft_cap is None  # see `refuses`; there too: no offset
+    assert soft_cap is None  # see `unsupported_reason`; there too: no offset
     return masked(q, k, v, q_segments, mask=mask, scale=scale)
 
 
-def refuses(
+def unsupported_reason(
     cfg: Any,
     platform: str,
     q: Any,
@@ -92,4 +93,4 @@ def masked(q: Array, k: Array, v: Array, segments: Array | None, *, mask: Mask, 
 @lru_cache
 def _try(platform: str, q: Any, k: Any, mask: Mask, segments: bool) -> str | None:
     ids = jax.ShapeDtypeStruct(q.shape[:2], jnp.int32) if segments else None
-    return complaint(platform, lambda *arrays: masked(*arrays, mask=mask, scale=1.0), q, k, k, ids)
+    return compile_error(platform, lambda *arrays: masked(*arrays, mask=mask, scale=1.0), q, k, k, ids)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from headrace.attention import compile_error
 from headrace.kernels.flash_hopper import (
     SIZES,
     TILE,
@@ -19,7 +20,8 @@ from headrace.kernels.flash_hopper import (
     gradient_of_keys,
     gradient_of_queries,
 )
-from headrace.attention import KERNEL, Mask, complaint
+from headrace.nn.attention_mask import Mask
+from headrace.nn.remat import SAVED_ATTENTION
 
 Array = jax.Array
 
@@ -48,7 +50,7 @@ def attend(
     return _flash(shape, *flat, bounds(mask, b, s, t, kv_segments, offset)).reshape(q.shape)
 
 
-def refuses(
+def unsupported_reason(
     cfg: Any,
     platform: str,
     q: Any,
@@ -79,7 +81,7 @@ def _try(heads: int, kv_heads: int, width: int, soft_cap: float | None) -> str |
     """What the compiler says of the least that the kernels do."""
     how: dict[str, Any] = dict(soft_cap=soft_cap, scale=1.0, offset=0, q_segments=None, kv_segments=None)
     q, k = (jax.ShapeDtypeStruct((1, TILE, n, width), jnp.bfloat16) for n in (heads, kv_heads))
-    return complaint("gpu", partial(attend, None, mask=Mask(), **how), q, k, k)
+    return compile_error("gpu", partial(attend, None, mask=Mask(), **how), q, k, k)
 
 
 def bounds(
@@ -108,7 +110,7 @@ def _flash(shape: Shape, q: Array, k: Array, v: Array, seen: Bounds) -> Array:
 
 
 def _forward(shape: Shape, q: Array, k: Array, v: Array, seen: Bounds) -> Any:
-    out, sums = checkpoint_name(forward(shape, q, k, v, seen), KERNEL)
+    out, sums = checkpoint_name(forward(shape, q, k, v, seen), SAVED_ATTENTION)
     return out, (q, k, v, seen, out, sums)
 
 

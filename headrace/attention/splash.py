@@ -18,8 +18,10 @@ import numpy as np
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
-from headrace.attention import KERNEL, Mask, complaint, ends, meetings
+from headrace.attention import blocks_sharing_documents, compile_error, first_last_true
+from headrace.nn.attention_mask import Mask
 from headrace.nn.compile_target import OLD_TPUS, device
+from headrace.nn.remat import SAVED_ATTENTION
 
 Array = jax.Array
 
@@ -38,8 +40,8 @@ MOST_PARTS = 4
 
 @dataclass(frozen=True)
 class Config:
-    block_q: int = 0  # positions of queries in a tile; 0: as many as are usually best
-    block_kv: int = 0  # and of keys
+    block_q: int = 0  # queries in a tile; 0: the usual best [tokens]
+    block_kv: int = 0  # keys in a tile; 0: the usual best [tokens]
 
     def __post_init__(self) -> None:
         for name in ("block_q", "block_kv"):
@@ -66,7 +68,7 @@ def attend(
     if q_segments is not None and kv_segments is not None:
         ids = kernels.SegmentIds(q_segments, kv_segments)
     if padding:
-        assert s == t  # see `refuses`
+        assert s == t  # see `unsupported_reason`
         q, k, v = (jnp.pad(x, ((0, 0), (0, padding), (0, 0), (0, 0))) for x in (q, k, v))
         plain = jnp.zeros((len(q), s), jnp.int32) if q_segments is None else q_segments
         # No document has the number -1: what is padded here is seen by nothing else.
@@ -92,7 +94,7 @@ def attend(
     return out.transpose(0, 2, 1, 3)[:, :s]
 
 
-def refuses(
+def unsupported_reason(
     cfg: Any,
     platform: str,
     q: Any,
@@ -124,7 +126,7 @@ def _try(
         how: dict[str, Any] = dict(mask=mask, soft_cap=soft_cap, scale=1.0, offset=offset)
         return attend(cfg, q, k, v, q_segments=q_ids, kv_segments=kv_ids, **how)
 
-    return complaint(platform, run, q, k, k, *ids, jax.ShapeDtypeStruct((), jnp.int32))
+    return compile_error(platform, run, q, k, k, *ids, jax.ShapeDtypeStruct((), jnp.int32))
 
 
 def fuses(length: int, head_dim: int, block_kv: int = 0) -> bool:
@@ -155,7 +157,7 @@ def _kernel(
     fused = fuses(whole.shape[1], head_dim, cfg.block_kv) and not isinstance(whole, masks.LocalMask)
     made = _described(whole, shards, block_q, block_kv, _layout(head_dim), fused)
     how = made.kwargs | dict(
-        attn_logits_soft_cap=soft_cap, residual_checkpoint_name=KERNEL, interpret=interpret
+        attn_logits_soft_cap=soft_cap, residual_checkpoint_name=SAVED_ATTENTION, interpret=interpret
     )
     return kernels.SplashAttentionKernel(made.fwd_mask_info, made.dq_mask_info, made.dkv_mask_info, **how)
 
@@ -224,7 +226,9 @@ def _skip(kernel: kernels.SplashAttentionKernel, ids: kernels.SegmentIds) -> ker
     """The kernel without the tiles in which no document of the queries is one of the keys."""
     sizes = kernel.kwargs["block_sizes"]
     rows, columns = (len(ids.q), -1, sizes.block_q), (len(ids.kv), -1, sizes.block_kv)
-    meet = meetings(ids.q.reshape(rows).swapaxes(0, 1), ids.kv.reshape(columns).swapaxes(0, 1))
+    meet = blocks_sharing_documents(
+        ids.q.reshape(rows).swapaxes(0, 1), ids.kv.reshape(columns).swapaxes(0, 1)
+    )
 
     def part(info: Any, axis: int) -> Any:
         """`data_next` says which tile of its row (axis 1 of the tiles) or column (axis 0) each one is, where
@@ -236,7 +240,7 @@ def _skip(kernel: kernels.SplashAttentionKernel, ids: kernels.SegmentIds) -> ker
             info = info._replace(data_next=place, block_mask=jnp.full_like(place, 2))
         place = info.data_next.astype(jnp.int32)
         met = jnp.take_along_axis(meet[None], place, axis=axis + 1)
-        first, last = (jnp.expand_dims(end, (0, axis + 1)) for end in ends(meet, axis))
+        first, last = (jnp.expand_dims(end, (0, axis + 1)) for end in first_last_true(meet, axis))
         return info._replace(
             data_next=jnp.clip(place, first, last).astype(info.data_next.dtype),
             block_mask=jnp.where(met, info.block_mask, 0),

@@ -9,13 +9,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from headrace.attention import Mask
+from headrace.nn.attention_mask import HIDDEN, Mask
 from headrace.nn.compile_target import threads
 
 Array = jax.Array
 
 # Finite, so that a row that sees nothing stays finite; far enough down for its exponential to be 0.
-HIDDEN = -0.7 * float(jnp.finfo(jnp.float32).max)
 
 # At most: each is as much to compile as the whole.
 PARTS = 8
@@ -106,7 +105,7 @@ def _dot(a: Array, b: Array, over: tuple[int, int]) -> Array:
     return jax.lax.dot_general(a, b, dimensions, preferred_element_type=jnp.float32)
 
 
-def refuses(
+def unsupported_reason(
     cfg: Any,
     platform: str,
     q: Any,

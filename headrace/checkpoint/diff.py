@@ -6,19 +6,19 @@ from typing import Any
 import numpy as np
 import orbax.checkpoint as ocp
 
-from headrace.config import reader as config
 from headrace.checkpoint.manager import Checkpoints
+from headrace.config import reader
 
 ITEMS = ("params", "ema", "rest")
 
 
-def differences(run: str, step: int, other_run: str, other_step: int) -> Iterator[str]:
+def diff_checkpoints(run: str, step: int, other_run: str, other_step: int) -> Iterator[str]:
     """A line for each thing that differs; none if the two are the same."""
     ours, theirs = Checkpoints(run), Checkpoints(other_run)
     try:
-        yield from _recipes(ours.meta(step), theirs.meta(other_step))
+        yield from _recipes(ours.read_meta(step), theirs.read_meta(other_step))
         for item in ITEMS:
-            here, there = ours.has(step, item), theirs.has(other_step, item)
+            here, there = ours.has_item(step, item), theirs.has_item(other_step, item)
             if here != there:
                 yield f"{item}: only in the {'first' if here else 'second'}"
             elif here:
@@ -29,7 +29,7 @@ def differences(run: str, step: int, other_run: str, other_step: int) -> Iterato
 
 
 def _recipes(ours: dict[str, Any], theirs: dict[str, Any]) -> Iterator[str]:
-    one, other = config.flat(ours["recipe"]), config.flat(theirs["recipe"])
+    one, other = reader.flatten(ours["recipe"]), reader.flatten(theirs["recipe"])
     data = ours.get("data", {}), theirs.get("data", {})
     one["tokenizer"], other["tokenizer"] = ours["tokenizer_sha256"], theirs["tokenizer_sha256"]
     one["data.fingerprint"], other["data.fingerprint"] = (about.get("fingerprint") for about in data)
@@ -39,7 +39,7 @@ def _recipes(ours: dict[str, Any], theirs: dict[str, Any]) -> Iterator[str]:
 
 
 def _tensors(ours: Checkpoints, step: int, theirs: Checkpoints, other: int, item: str) -> Iterator[str]:
-    one, two = ours.layout(step, item), theirs.layout(other, item)
+    one, two = ours.array_metadata(step, item), theirs.array_metadata(other, item)
     same = 0
     for path in one | two:
         name = f"{item}: {path}"
@@ -73,4 +73,4 @@ def _tensor(checkpoints: Checkpoints, step: int, item: str, path: str) -> np.nda
             restore_args={path: ocp.RestoreArgs(restore_type=np.ndarray)},
             partial_restore=True,
         )
-        return np.asarray(reader.restore(checkpoints.folder / str(step) / item, args=args)[path])
+        return np.asarray(reader.restore(checkpoints.directory / str(step) / item, args=args)[path])

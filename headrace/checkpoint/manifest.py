@@ -13,7 +13,7 @@ from typing import Literal, cast, get_args
 import google_crc32c
 from etils import epath
 
-from headrace.storage import files as store
+from headrace.storage import files as storage_files
 
 # Permanent ones are never removed, temporary ones when there are enough newer ones, and those from half-way
 # between two saves as soon as a newer one is whole.
@@ -46,11 +46,13 @@ class Manifest:
 def seal(folder: epath.Path, *, step: int, tier: Tier) -> Manifest:
     """Measures a step that is written and lists it, whole or not at all. All of it is on the disk before the
     list is: a machine that loses power may keep the list alone otherwise."""
-    there = {name: entry for name, entry in store.entries(folder).items() if name not in (NAME, DRAFT)}
+    there = {
+        name: entry for name, entry in storage_files.list_files(folder).items() if name not in (NAME, DRAFT)
+    }
     made = Manifest(step, tier, dict(zip(there, _measured(folder, there, sync=True), strict=True)))
     for path in {folder, *((folder / name).parent for name in there)}:
         _sync(path)
-    store.write(folder / NAME, _text(made))
+    storage_files.write(folder / NAME, _text(made))
     _sync(folder)
     return made
 
@@ -58,7 +60,7 @@ def seal(folder: epath.Path, *, step: int, tier: Tier) -> Manifest:
 def read(folder: epath.Path) -> Manifest | None:
     """None where there is none: the save was cut off before it."""
     try:
-        found = store.read(folder / NAME)
+        found = storage_files.read(folder / NAME)
     except FileNotFoundError:
         return None
     # Compared as bytes, not as numbers: a changed letter in the sum of the list is a change as well.
@@ -86,7 +88,7 @@ def verify(folder: epath.Path) -> Manifest | None:
     known = read(folder)
     if known is None:
         return None
-    there = store.entries(folder)
+    there = storage_files.list_files(folder)
     for name, (size, _) in known.files.items():  # without reading anything
         if name not in there:
             raise Damaged(f"{name} is missing")
@@ -111,17 +113,17 @@ def _text(made: Manifest) -> bytes:
 
 
 def _measured(
-    folder: epath.Path, listed: dict[str, store.Entry], *, sync: bool = False
+    folder: epath.Path, listed: dict[str, storage_files.FileInfo], *, sync: bool = False
 ) -> Iterator[tuple[int, int]]:
     with ThreadPoolExecutor(THREADS, "checksum") as pool:
         yield from pool.map(lambda name: _measure(folder / name, listed[name], sync), listed)
 
 
-def _measure(path: epath.Path, entry: store.Entry, sync: bool) -> tuple[int, int]:
-    if entry.crc is not None:
-        return entry.size, entry.crc
-    if store.is_url(path):
-        content = store.read(path)
+def _measure(path: epath.Path, entry: storage_files.FileInfo, sync: bool) -> tuple[int, int]:
+    if entry.crc32c is not None:
+        return entry.size, entry.crc32c
+    if storage_files.is_url(path):
+        content = storage_files.read(path)
         return len(content), google_crc32c.value(content)
     size = crc = 0
     with path.open("rb") as file:
@@ -134,7 +136,7 @@ def _measure(path: epath.Path, entry: store.Entry, sync: bool) -> tuple[int, int
 
 def _sync(path: epath.Path) -> None:
     """Where there is a disk: what lies at a URL is kept once it is written."""
-    if store.is_url(path):
+    if storage_files.is_url(path):
         return
     handle = os.open(path, os.O_RDONLY)
     try:

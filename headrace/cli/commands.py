@@ -18,28 +18,30 @@ def train(args: argparse.Namespace) -> int:
     cfg = recipe.load_train(args.recipe, args.overrides)
     if args.program is not None and not args.program.is_dir():
         raise UserError(f"--program: no such folder: {args.program}")
-    from headrace.runtime import supervisor as supervise
+    from headrace.runtime import supervisor
 
     if args.is_program and not args.once:
-        return supervise.Supervisor(cfg.run).watch()
-    supervise.tie()
-    from headrace.runtime import malloc as allocator
+        from headrace.checkpoint import inventory
 
-    allocator.one_arena()  # before JAX is imported, which starts threads and ends some
-    from headrace.runtime import multihost as hosts
-    from headrace.training import run as train
+        return supervisor.Supervisor(cfg.run_dir, inventory.latest_step).watch()
+    supervisor.die_with_parent()
+    from headrace.runtime import malloc
 
-    with hosts.ending(is_program=args.is_program):
-        return train.run(cfg, args.program, is_program=args.is_program)
+    malloc.one_arena()  # before JAX is imported, which starts threads and ends some
+    from headrace.runtime import multihost
+    from headrace.training import run as training_run
+
+    with multihost.exit_codes(owns_process=args.is_program):
+        return training_run.run(cfg, args.program, owns_process=args.is_program)
 
 
 def doctor(args: argparse.Namespace) -> int:
     from headrace.config import recipe
 
     cfg = recipe.load_train(args.recipe, args.overrides) if args.recipe else None
-    from headrace.doctor import report as doctor
+    from headrace.doctor import report
 
-    return doctor.examine(cfg, args.recipe, args.overrides)
+    return report.run_doctor(cfg, args.recipe, args.overrides)
 
 
 def plan(args: argparse.Namespace) -> int:
@@ -48,16 +50,16 @@ def plan(args: argparse.Namespace) -> int:
     cfg = recipe.load(args.recipe, args.overrides)
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # what is planned for is elsewhere
     check_plan(args)
-    from headrace.cli import plan as command
+    from headrace.cli import plan
 
-    cfg = command.sized(cfg)
+    cfg = plan.fill_data_sizes(cfg)
     if args.recommend:
         wish = dict(tokens=args.tokens, days=args.days, budget=args.budget)
-        return command.recommend(cfg, args.slice, **wish, prices=args.prices)
+        return plan.recommend_slices(cfg, args.slice, **wish, prices=args.prices)
     options = dict(fast=args.fast, out=args.json, prices=args.prices, save=args.save)
     if args.search:
-        return command.tune(cfg, args.slice[0], **options, write=args.write)
-    return command.run(cfg, args.slice, **options, days=args.days)
+        return plan.search_settings(cfg, args.slice[0], **options, write=args.write)
+    return plan.plan_slices(cfg, args.slice, **options, days=args.days)
 
 
 def check_plan(args: argparse.Namespace) -> None:
@@ -102,9 +104,9 @@ def data_prepare(args: argparse.Namespace) -> None:
 
 
 def data_inspect(args: argparse.Namespace) -> None:
-    from headrace.data import inspect as show
+    from headrace.data import inspect as data_inspect
 
-    show.inspect(args.folder, split=args.split, rows=args.rows, seed=args.seed)
+    data_inspect.inspect(args.folder, split=args.split, rows=args.rows, seed=args.seed)
 
 
 def data_verify(args: argparse.Namespace) -> None:
@@ -114,47 +116,49 @@ def data_verify(args: argparse.Namespace) -> None:
 
 
 def checkpoint_ls(args: argparse.Namespace) -> None:
-    from headrace.checkpoint import inventory as saved
+    from headrace.checkpoint import inventory
 
-    saved.listed(args.run, print)
+    inventory.ls(args.run, print)
 
 
 def checkpoint_verify(args: argparse.Namespace) -> int:
-    from headrace.checkpoint import inventory as saved
+    from headrace.checkpoint import inventory
 
-    return 0 if saved.verified(args.run, args.step, print) else 1
+    return 0 if inventory.verify(args.run, args.step, print) else 1
 
 
 def checkpoint_prune(args: argparse.Namespace) -> None:
-    from headrace.checkpoint import inventory as saved
+    from headrace.checkpoint import inventory
 
     if args.keep < 1:
         raise UserError(f"--keep: found {args.keep}, expected 1 or more")
-    saved.check_run(args.run)
+    inventory.require_steps(args.run)
     if args.dry_run:
-        saved.pruned(args.run, args.keep, print, dry_run=True)
+        inventory.prune(args.run, args.keep, print, dry_run=True)
         return
     from headrace.storage.lock import lock
 
-    with lock(args.run, waiting=print):
-        saved.pruned(args.run, args.keep, print)
+    with lock(args.run, on_wait=print):
+        inventory.prune(args.run, args.keep, print)
 
 
 def checkpoint_diff(args: argparse.Namespace) -> int:
     """1 if they differ, as `diff` has it."""
-    from headrace.checkpoint import inventory as saved
+    from headrace.checkpoint import inventory
 
     pairs = [(args.run, step) for step in args.others]
     if len(args.others) == 1:
-        pairs = [(run, str(saved.newest(run, print))) for run in (args.run, *args.others)]
+        pairs = [(run, str(inventory.find_readable_step(run, print))) for run in (args.run, *args.others)]
     if len(pairs) != 2:
         raise UserError("checkpoint diff: expected a run and two of its steps, or two runs")
-    (run, step), (other, other_step) = [(name, saved.one(name, number)) for name, number in pairs]
+    (run, step), (other, other_step) = [
+        (name, inventory.resolve_step(name, number)) for name, number in pairs
+    ]
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # leaves the accelerators to those who train
-    from headrace.checkpoint.diff import differences
+    from headrace.checkpoint.diff import diff_checkpoints
 
     print(f"{run} step {step} -> {other} step {other_step}")
-    lines = list(differences(run, step, other, other_step))
+    lines = list(diff_checkpoints(run, step, other, other_step))
     print("\n".join(lines))
     return 0 if all("are the same, bit for bit" in line for line in lines) else 1
 
@@ -164,12 +168,12 @@ def report(args: argparse.Namespace) -> None:
         raise UserError(f"--samples: found {args.samples}, expected 1 or more")
     if args.out is not None and args.out.is_dir():
         raise UserError(f"--out: found a folder, {args.out}, expected a file")
-    from headrace.cli import report as command
+    from headrace.cli import report
 
     if args.samples is not None:
         os.environ.setdefault("JAX_PLATFORMS", "cpu")  # leaves the accelerators to those who train
-        command.sample(args.run, args.samples)
-    print(command.write(args.run, args.out))
+        report.write_samples(args.run, args.samples)
+    print(report.write_page(args.run, args.out))
 
 
 def open_run(args: argparse.Namespace, overrides: Sequence[str] = ()) -> Any:
@@ -177,9 +181,9 @@ def open_run(args: argparse.Namespace, overrides: Sequence[str] = ()) -> Any:
     from headrace.config import recipe
 
     cfg = recipe.load_run(args.run, overrides)
-    from headrace.checkpoint import open_run as folder
+    from headrace.checkpoint import open_run
 
-    return folder.open_run(cfg, item={True: "ema", False: "params", None: None}[args.ema])
+    return open_run.open_run(cfg, item={True: "ema", False: "params", None: None}[args.ema])
 
 
 def evaluate(args: argparse.Namespace) -> None:
@@ -190,24 +194,25 @@ def evaluate(args: argparse.Namespace) -> None:
             raise UserError(f"--{option}: found {value}, expected {wanted}")
     run = open_run(args, args.overrides)
     if args.tasks:
-        from headrace.inference import lm_eval as harness
+        from headrace.inference import lm_eval
 
-        print(harness.evaluate(run, args.tasks.split(","), limit=args.limit, batch=args.batch or 8))
+        print(lm_eval.evaluate(run, args.tasks.split(","), limit=args.limit, batch=args.batch or 8))
         return
     from headrace.training import evaluate
 
     at = f"step {run.step}: " if run.step else ""
-    print(at + evaluate.spoken(evaluate.evaluate_run(run), run.cfg.objective))
+    print(at + evaluate.format_result(evaluate.evaluate_run(run), run.recipe.objective))
 
 
 def generate(args: argparse.Namespace) -> None:
-    rounds = [] if args.recurrence is None else [f"model.recurrence={args.recurrence}"]
+    rounds = [] if args.recurrence is None else [f"recurrence.rounds={args.recurrence}"]
     if rounds or args.exit is not None:
-        check_rounds(args)
+        check_recurrence_options(args)
     run = open_run(args, rounds)
-    from headrace.inference import sampling as draw, generate
+    from headrace.inference import generate
+    from headrace.inference import sampling as inference_sampling
 
-    sampling = draw.Sampling(args.temperature, args.top_k, args.top_p, args.seed)
+    sampling = inference_sampling.Sampling(args.temperature, args.top_k, args.top_p, args.seed)
     named = {name: getattr(args, name) for name in ("steps", "block", "order")}
     named = {name: value for name, value in named.items() if value is not None}
     pieces = generate.generate(run, args.prompt, args.tokens, sampling, named, args.exit or 0.0, args.pause)
@@ -217,13 +222,13 @@ def generate(args: argparse.Namespace) -> None:
     print()
 
 
-def check_rounds(args: argparse.Namespace) -> None:
+def check_recurrence_options(args: argparse.Namespace) -> None:
     from headrace.config import recipe
 
     option = "--exit" if args.recurrence is None else "--recurrence"
-    if not recipe.load_run(args.run).model.recurrence:
+    if recipe.load_run(args.run).recurrence is None:
         raise UserError(
-            f"{option}: expected nothing, since the run has no recurrent depth (model.recurrence)"
+            f"{option}: expected nothing, since the run has no recurrent depth (recurrence.rounds)"
         )
     if args.recurrence is not None and args.recurrence < 1:
         raise UserError(f"--recurrence: found {args.recurrence}, expected 1 or more")
@@ -233,9 +238,9 @@ def check_rounds(args: argparse.Namespace) -> None:
 
 def serve(args: argparse.Namespace) -> None:
     run = open_run(args)
-    from headrace.inference.serve import http as api
+    from headrace.inference.serve import http as serve_http
 
-    api.serve(run, host=args.host, port=args.port, slots=args.slots, length=args.length)
+    serve_http.serve(run, host=args.host, port=args.port, slots=args.slots, length=args.length)
 
 
 def export(args: argparse.Namespace) -> None:
@@ -247,14 +252,14 @@ def export(args: argparse.Namespace) -> None:
     if args.adapter and (args.packed or is_file or args.dtype != "float32"):
         raise UserError("--adapter: expected a folder and no other option: adapters are written in float32")
     run = open_run(args)
-    from headrace.convert import peft as adapter, gguf as gguf_file, to_huggingface as huggingface
+    from headrace.convert import gguf, peft, to_huggingface
 
     if is_file:
-        files = [gguf_file.export(run, args.folder, args.dtype)]
+        files = [gguf.export(run, args.folder, args.dtype)]
     elif args.adapter:
-        files = adapter.export(run, args.folder)
+        files = peft.export(run, args.folder)
     else:
-        files = huggingface.export(run, args.folder, args.dtype, packed=args.packed)
+        files = to_huggingface.export(run, args.folder, args.dtype, packed=args.packed)
     for path in files:
         print(f"{path}  {path.stat().st_size:,} bytes")
 
@@ -262,13 +267,11 @@ def export(args: argparse.Namespace) -> None:
 def quantize(args: argparse.Namespace) -> None:
     from headrace.config import recipe
 
-    learnt = recipe.load_run(args.run).model
-    if learnt.bits:  # training saw the numbers that are to be stored
+    qat = recipe.load_run(args.run).qat
+    if qat is not None:  # training saw the numbers that are to be stored
         if args.method or args.bits or args.overrides:
-            raise UserError(
-                f"quantize: expected no method, since {args.run} was trained in {learnt.bits} bits"
-            )
-        name, settings = "rtn", [f"bits={learnt.bits}", f"group={learnt.bits_group}"]
+            raise UserError(f"quantize: expected no method, since {args.run} was trained in {qat.bits} bits")
+        name, settings = "rtn", [f"bits={qat.bits}", f"group_size={qat.group_size}"]
     else:
         name, settings = args.method or "gptq", [] if args.bits is None else [f"bits={args.bits}"]
     method = recipe.load_method(name, [*settings, *args.overrides])
@@ -278,20 +281,21 @@ def quantize(args: argparse.Namespace) -> None:
     if has_gpu and "xla_gpu_enable_triton_gemm" not in (flags := os.environ.get("XLA_FLAGS", "")):
         os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_enable_triton_gemm=false"
     run = open_run(args)
-    from headrace.quantize import run as command
+    from headrace.quantize import run as quantize_run
 
-    target = args.to or f"{str(args.run).rstrip('/')}-{'qat' if learnt.bits else name}-{method.bits}"
-    data = args.data or run.cfg.data.path
-    request = command.Request(target, method, args.samples, args.dtype, data)
-    for path in command.quantize(run, request, print):
+    target = args.to or f"{str(args.run).rstrip('/')}-{name if qat is None else 'qat'}-{method.bits}"
+    data = args.data or run.recipe.data.path
+    request = quantize_run.QuantizeRequest(target, method, args.samples, args.dtype, data)
+    for path in quantize_run.quantize(run, request, print):
         print(f"{path}  {path.stat().st_size:,} bytes")
 
 
 def import_(args: argparse.Namespace) -> None:
-    from headrace.convert import head_warnings as heads, to_huggingface as huggingface
+    from headrace.checkpoint import open_hf
+    from headrace.convert import to_huggingface
 
-    cfg = huggingface.import_(args.folder, args.run)
-    if passed := heads.passed_over(cfg.model, heads.names(cfg.model), Path(args.folder)):
+    cfg = to_huggingface.import_(args.folder, args.run)
+    if passed := open_hf.ignored_note(cfg.model, open_hf.weight_paths(cfg.model), Path(args.folder)):
         print(passed)
     tries = f"`headrace generate {args.run}` tries it, and" if cfg.model.causal else "now"
     print(f"{args.run}: {cfg.model.use} imported; {tries}")
@@ -299,9 +303,9 @@ def import_(args: argparse.Namespace) -> None:
 
 
 def recipe_show(args: argparse.Namespace) -> None:
-    from headrace.config import reader as config, recipe
+    from headrace.config import reader, recipe
 
-    print(config.to_yaml(recipe.load_any(args.recipe, args.overrides)), end="")
+    print(reader.to_yaml(recipe.load_any(args.recipe, args.overrides)), end="")
 
 
 def recipe_check(args: argparse.Namespace) -> None:
@@ -322,9 +326,17 @@ def recipe_list(args: argparse.Namespace) -> None:
         print(f"{path!s:{width}}  {says}".rstrip())
 
 
+def recipe_explain(args: argparse.Namespace) -> None:
+    from headrace.config import explain
+
+    print(explain.explain(args.key))
+
+
 def recipe_schema(args: argparse.Namespace) -> None:
     import json
 
-    from headrace.config import json_schema as schema, sections
+    from headrace.config import json_schema, sections
 
-    print(json.dumps(schema.schema(sections.DataRun if args.data else sections.Run), indent=2))
+    print(
+        json.dumps(json_schema.schema(sections.DataRecipe if args.data else sections.TrainRecipe), indent=2)
+    )

@@ -10,41 +10,41 @@ import os
 import sys
 from collections.abc import Sequence
 
-from headrace.cli import parser as options
-from headrace.storage import redact as secret
-from headrace.errors import UserError
+from headrace.cli import parser
+from headrace.errors import ExitCode, UserError
+from headrace.storage import redact
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal that lacks a letter shows its number
         sys.stdout.reconfigure(errors="backslashreplace")
     if argv is None:
-        sys.excepthook = secret.excepthook
+        sys.excepthook = redact.excepthook
     try:
         args = parse(argv)
         args.is_program = argv is None
-        leave_out_tpu()
+        hide_libtpu_without_devices()
         code = args.command(args) or 0
         sys.stdout.flush()
         return code
     except UserError as error:
-        said = f"headrace: {secret.clean(str(error))}"  # with whatever was found, be it no letter at all
+        said = f"headrace: {redact.redact(str(error))}"  # with whatever was found, be it no letter at all
         print(said.encode("utf-8", "backslashreplace").decode(), file=sys.stderr)
-        return error.code
+        return error.exit_code
     except KeyboardInterrupt:
         print("headrace: interrupted", file=sys.stderr)
-        return 130
+        return ExitCode.INTERRUPTED
     except BrokenPipeError:  # `headrace ... | head`: Python would complain once more at its end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141  # as if ended by SIGPIPE: whatever was being done is not finished
+        return ExitCode.BROKEN_PIPE
     except OSError as error:  # a folder that cannot be written, a full disk
         if not error.filename and error.errno != errno.ENOSPC:
             raise
         print(f"headrace: {error.filename or 'what was to be written'}: {error.strerror}", file=sys.stderr)
-        return 2
+        return ExitCode.USER_ERROR
 
 
-def leave_out_tpu() -> None:
+def hide_libtpu_without_devices() -> None:
     """On a machine that has libtpu for `plan` but neither a TPU nor a GPU, JAX would load it all the same: it
     complains of what it does not find, and may bring down a profile."""
     devices = any(glob.glob(pattern) for pattern in ("/dev/accel*", "/dev/vfio/[0-9]*"))
@@ -55,7 +55,7 @@ def leave_out_tpu() -> None:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Settings may come after options too, which argparse does not expect."""
-    top = options.parser()
+    top = parser.parser()
     args, rest = top.parse_known_args(argv)
     if rest[:1] == ["--"] and hasattr(args, "words"):
         args.words, rest = rest[1:], []

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from headrace import __version__
-from headrace.cli import commands
+from headrace.cli import commands, tpu_parser
 from headrace.errors import UserError
-from headrace.cli import tpu_parser as tpu_options
 
 EXAMPLES = """\
 examples:
@@ -55,12 +54,12 @@ def parser() -> argparse.ArgumentParser:
     )
     top.add_argument("--version", action="version", version=f"headrace {__version__}")
     every = top.add_subparsers(metavar="COMMAND", required=True)
-    for group in (training, data, checkpoint, tpu_options.add_to, looking, handing, recipe):
+    for group in (add_train, data, checkpoint, tpu_parser.add_tpu, add_inspect, add_convert, recipe):
         group(every)
     return top
 
 
-def training(top: Any) -> None:
+def add_train(top: Any) -> None:
     one = add(
         top, "train", commands.train, "train a model; resumes by itself if the run folder has checkpoints"
     )
@@ -100,7 +99,7 @@ def data(top: Any) -> None:
         one.add_argument("--replace", action="store_true", help="replace finished data of another recipe")
         one.set_defaults(until=until)
     one = add(
-        data, "inspect", commands.data_inspect, "print real examples, documents and loss mask in colours"
+        data, "inspect", commands.data_inspect, "print real examples, documents and loss mask in colors"
     )
     one.add_argument("folder", metavar="FOLDER", help="what `data prepare` made, or a stage of it")
     one.add_argument("--rows", type=int, default=4, help="how many (default: 4)")
@@ -132,7 +131,7 @@ def checkpoint(top: Any) -> None:
     one.add_argument("others", metavar="STEP", nargs="+", help="two of its steps, or another run folder")
 
 
-def looking(top: Any) -> None:
+def add_inspect(top: Any) -> None:
     one = add(
         top, "report", commands.report, "write one HTML page about a run: how it is, what it cost, its curves"
     )
@@ -161,7 +160,7 @@ def looking(top: Any) -> None:
         "--top-p", type=float, default=1.0, help="draw among the likeliest that reach p (default: 1)"
     )
     one.add_argument("--seed", type=int, default=0)
-    text = "pause tokens after the prompt, if it was trained with them (pack.pause)"
+    text = "pause tokens after the prompt, if it was trained with them (pack.pause_tokens)"
     one.add_argument("--pause", type=int, default=0, metavar="N", help=text)
     text = "of a diffusion model: told in so many steps (default: one for each token)"
     one.add_argument("--steps", type=int, metavar="N", help=text)
@@ -186,14 +185,14 @@ def looking(top: Any) -> None:
     one.add_argument("--length", type=int, metavar="N", help=text)
 
 
-def handing(top: Any) -> None:
+def add_convert(top: Any) -> None:
     one = with_run(add(top, "export", commands.export, "write a Hugging Face model folder, or a .gguf file"))
     one.add_argument("folder", metavar="TARGET", help="a new folder, or a file NAME.gguf for llama.cpp")
     text = "of the weights; q8_0 and q4_0 are for .gguf files (default: float32)"
     kinds = ["float32", "bfloat16", "float16", "q8_0", "q4_0"]
     one.add_argument("--dtype", choices=kinds, default="float32", help=text)
     one.add_argument("--packed", action="store_true", help="ternary matrices in 2 bits a weight")
-    text = "the adapters alone (model.lora_rank), for peft; without it they are merged into the model"
+    text = "the adapters alone (lora.rank), for peft; without it they are merged into the model"
     one.add_argument("--adapter", action="store_true", help=text)
 
     one = with_run(
@@ -228,6 +227,8 @@ def recipe(top: Any) -> None:
     with_recipe(add(recipes, "check", commands.recipe_check, "say what is wrong with a recipe, if anything"))
     one = add(recipes, "list", commands.recipe_list, "list the recipes of a folder")
     one.add_argument("folder", metavar="FOLDER", nargs="?", default="recipes")
+    one = add(recipes, "explain", commands.recipe_explain, "explain a key or a section of recipes")
+    one.add_argument("key", metavar="KEY", help="e.g. optimizer.max_grad_norm, or optimizer")
     one = add(recipes, "schema", commands.recipe_schema, "print every key as a JSON schema, for editors")
     one.add_argument("--data", action="store_true", help="of data recipes")
 
@@ -245,7 +246,7 @@ def with_overrides(one: argparse.ArgumentParser, whose: str = "the recipe") -> N
 
 def with_run(one: argparse.ArgumentParser) -> argparse.ArgumentParser:
     one.add_argument("run", metavar="RUN", help="a run folder")
-    text = "take the averaged weights (optimizer.ema), or not (default: where the run keeps them)"
+    text = "take the averaged weights (optimizer.ema_decay), or not (default: where the run keeps them)"
     one.add_argument("--ema", action=argparse.BooleanOptionalAction, help=text)
     return one
 

@@ -1,4 +1,4 @@
-"""`headrace plan`: what a recipe takes on slices that nobody has rented yet."""
+"""`headrace plan`: memory, time and cost of a recipe on slices, before they are rented."""
 
 import dataclasses
 import json
@@ -7,45 +7,42 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from headrace.config import reader as config, sections
-from headrace.errors import UserError
-from headrace.plan import (
-    recommend as advise,
-    estimate as arithmetic,
-    aot as compiler,
-    buffers as memory,
-    outcome,
-    search,
-    show,
-)
+from headrace.config import reader
+from headrace.config.sections import TrainRecipe
+from headrace.errors import ExitCode, UserError
 from headrace.hardware import chips
-from headrace.plan.outcome import Outcome
-from headrace.hardware.slices import Slice, parse
+from headrace.hardware.slices import SliceShape, parse_slice
+from headrace.plan import aot, buffers, recommend, search, show
+from headrace.plan.device_memory import min_state_bytes
+from headrace.plan.estimate import Estimate, estimate_step
+from headrace.plan.outcome import Outcome, count_tokens
 
-DOES_NOT_FIT = 3
 
+def fill_data_sizes(recipe: TrainRecipe) -> TrainRecipe:
+    """Return the recipe with the vocabulary and labels of its data, if it does not set them.
 
-def sized(cfg: sections.Run) -> sections.Run:
-    """The recipe with the vocabulary of its data, where that is there."""
-    if getattr(cfg.model, "heads", None) is None:
+    Raises UserError if they are needed and the data is missing."""
+    if not hasattr(recipe.model, "heads") or recipe.model.heads is None:
         raise UserError(
-            f"model.use: found {cfg.model.use}, whose sizes are not in the recipe, as plan needs them"
+            f"model.use: found {recipe.model.use}, but plan needs a family whose sizes are in the recipe"
         )
-    vocab = "model.vocab: expected the size of the vocabulary"
-    lacks = "model.labels: expected how many there are" if cfg.model.vocab else vocab
-    if cfg.model.vocab and (cfg.model.labels or cfg.objective.use != "classify"):
-        return cfg
-    if not (Path(cfg.data.path) / "index.json").is_file():
-        raise UserError(f"{lacks}, since the data, {cfg.data.path}, is not there")
-    # Most recipes name it, and need not wait for these.
+    missing = "model.vocab: expected the size of the vocabulary"
+    if recipe.model.vocab:
+        if recipe.model.labels or recipe.objective.use != "classify":
+            return recipe
+        missing = "classifier.labels: expected the number of labels"
+    if not (Path(recipe.data.path) / "index.json").is_file():
+        raise UserError(f"{missing}, since there is no data in {recipe.data.path}")
+    # Imported here, since most recipes have the size and should not wait for it.
     from headrace.data.dataset import Dataset
-    from headrace.training.evaluate import with_vocabulary
+    from headrace.training.evaluate import fill_model_sizes
 
-    return with_vocabulary(cfg, Dataset.open(cfg.data.path, sequence_length=cfg.data.sequence_length))
+    dataset = Dataset.open(recipe.data.path, sequence_length=recipe.data.sequence_length)
+    return fill_model_sizes(recipe, dataset)
 
 
-def run(
-    cfg: sections.Run,
+def plan_slices(
+    recipe: TrainRecipe,
     names: Sequence[str],
     *,
     fast: bool = False,
@@ -54,22 +51,22 @@ def run(
     save: Path | None = None,
     days: float | None = None,
 ) -> int:
-    """Plans for each slice, one after the other. Returns the exit code."""
-    slices, table = [parse(name) for name in names], chips.prices(prices)
-    for where in slices:
-        arithmetic.estimate(cfg, where)  # a mistake is told before the first is compiled
-    found = []
-    for where in slices:
-        one = plan(cfg, where, table[where.chip.name], fast=fast, save=save)
-        found.append(one)
-        show.outcome(one, cfg, days, own_prices=prices is not None)
+    """Plan a recipe for each slice, print the plans, and return the exit code."""
+    slice_shapes, price_table = [parse_slice(name) for name in names], chips.load_prices(prices)
+    for slice_shape in slice_shapes:
+        estimate_step(recipe, slice_shape)  # reports mistakes before the first slice is compiled
+    outcomes = []
+    for slice_shape in slice_shapes:
+        price = price_table[slice_shape.chip.name]
+        outcomes.append(plan_slice(recipe, slice_shape, price, fast=fast, save=save))
+        show.print_outcome(outcomes[-1], recipe, days, own_prices=prices is not None)
     if out is not None:
-        out.write_text(json.dumps([one.as_json() for one in found], indent=2) + "\n")
-    return 0 if all(one.fits for one in found) else DOES_NOT_FIT
+        write_json(outcomes, out)
+    return ExitCode.DONE if all(outcome.fits for outcome in outcomes) else ExitCode.DOES_NOT_FIT
 
 
-def tune(
-    cfg: sections.Run,
+def search_settings(
+    recipe: TrainRecipe,
     name: str,
     *,
     fast: bool,
@@ -78,42 +75,47 @@ def tune(
     prices: Path | None,
     save: Path | None,
 ) -> int:
-    """Looks for the settings that make a step shortest on a slice, and writes the recipe with them."""
-    where = parse(name)
-    price = chips.prices(prices)[where.chip.name]
-    outcomes: dict[sections.Run, Outcome] = {}
+    """Search the fastest settings on a slice, print them, and write the recipe with them to `write`.
 
-    def judge(tried: sections.Run, folder: Path) -> float | None:
-        settings = " ".join(search.overrides(cfg, tried)) or "as it is"
+    Returns the exit code."""
+    slice_shape = parse_slice(name)
+    price = chips.load_prices(prices)[slice_shape.chip.name]
+    outcomes: dict[TrainRecipe, Outcome] = {}
+
+    def compile_candidate(candidate: TrainRecipe, folder: Path) -> float | None:
+        settings = " ".join(search.list_overrides(recipe, candidate)) or "unchanged"
         try:
-            outcomes[tried] = plan(tried, where, price, fast=fast, save=folder)
-            seconds = outcomes[tried].step_seconds
-            verdict = f"{seconds:.3g} s a step" if seconds else "does not fit"
+            outcomes[candidate] = plan_slice(candidate, slice_shape, price, fast=fast, save=folder)
+            seconds = outcomes[candidate].step_seconds
+            verdict = f"{seconds:.3g} s per step" if seconds else "does not fit"
         except UserError as error:
-            if tried.attention == cfg.attention:
+            if candidate.attention == recipe.attention:
                 raise
             seconds, verdict = None, str(error)
-        show.say(f"  {settings}: {verdict}")
+        show.print_line(f"  {settings}: {verdict}")
         return seconds
 
     with tempfile.TemporaryDirectory(prefix="headrace-plan-") as scratch:
         try:
-            best, _ = search.search(cfg, where, judge, save or Path(scratch), exact=fast)
-        except search.NoneFits as error:
-            show.say(str(error))
-            return DOES_NOT_FIT
-    show.outcome(outcomes[best], best, None, own_prices=prices is not None)
+            best, _ = search.search_settings(
+                recipe, slice_shape, compile_candidate, save or Path(scratch), exact=fast
+            )
+        except search.NothingFits as error:
+            show.print_line(str(error))
+            return ExitCode.DOES_NOT_FIT
+    show.print_outcome(outcomes[best], best, None, own_prices=prices is not None)
     if out is not None:
-        out.write_text(json.dumps([outcomes[best].as_json()], indent=2) + "\n")
-    show.say("the best settings: " + (" ".join(search.overrides(cfg, best)) or "those of the recipe"))
+        write_json([outcomes[best]], out)
+    overrides = " ".join(search.list_overrides(recipe, best))
+    show.print_line(f"the best settings: {overrides or 'those of the recipe'}")
     if write is not None:
-        write.write_text(config.to_yaml(best))
-        show.say(f"{write} is the recipe with them: `headrace train {write}`")
-    return 0
+        write.write_text(reader.to_yaml(best))
+        show.print_line(f"{write} is the recipe with them: `headrace train {write}`")
+    return ExitCode.DONE
 
 
-def recommend(
-    cfg: sections.Run,
+def recommend_slices(
+    recipe: TrainRecipe,
     names: Sequence[str],
     *,
     tokens: str | None,
@@ -121,80 +123,104 @@ def recommend(
     budget: float | None,
     prices: Path | None = None,
 ) -> int:
-    """Which slice for this model; for given slices, which model and tokens they train best."""
-    for name in names:
-        show.optimal(parse(name), days or show.MONTH)
-    if not names:
-        if tokens is not None:
-            cfg = dataclasses.replace(
-                cfg, schedule=dataclasses.replace(cfg.schedule, steps=f"{tokens} tokens")
-            )
-        limits = [] if days is None else [f"in {days:g} days"]
-        limits += [] if budget is None else [f"for ${budget:,.0f}"]
-        table = chips.prices(prices)
-        found = advise.offers(cfg, table, days=days, budget=budget)
-        every = found or advise.offers(cfg, table, days=None, budget=None)
-        show.offers(found, every, cfg, "".join(f" {limit}" for limit in limits))
-        return 0 if found else DOES_NOT_FIT
-    return 0
+    """Print which slices to rent for a recipe; for given slices, which model and tokens they train best.
+
+    Returns the exit code."""
+    if names:
+        for name in names:
+            show.print_optimal(parse_slice(name), days or show.DEFAULT_DAYS)
+        return ExitCode.DONE
+    if tokens is not None:
+        schedule = dataclasses.replace(recipe.schedule, steps=f"{tokens} tokens")
+        recipe = dataclasses.replace(recipe, schedule=schedule)
+    limits = "" if days is None else f" in {days:g} days"
+    limits += "" if budget is None else f" for ${budget:,.0f}"
+    price_table = chips.load_prices(prices)
+    offers = recommend.find_offers(recipe, price_table, days=days, budget=budget)
+    any_offers = offers or recommend.find_offers(recipe, price_table, days=None, budget=None)
+    show.print_offers(offers, any_offers, recipe, limits)
+    return ExitCode.DONE if offers else ExitCode.DOES_NOT_FIT
 
 
-def plan(cfg: sections.Run, where: Slice, price: chips.Price, *, fast: bool, save: Path | None) -> Outcome:
-    """By the compiler if there is one for the chip and the state alone does not fill it."""
-    hopeless = arithmetic.state_needs(cfg, where) * where.chip.devices > where.chip.usable
-    if fast or hopeless or not where.chip.is_tpu:
-        return by_arithmetic(cfg, where, price)
+def write_json(outcomes: list[Outcome], path: Path) -> None:
+    path.write_text(json.dumps([outcome.to_json() for outcome in outcomes], indent=2) + "\n")
+
+
+def plan_slice(
+    recipe: TrainRecipe, slice_shape: SliceShape, price: chips.Price, *, fast: bool, save: Path | None
+) -> Outcome:
+    """Plan a recipe for a slice.
+
+    By the compiler, if there is one for the chip and the state fits; else by arithmetic."""
+    chip = slice_shape.chip
+    state_fits = min_state_bytes(recipe, slice_shape) * chip.devices <= chip.usable_bytes
+    if fast or not state_fits or not chip.is_tpu:
+        return plan_by_arithmetic(recipe, slice_shape, price)
     with tempfile.TemporaryDirectory(prefix="headrace-plan-") as scratch:
-        folder = save / where.name if save else Path(scratch)
-        return by_compiler(cfg, where, price, folder)
+        folder = save / slice_shape.name if save else Path(scratch)
+        return plan_by_compiler(recipe, slice_shape, price, folder)
 
 
-def by_arithmetic(cfg: sections.Run, where: Slice, price: chips.Price) -> Outcome:
-    guess = arithmetic.estimate(cfg, where)
-    fits = guess.hbm_bytes * where.chip.devices <= where.chip.usable
-    parts = {
-        "matrix units": guess.matrix_seconds,
-        "attention": guess.attention_seconds,
-        "memory": guess.memory_seconds,
-        "between chips, not hidden": guess.exposed_seconds,
-        "to the host and back, not hidden": guess.host_seconds,
+def plan_by_arithmetic(recipe: TrainRecipe, slice_shape: SliceShape, price: chips.Price) -> Outcome:
+    """Plan a recipe for a slice by arithmetic, within a second."""
+    estimate = estimate_step(recipe, slice_shape)
+    fits = estimate.hbm_bytes * slice_shape.chip.devices <= slice_shape.chip.usable_bytes
+    seconds_by_part = {
+        "matrix units": estimate.matrix_seconds,
+        "attention": estimate.attention_seconds,
+        "memory": estimate.memory_seconds,
+        "between chips, not hidden": estimate.exposed_seconds,
+        "to the host and back, not hidden": estimate.host_seconds,
     }
-    parts = {what: seconds for what, seconds in parts.items() if seconds}
     return Outcome(
-        where=where,
+        slice_shape=slice_shape,
         fits=fits,
-        **of_both(guess, cfg, where),
-        step_seconds=guess.step_seconds if fits else None,
-        by="arithmetic",
-        parts=parts if fits else {},
+        **_common_fields(estimate, recipe, slice_shape),
+        step_seconds=estimate.step_seconds if fits else None,
+        method="arithmetic",
+        seconds_by_part={part: seconds for part, seconds in seconds_by_part.items() if seconds and fits},
         price=price,
     )
 
 
-def by_compiler(cfg: sections.Run, where: Slice, price: chips.Price, folder: Path) -> Outcome:
-    made = compiler.compile(cfg, where, folder)
+def plan_by_compiler(
+    recipe: TrainRecipe, slice_shape: SliceShape, price: chips.Price, folder: Path
+) -> Outcome:
+    """Compile the step for a slice, which takes a minute or two. The compiler's output stays in `folder`."""
+    compiled = aot.compile_step(recipe, slice_shape, folder)
     return Outcome(
-        where=where,
-        fits=made.fits,
-        **of_both(made, cfg, where),
-        step_seconds=made.step_seconds,
-        by="compiler",
-        parts=made.parts,
-        hidden=made.hidden,
-        doubts=made.doubts,
-        cycle_seconds=made.cycle_seconds,
-        buffers=tuple(memory.largest(folder / "dump", cfg, made.mesh)),
+        slice_shape=slice_shape,
+        fits=compiled.fits,
+        **_common_fields(compiled, recipe, slice_shape),
+        step_seconds=compiled.step_seconds,
+        method="compiler",
+        seconds_by_part=compiled.seconds_by_part,
+        hidden_seconds=compiled.hidden_seconds,
+        caveats=compiled.caveats,
+        cycle_seconds=compiled.cycle_seconds,
+        buffers=tuple(buffers.find_largest_buffers(folder / "dump", recipe, compiled.mesh)),
         price=price,
-        compile_seconds=made.seconds,
+        compile_seconds=compiled.compile_seconds,
     )
 
 
-def of_both(
-    found: arithmetic.Estimate | compiler.Compiled, cfg: sections.Run, where: Slice
+def _common_fields(
+    result: Estimate | aot.Compiled, recipe: TrainRecipe, slice_shape: SliceShape
 ) -> dict[str, Any]:
-    """What arithmetic and the compiler both tell, of a chip rather than a device."""
-    tokens, tokens_per_step = outcome.tokens_of(cfg)
-    known = {name: getattr(found, name) for name in ("mesh", "parameters", "flops_per_token")}
-    kinds = ("weight", "frozen", "optimizer", "argument", "temp", "hbm", "host")
-    sizes = {f"{kind}_bytes": getattr(found, f"{kind}_bytes") * where.chip.devices for kind in kinds}
-    return known | sizes | {"tokens": tokens, "tokens_per_step": tokens_per_step}
+    """Return the fields of an outcome that both arithmetic and the compiler provide, per chip."""
+    tokens, tokens_per_step = count_tokens(recipe)
+    devices = slice_shape.chip.devices
+    return dict(
+        mesh=result.mesh,
+        parameters=result.parameters,
+        flops_per_token=result.flops_per_token,
+        weight_bytes=result.weight_bytes * devices,
+        frozen_bytes=result.frozen_bytes * devices,
+        optimizer_bytes=result.optimizer_bytes * devices,
+        argument_bytes=result.argument_bytes * devices,
+        temp_bytes=result.temp_bytes * devices,
+        hbm_bytes=result.hbm_bytes * devices,
+        host_bytes=result.host_bytes * devices,
+        tokens=tokens,
+        tokens_per_step=tokens_per_step,
+    )

@@ -1,34 +1,37 @@
-"""`headrace report RUN`: the page, and samples for it on wish."""
+"""`headrace report RUN`: the HTML page about a run, and samples for it."""
 
 import contextlib
 import json
 from pathlib import Path
 
-from headrace.storage import files as store
-from headrace.report import facts, run_page as page
+from headrace.report import facts, run_page
+from headrace.storage import files
 
-TOKENS = 120  # of a sample
+SAMPLE_TOKENS = 120
 
 
-def write(run: str, out: Path | None) -> str:
-    """Returns where the page is now. Whole or not at all: a browser may be looking at the last one."""
-    path = store.join(run, "report.html") if out is None else str(out)
-    store.write(path, page.made(facts.read(run)))
+def write_page(run_dir: str, out: Path | None) -> str:
+    """Write the page to `out`, by default RUN/report.html, and return its path.
+
+    The file is replaced as a whole: a browser may be reading the previous one."""
+    path = files.join(run_dir, "report.html") if out is None else str(out)
+    files.write(path, run_page.render(facts.read_facts(run_dir)))
     return path
 
 
-def sample(run: str, count: int) -> None:
-    """Has the newest checkpoint write texts, and keeps them in the run folder."""
-    from headrace.inference import sampling as draw, generate
-    from headrace.checkpoint import open_run as folder
-    from headrace.config import recipe
+def write_samples(run_dir: str, count: int) -> None:
+    """Generate `count` texts with the newest checkpoint and append them to RUN/samples.jsonl."""
+    from headrace.checkpoint.open_run import open_run
+    from headrace.config.recipe import load_run
+    from headrace.inference.generate import generate
+    from headrace.inference.sampling import Sampling
 
-    opened = folder.open_run(recipe.load_run(run))
-    path, told = store.join(run, "samples.jsonl"), b""
+    run = open_run(load_run(run_dir))
+    path, lines = files.join(run_dir, "samples.jsonl"), b""
     with contextlib.suppress(FileNotFoundError):
-        told = store.read(path)
+        lines = files.read(path)
     for seed in range(count):
-        sampling = draw.Sampling(0.8, 50, 1.0, seed)
-        text = "".join(generate.generate(opened, "", TOKENS, sampling))
-        told += json.dumps({"step": opened.step, "seed": seed, "text": text}).encode() + b"\n"
-    store.write(path, told)
+        sampling = Sampling(temperature=0.8, top_k=50, top_p=1.0, seed=seed)
+        text = "".join(generate(run, "", SAMPLE_TOKENS, sampling))
+        lines += json.dumps({"step": run.step, "seed": seed, "text": text}).encode() + b"\n"
+    files.write(path, lines)

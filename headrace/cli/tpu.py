@@ -1,272 +1,322 @@
-"""`headrace tpu ...`: one short function a command. Everything that can be wrong is told before a machine is
-rented."""
+"""`headrace tpu ...`: a function for each command. What the user got wrong raises UserError before anything
+is rented."""
 
 import argparse
 import os
 import shlex
 import signal
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
+from headrace.cli import tpu_status
+from headrace.config.sections import TrainRecipe
 from headrace.errors import UserError
 from headrace.tpu import (
     bundle,
+    clock,
     cost,
     disk,
-    outcome as ending,
     gcloud,
-    google_auth as google,
+    google_auth,
     install,
     job,
+    job_ledger,
     launch,
-    job_ledger as place,
     region,
+    timeouts,
     workers,
 )
-from headrace.cli import tpu_status as look_command
 from headrace.tpu.arguments import (
-    budgeted,
-    check_written,
-    connector,
-    found_by_name,
-    opened_to_rent,
-    reachable,
-    reached,
-    requested,
-    secret,
-    told,
+    build_budget,
+    build_request,
+    check_run_writable,
+    connect_to_slice,
+    find_slice,
+    location_flags,
+    make_connector,
+    open_cloud_for_rent,
+    read_secret,
+    require_shared_paths,
 )
-from headrace.tpu.cloud import Cloud, Rented, State
-from headrace.tpu.gcp import STATES
-from headrace.tpu.provision import IDLE, Renter
-from headrace.tpu.request import Request, name_from
-from headrace.tpu.timeouts import DENIED, POLL, REACH, REST
-from headrace.tpu.console import Voice, whisper
+from headrace.tpu.cloud import Cloud, Slice, SliceState
+from headrace.tpu.console import Console, print_quietly
+from headrace.tpu.delete import delete_until_gone
+from headrace.tpu.gcp_slices import STATES
+from headrace.tpu.provision import IDLE_LIMIT, Provisioner
+from headrace.tpu.request import Request, make_slice_name
 
 Namespace = argparse.Namespace
 
 
 def run(args: Namespace) -> int:
-    from headrace.config import reader as config, recipe
+    """`tpu run`: train a recipe on a rented slice. Returns the exit code."""
+    from headrace.config import reader, recipe
 
     cfg = recipe.load_train(args.recipe, args.overrides)
-    args.name = args.name or name_from(Path(args.recipe).stem)
-    request = requested(args)
-    cfg = reachable(cfg, args.platform)
-    check_written(cfg.run, request.disks)
-    allowed = budgeted(args, request)
-    secrets = {name: secret(name) for name in args.env}
-    near = nearness(args, cfg, request)
-    if args.platform != "local":
-        print(cost.spoken(request, allowed, own_prices=cost.own(request, args.prices)), flush=True)
-        if not args.dry_run:
-            near(*request.zones)
-            disk.check(google.project(args.project), request.zones, request.disks)
+    args.name = args.name or make_slice_name(Path(args.recipe).stem)
+    request = build_request(args)
+    cfg = require_shared_paths(cfg, args.platform)
+    check_run_writable(cfg.run_dir, request.disks)
+    budget = build_budget(args, request)
+    secrets = {name: read_secret(name) for name in args.env}
+    check_zones = make_zone_check(args, cfg, request)
+    print_cost(args, request, budget)
     if args.dry_run:
-        return show_commands(args, request, allowed, install.needed(cfg))
-    cloud = opened_to_rent(args)
-    task = job.Job(request.name, config.to_yaml(cfg), cfg.run, secrets)
+        return print_commands(args, request, budget, install.extras_for(cfg))
+    if args.platform != "local":
+        check_zones(*request.zones)
+        disk.check_disks_exist(google_auth.resolve_project(args.project), request.zones, request.disks)
+    cloud = open_cloud_for_rent(args)
+    task = job.Job(request.name, reader.to_yaml(cfg), secrets)
     if cfg.log.wandb and "WANDB_API_KEY" not in secrets:
         print("warning: log.wandb is on, but the workers have no key for it: --env WANDB_API_KEY", flush=True)
-    ledger = place.Ledger(place.key(cloud.scope, request.name), cfg.run)
-    renter = Renter(
-        cloud, request, allowed, ledger, voice=Voice(), keep=args.keep, adopt=args.adopt, near=near
-    )
-    connect = connector(args, cloud)
-    return launch.Launcher(
-        renter, task, tree=bundle.root(), connect=connect, extras=install.needed(cfg)
-    ).run()
-
-
-def nearness(args: Namespace, cfg: Any, request: Request) -> Callable[..., None]:
-    """Refuses zones that are far from the buckets of a run, or warns of them; and those of unknown prices."""
-    paths = [cfg.run, cfg.data.path, cfg.start or ""]
-
-    def near(*zones: str) -> None:
-        for zone in zones if args.max_cost is not None else ():
-            cost.check_zone(request, zone, args.prices)
-        for words in region.check(paths, zones, allowed=args.far_bucket) if args.platform != "local" else ():
-            print(f"warning: {words}", flush=True)
-
-    return near
-
-
-def show_commands(args: Namespace, request: Request, allowed: cost.Budget, extras: Sequence[str]) -> int:
-    if args.platform == "local":
-        return show_local(request)
-    project = google.project(args.project)
-    recipe = Path(args.recipe).resolve()
-    inside = recipe.is_relative_to(bundle.root())
-    train = ["train", str(recipe.relative_to(bundle.root())) if inside else ".recipe.yaml", *args.overrides]
-    for line in gcloud.by_hand(
-        project,
+    provisioner = Provisioner(
+        cloud,
         request,
-        seconds=allowed.hours * 3600,
-        idle=None if args.keep else IDLE,
-        tree=bundle.root(),
-        recipe=None if inside else recipe,
+        budget,
+        job_ledger.JobLedger(job_ledger.job_id(cloud.scope, request.name), cfg.run_dir),
+        console=Console(),
+        keep=args.keep,
+        adopt=args.adopt,
+        region_guard=check_zones,
+    )
+    launcher = launch.Launcher(
+        provisioner,
+        task,
+        tree=bundle.find_repository(),
+        connect=make_connector(args, cloud),
+        extras=install.extras_for(cfg),
+    )
+    return launcher.run()
+
+
+def print_cost(args: Namespace, request: Request, budget: cost.Budget) -> None:
+    """Print what the slice costs. Slices of this machine cost nothing."""
+    if args.platform != "local":
+        is_user_price = cost.has_user_price(request, args.prices)
+        print(cost.format_cost(request, budget, is_user_price=is_user_price), flush=True)
+
+
+def make_zone_check(args: Namespace, cfg: TrainRecipe, request: Request) -> Callable[..., None]:
+    """A function that takes zones and raises UserError for one that is far from the buckets of the run, or
+    whose prices are not known; or prints a warning where --far-bucket allows it."""
+    urls = [cfg.run_dir, cfg.data.path, cfg.init_from or ""]
+
+    def check_zones(*zones: str) -> None:
+        if args.max_cost is not None:
+            for zone in zones:
+                cost.check_zone_price(request, zone, args.prices)
+        if args.platform != "local":
+            for warning in region.check_bucket_regions(urls, zones, allow_far=args.far_bucket):
+                print(f"warning: {warning}", flush=True)
+
+    return check_zones
+
+
+def print_commands(args: Namespace, request: Request, budget: cost.Budget, extras: Sequence[str]) -> int:
+    """Print the gcloud commands that do the same as `tpu run`. Returns the exit code."""
+    if args.platform == "local":
+        return print_local_plan(request)
+    recipe, root = Path(args.recipe).resolve(), bundle.find_repository()
+    is_inside = recipe.is_relative_to(root)
+    for line in gcloud.make_shell_lines(
+        google_auth.resolve_project(args.project),
+        request,
+        time_limit=budget.hours * 3600,
+        idle_limit=None if args.keep else IDLE_LIMIT,
+        tree=root,
+        recipe=None if is_inside else recipe,
         extras=extras,
-        train=train,
+        train_args=[
+            "train",
+            str(recipe.relative_to(root)) if is_inside else ".recipe.yaml",
+            *args.overrides,
+        ],
     ):
         print(line)
     return 0
 
 
-def show_local(request: Request) -> int:
+def print_local_plan(request: Request) -> int:
+    """Print what --dry-run means with --platform local. Returns the exit code."""
     print(f"{request.name}: {request.slice.hosts} processes of this machine; no gcloud command does the same")
     return 0
 
 
 def create(args: Namespace) -> int:
-    """A slice that stays until its hours are over, or until it is deleted."""
-    args.name = args.name or name_from(args.slice)
-    request = requested(args)
-    allowed = budgeted(args, request)
-    if args.platform != "local":
-        print(cost.spoken(request, allowed, own_prices=cost.own(request, args.prices)), flush=True)
-        if not args.dry_run:
-            disk.check(google.project(args.project), request.zones, request.disks)
+    """`tpu create`: rent a slice that stays until its hours are used up or it is deleted. Returns the exit
+    code."""
+    args.name = args.name or make_slice_name(args.slice)
+    request = build_request(args)
+    budget = build_budget(args, request)
+    print_cost(args, request, budget)
     if args.dry_run and args.platform == "local":
-        return show_local(request)
+        return print_local_plan(request)
     if args.dry_run:
-        project, zone = google.project(args.project), request.zones[0]
-        print(gcloud.written(gcloud.create(project, request, zone, allowed.hours * 3600, None)))
+        project, zone = google_auth.resolve_project(args.project), request.zones[0]
+        print(shlex.join(gcloud.make_create_args(project, request, zone, budget.hours * 3600, None)))
         return 0
-    cloud = opened_to_rent(args)
-    ledger = place.Ledger(place.key(cloud.scope, request.name), "")
-    renter = Renter(cloud, request, allowed, ledger, voice=Voice(), keep=True)
-    with place.watching(ledger.key), renter.voice.signals():
-        try:
-            if renter.look() is None:  # an earlier one of that name is over, with its hours
-                ledger.clear()
-            found = renter.ensure()
-            if found.state is State.DELETING:
-                raise UserError(f"{found.name}: somebody else deleted it; the same command asks anew")
-        except BaseException:
-            if renter.mine and renter.made:  # and not one that somebody asked for before
-                renter.voice.gentle = True
-                renter.delete()
-            raise
-        say_ready(args, found)  # before anything else takes time: who ends it now knows what stays
-        renter.timed(found)
-    look_command.doubt(args, cloud, found, DENIED)
+    if args.platform != "local":
+        disk.check_disks_exist(google_auth.resolve_project(args.project), request.zones, request.disks)
+    cloud = open_cloud_for_rent(args)
+    ledger = job_ledger.JobLedger(job_ledger.job_id(cloud.scope, request.name), "")
+    provisioner = Provisioner(cloud, request, budget, ledger, console=Console(), keep=True)
+    with job_ledger.watch_lock(ledger.job), provisioner.console.signal_handlers():
+        slice_ = provide_slice(provisioner)
+        print_next_steps(args, slice_)  # before anything else takes time: Ctrl-C leaves the slice running now
+        provisioner.set_timer(slice_)
+    tpu_status.warn_about_timer(args, cloud, slice_, timeouts.AUTH_RETRY)
     return 0
 
 
-def say_ready(args: Namespace, found: Rented) -> None:
-    print(f"{found.name} is ready in {found.zone}, {len(found.workers)} workers; next:")
-    terms = "" if found.terms == "on-demand" else f" --{found.terms}"
-    print(f"  headrace tpu run --name {found.name} --slice {args.slice}{terms} --keep{told(args)} RECIPE")
-    print(f"  headrace tpu delete {found.name}{told(args)}", flush=True)
+def provide_slice(provisioner: Provisioner) -> Slice:
+    """Rent a slice or find it. On an error or Ctrl-C, a slice that was requested here is deleted."""
+    try:
+        if provisioner.find_slice() is None:  # the hours of an earlier slice of this name do not count
+            provisioner.ledger.clear()
+        slice_ = provisioner.ensure_ready()
+        if slice_.state is SliceState.DELETING:
+            raise UserError(f"{slice_.name}: somebody else deleted it; the same command requests another")
+        return slice_
+    except BaseException:
+        if provisioner.ownership.is_new:
+            provisioner.console.finish_gracefully = True
+            provisioner.delete()
+        raise
+
+
+def print_next_steps(args: Namespace, slice_: Slice) -> None:
+    """Print that a slice is ready, and the commands that use and delete it."""
+    print(f"{slice_.name} is ready in {slice_.zone}, {len(slice_.workers)} workers; next:")
+    terms = "" if slice_.terms == "on-demand" else f" --{slice_.terms}"
+    flags = f"--slice {args.slice}{terms} --keep{location_flags(args)}"
+    print(f"  headrace tpu run --name {slice_.name} {flags} RECIPE")
+    print(f"  headrace tpu delete {slice_.name}{location_flags(args)}", flush=True)
 
 
 def install_all(args: Namespace) -> None:
-    _, found, machines = reached(args)
-    bundle.push(machines, bundle.make(bundle.root()), REACH)
-    install.install(machines, bundle.root(), REACH)
-    print(f"{found.name}: {install.stamp(bundle.root())} on {len(machines)} workers")
+    """`tpu install`: send the working tree and install the environment."""
+    _, slice_, machines = connect_to_slice(args)
+    root, retry_seconds = bundle.find_repository(), timeouts.CONNECT_TIMEOUT
+    bundle.send_if_missing(machines, bundle.make_bundle(root), retry_seconds=retry_seconds)
+    install.install(machines, root, retry_seconds=retry_seconds)
+    print(f"{slice_.name}: {install.environment_stamp(root)} on {len(machines)} workers")
 
 
 def push(args: Namespace) -> None:
-    _, found, machines = reached(args)
-    packed = bundle.make(bundle.root())
-    for name in packed.left_out:
-        print(f"not sent, since it is secret or large: {name}")
-    bundle.push(machines, packed, REACH)
-    print(f"{found.name}: {packed.files} files as {packed.name} on {len(machines)} workers")
+    """`tpu push`: send the working tree."""
+    _, slice_, machines = connect_to_slice(args)
+    packed = bundle.make_bundle(bundle.find_repository())
+    for name in packed.skipped:
+        print(f"not sent, since it may be secret or is too large: {name}")
+    bundle.send_if_missing(machines, packed, retry_seconds=timeouts.CONNECT_TIMEOUT)
+    print(f"{slice_.name}: {packed.files} files as {packed.name} on {len(machines)} workers")
 
 
 def ssh(args: Namespace) -> int:
-    """A shell on one worker, or a command on one or all, each line with its worker's number."""
-    _, found, machines = reached(args)
-    every = args.worker == "all"
-    if not every and not (args.worker.isdigit() and int(args.worker) < len(machines)):
+    """`tpu ssh`: open a shell on one worker, or run a command on one or all. Returns the exit code."""
+    _, _, machines = connect_to_slice(args)
+    is_all = args.worker == "all"
+    if not is_all and not (args.worker.isdigit() and int(args.worker) < len(machines)):
         raise UserError(f"--worker: found {args.worker}, expected 0 to {len(machines) - 1}, or all")
     if args.words:
-        chosen = range(len(machines)) if every else [int(args.worker)]
-        text = shlex.join(args.words) if len(args.words) > 1 else args.words[0]
-        with ThreadPoolExecutor(len(chosen)) as pool:
-            try:
-                return max(pool.map(lambda number: streamed(machines, number, text), chosen))
-            except BaseException:  # Ctrl-C: nobody waits for the end of the command
-                for process in [one for one in machines.live if one.poll() is None]:
-                    os.killpg(process.pid, signal.SIGKILL)
-                raise
-    if every:
+        script = shlex.join(args.words) if len(args.words) > 1 else args.words[0]
+        return stream_command(machines, range(len(machines)) if is_all else [int(args.worker)], script)
+    if is_all:
         raise UserError("--worker all: expected a command to run on them")
-    where = machines.places[int(args.worker)]
-    os.execvpe(where.shell[0], where.shell, os.environ | where.env)
+    address = machines.addresses[int(args.worker)]
+    os.execvpe(address.shell[0], address.shell, os.environ | address.env)
 
 
-def streamed(machines: workers.Workers, number: int, script: str) -> int:
-    """Each line as it comes; returns the exit code."""
-    process = machines.start(number, script)
-    machines.live.add(process)
-    assert process.stdin is not None and process.stdout is not None
-    process.stdin.close()
-    for line in process.stdout:
-        print(f"[w{number}] {line.decode(errors='replace').rstrip()}", flush=True)
-    return process.wait()
+def stream_command(machines: workers.Workers, numbers: Sequence[int], script: str) -> int:
+    """Run a script on these workers, print each line as it arrives, and return the highest exit code."""
+
+    def stream(number: int) -> int:
+        process = machines.start_script(number, script)
+        machines.processes.add(process)
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.close()
+        for line in process.stdout:
+            print(f"[w{number}] {line.decode(errors='replace').rstrip()}", flush=True)
+        return process.wait()
+
+    with ThreadPoolExecutor(len(numbers)) as pool:
+        try:
+            return max(pool.map(stream, numbers))
+        except BaseException:  # Ctrl-C: without this the command would have to end first
+            for process in [process for process in machines.processes if process.poll() is None]:
+                os.killpg(process.pid, signal.SIGKILL)
+            raise
 
 
 def delete(args: Namespace) -> int:
-    """With --force at once and whosever it is; else whoever trains there saves first."""
-    cloud, found = found_by_name(args)
-    key = place.key(cloud.scope, args.name)
+    """`tpu delete`: let the trainer save, and delete the slice; with --force at once, whoever made it.
+    Returns the exit code."""
+    cloud, slice_ = find_slice(args)
+    job_id = job_ledger.job_id(cloud.scope, args.name)
     if not args.force:
-        if not found.ours:
+        if not slice_.is_managed:
             raise UserError(f"{args.name}: Headrace did not make it; --force deletes it all the same")
-        if found.theirs:
-            raise UserError(f"{args.name}: {found.theirs} made it; --force deletes it all the same, unsaved")
-        if place.watched(key):
-            raise UserError(f"{args.name}: a `headrace tpu run` here watches it; end that by Ctrl-C first")
-        let_save(args, cloud, found)
-    if not ending.give_back(cloud, args.name, print, found.zone):
-        return 1  # and its hours are counted on
-    place.Ledger(key).clear()
+        if slice_.other_owner:
+            raise UserError(
+                f"{args.name}: {slice_.other_owner} made it; --force deletes it all the same, without a save"
+            )
+        if job_ledger.is_watched(job_id):
+            raise UserError(
+                f"{args.name}: a `headrace tpu run` on this machine watches it; stop that with Ctrl-C first"
+            )
+        save_before_delete(args, cloud, slice_)
+    if not delete_until_gone(cloud, args.name, print, slice_.zone):
+        return 1  # its hours still count
+    job_ledger.JobLedger(job_id).clear()
     return 0
 
 
-def let_save(args: Namespace, cloud: Cloud, found: Rented) -> None:
-    """Another machine may follow a training there, of which nothing is known here."""
-    if found.state is State.WAITING and found.created and STATES.get(found.said) is not State.WAITING:
+def save_before_delete(args: Namespace, cloud: Cloud, slice_: Slice) -> None:
+    """Let a trainer on the slice save: it may be followed from another machine. Raises UserError if another
+    job trains there, or if that cannot be found out."""
+    advice = "--force deletes it all the same, without a save"
+    is_queued = STATES.get(slice_.status_text) is SliceState.WAITING
+    if slice_.state is SliceState.WAITING and slice_.created_at and not is_queued:
         raise UserError(
-            f"{found.name}: found it {found.said}, so that nobody can be asked whether anything trains "
-            "there; --force deletes it all the same, unsaved"
+            f"{slice_.name}: found it {slice_.status_text}, so its workers cannot be asked whether anything "
+            f"trains there; {advice}"
         )
-    if found.state is not State.READY:
+    if slice_.state is not SliceState.READY:
         return
     try:
-        machines = connector(args, cloud)(found)
-        states = job.states(machines, found.name)
-        unknown = next((state.unknown for state in states if state.unknown), "")
-    except UserError as why:
-        unknown = str(why)
-    if unknown:
+        machines = make_connector(args, cloud)(slice_)
+        states = job.try_query_workers(machines, slice_.name)
+        error_text = next((state.error for state in states if state.error), "")
+    except UserError as error:
+        error_text = str(error)
+    if error_text:
         raise UserError(
-            f"{found.name}: cannot be asked whether anything trains there ({unknown}); --force deletes it "
-            "all the same, unsaved"
+            f"{slice_.name}: its workers cannot be asked whether anything trains there ({error_text}); "
+            f"{advice}"
         )
     if other := next((state.elsewhere for state in states if state.elsewhere), ""):
-        raise UserError(
-            f"{found.name}: found another training there ({other}); --force deletes it all the same, unsaved"
-        )
-    if not any(state.running for state in states):
-        return
-    whisper(print, f"{found.name}: lets the trainer save")
-    job.stop(machines, found.name)
-    until = time.monotonic() + REST
-    while any(state.running for state in job.states(machines, found.name)):
-        if time.monotonic() > until:
-            whisper(print, f"{found.name}: the trainer has not ended within {REST:.0f} s")
+        raise UserError(f"{slice_.name}: found another training there ({other}); {advice}")
+    if any(state.running for state in states):
+        wait_for_save(machines, slice_.name)
+
+
+def wait_for_save(machines: workers.Workers, name: str) -> None:
+    """Stop the trainers and wait until they have saved, for `SHUTDOWN_GRACE` at most."""
+    print_quietly(print, f"{name}: waiting for the trainer to save")
+    job.stop_trainers(machines, name)
+    deadline = clock.monotonic() + timeouts.SHUTDOWN_GRACE
+    while any(state.running for state in job.try_query_workers(machines, name)):
+        if clock.monotonic() > deadline:
+            seconds = timeouts.SHUTDOWN_GRACE
+            print_quietly(print, f"{name}: the trainer has not ended within {seconds:.0f} s")
             return
-        time.sleep(min(POLL, 0.5))
+        clock.sleep(min(timeouts.POLL, 0.5))
 
 
 def tensorboard(args: Namespace) -> int:
-    from headrace.tpu import tensorboard as board
+    """`tpu tensorboard`: show the curves of a run. Returns the exit code."""
+    from headrace.tpu import tensorboard
 
-    return board.serve(args.run, args.port)
+    return tensorboard.serve_run(args.run, args.port)

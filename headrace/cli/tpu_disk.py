@@ -1,63 +1,92 @@
-"""`headrace tpu disk ...`: create, attach, detach, delete and ls."""
+"""`headrace tpu disk ...`: a function for each command."""
 
 import argparse
 from collections.abc import Mapping
 
+from headrace.cli.tpu_status import print_table
 from headrace.errors import UserError
-from headrace.tpu import disk, google_auth as google, install
-from headrace.tpu.arguments import reached
-from headrace.tpu.cloud import LABEL, other
+from headrace.tpu import disk, google_auth, install, timeouts
+from headrace.tpu.arguments import connect_to_slice
+from headrace.tpu.cloud import MANAGED_LABEL, Slice, other_owner
 from headrace.tpu.gcp import Gcp
-from headrace.cli.tpu_status import table
-from headrace.tpu.request import check_there, sliced, zones_from
-from headrace.tpu.timeouts import REACH
+from headrace.tpu.request import check_resource_name, parse_tpu_slice, parse_zones
+from headrace.tpu.workers import Workers
+
+Namespace = argparse.Namespace
 
 
-def ls(args: argparse.Namespace) -> None:
-    found = disk.ours(google.project(args.project), zones_from(args.zone))
-    table([(one.name, one.zone, f"{one.gigabytes} GB", one.kind) for one in found])
-    if not found:
+def ls(args: Namespace) -> None:
+    """`disk ls`: list the disks that were made with Headrace."""
+    disks = disk.list_managed_disks(google_auth.resolve_project(args.project), parse_zones(args.zone))
+    print_table([(entry.name, entry.zone, f"{entry.gigabytes} GB", entry.disk_type) for entry in disks])
+    if not disks:
         print("no disks")
 
 
-def change(args: argparse.Namespace) -> None:
-    """create, attach, detach and delete."""
-    check_there("DISK", args.disk)
-    project = google.project(args.project)
-    zone = (zones_from(args.zone) or ("",))[0]
-    if not zone:
+def create(args: Namespace) -> None:
+    """`disk create`: create an empty disk of the type that the TPU of --slice takes."""
+    disks = open_disks(args)
+    chip = parse_tpu_slice(args.slice, "any").chip.name if args.slice else ""
+    disk_type = args.type or disk.DISK_TYPES.get(chip, disk.DEFAULT_DISK_TYPE)
+    disks.create(args.disk, args.size, disk_type)
+    print(
+        f"{args.disk}: {args.size} GB of {disk_type} in {disks.zone}; it costs money until you run "
+        "`headrace tpu disk delete`"
+    )
+
+
+def delete(args: Namespace) -> None:
+    """`disk delete`: delete a disk with everything on it."""
+    disks = open_disks(args)
+    if not args.force:
+        check_own(args.disk, disks.labels(args.disk))
+    disks.delete(args.disk)
+    print(f"{args.disk} deleted")
+
+
+def attach(args: Namespace) -> None:
+    """`disk attach`: attach a disk to a slice and mount it at /mnt/DISK of every worker."""
+    cloud, slice_, machines = connect_to_google_slice(args)
+    number = disk.attach(cloud, slice_, args.disk, write=args.write)
+    mode: install.Mode = "rw" if args.write else "ro"
+    install.mount(machines, args.disk, number, mode, retry_seconds=timeouts.CONNECT_TIMEOUT)
+    print(f"{args.disk} mounted at /mnt/{args.disk} on {len(machines)} workers of {slice_.name}")
+
+
+def detach(args: Namespace) -> None:
+    """`disk detach`: unmount a disk and detach it from a slice."""
+    cloud, slice_, machines = connect_to_google_slice(args)
+    install.unmount(machines, args.disk)
+    disk.detach(cloud, slice_, args.disk)
+    print(f"{args.disk} detached from {slice_.name}")
+
+
+def open_disks(args: Namespace) -> disk.Disks:
+    """The disks of the zone of --zone."""
+    return disk.Disks(google_auth.resolve_project(args.project), check_disk_options(args))
+
+
+def check_disk_options(args: Namespace) -> str:
+    """Check the name of the disk, and return the zone of --zone."""
+    check_resource_name("DISK", args.disk)
+    zones = parse_zones(args.zone)
+    if not zones:
         raise UserError("--zone: found none, expected the zone of the disk, such as us-central2-b")
-    if args.act in ("create", "delete"):
-        disks = disk.Disks(project, zone)
-        if args.act == "create":
-            kind = args.type or disk.KINDS.get(
-                sliced(args.slice, "any").chip.name if args.slice else "", disk.USUAL
-            )
-            disks.create(args.disk, args.size, kind)
-            print(
-                f"{args.disk}: {args.size} GB of {kind} in {zone}; it costs until `headrace tpu disk delete`"
-            )
-        else:
-            if not args.force:
-                check_ours(args.disk, disks.labels(args.disk))
-            disks.delete(args.disk)
-            print(f"{args.disk} is deleted")
-        return
+    return zones[0]
+
+
+def connect_to_google_slice(args: Namespace) -> tuple[Gcp, Slice, Workers]:
+    """The slice of --to or --from, its cloud and its workers."""
+    check_disk_options(args)
     args.name = args.to
-    cloud, found, machines = reached(args)
+    cloud, slice_, machines = connect_to_slice(args)
     assert isinstance(cloud, Gcp)
-    if args.act == "detach":
-        install.unmount(machines, args.disk)
-        disk.detach(cloud, found, args.disk)
-        print(f"{args.disk} is detached from {found.name}")
-        return
-    number = disk.attach(cloud, found, args.disk, write=args.write)
-    install.mount(machines, args.disk, number, "rw" if args.write else "ro", REACH)
-    print(f"{args.disk} is /mnt/{args.disk} on {len(machines)} workers of {found.name}")
+    return cloud, slice_, machines
 
 
-def check_ours(name: str, labels: Mapping[str, str]) -> None:
-    if LABEL not in labels:
+def check_own(name: str, labels: Mapping[str, str]) -> None:
+    """Raise UserError unless the current user made the disk with these labels."""
+    if MANAGED_LABEL not in labels:
         raise UserError(f"{name}: Headrace did not make it; --force deletes it all the same")
-    if who := other(labels):
-        raise UserError(f"{name}: {who} made it; --force deletes it all the same")
+    if owner := other_owner(labels):
+        raise UserError(f"{name}: {owner} made it; --force deletes it all the same")

@@ -1,49 +1,50 @@
-"""`headrace tpu export`: the same run, written for another scheduler."""
+"""`headrace tpu export`: write the same run for another scheduler."""
 
 import argparse
 import contextlib
 import importlib
 import sys
 from pathlib import Path
-from typing import Any
 
+from headrace.config.sections import TrainRecipe
 from headrace.errors import UserError
 from headrace.tpu import bundle, cost, install
-from headrace.tpu.request import Request, check_name, name_from
+from headrace.tpu.request import Request, check_new_name, make_slice_name
 
 
 def export(args: argparse.Namespace) -> None:
+    """Write the file of a job for the scheduler of --to."""
     from headrace.config import recipe
     from headrace.hardware import slices
-    from headrace.tpu.schedulers import Exported
+    from headrace.tpu.schedulers import ExportedJob
 
     cfg = recipe.load_train(args.recipe, args.overrides)
-    where = slices.parse(args.slice)
-    name = args.name or name_from(Path(args.recipe).stem)
-    check_name(name)
-    cost.check("--max-hours", args.max_hours)
-    request = Request(name, where, (), runtime=args.runtime) if where.chip.is_tpu else None
+    shape = slices.parse_slice(args.slice)
+    name = args.name or make_slice_name(Path(args.recipe).stem)
+    check_new_name(name)
+    cost.check_positive("--max-hours", args.max_hours)
+    request = Request(name, shape, (), runtime=args.runtime) if shape.chip.is_tpu else None
     if args.to == "jobset" and not args.image:
         raise UserError("--image: found none, expected a container with Headrace and the recipe in it")
     if args.to in ("jobset", "skypilot"):
-        lasting(args.to, cfg)
+        check_durable_paths(args.to, cfg)
     file = Path(args.recipe).resolve()
-    inside = within_tree(file)
-    if args.to == "jobset" and not inside:
-        print(f"warning: {file} is not in the tree: the image must have it there", file=sys.stderr)
-    told = Exported(
+    path_in_tree = relative_to_repository(file)
+    if args.to == "jobset" and not path_in_tree:
+        print(f"warning: {file} is not in the working tree: the image must have it there", file=sys.stderr)
+    job = ExportedJob(
         name=name,
-        command=("headrace", "train", inside or str(file), *args.overrides),
-        slice=where,
+        command=("headrace", "train", path_in_tree or str(file), *args.overrides),
+        slice=shape,
         spot=args.spot,
-        hours=args.max_hours or cost.HOURS,
+        hours=args.max_hours or cost.DEFAULT_HOURS,
         image=args.image,
         accelerator=request.accelerator if request else "",
         runtime=request.image if request and (args.runtime or args.to == "skypilot") else "",
-        extras=tuple(install.needed(cfg)),
-        outside="" if inside else str(file),
+        extras=tuple(install.extras_for(cfg)),
+        outside_recipe="" if path_in_tree else str(file),
     )
-    text = importlib.import_module(f"headrace.tpu.schedulers.{args.to}").write(told)
+    text = importlib.import_module(f"headrace.tpu.schedulers.{args.to}").render(job)
     if args.out is None:
         print(text, end="")
     else:
@@ -51,23 +52,23 @@ def export(args: argparse.Namespace) -> None:
         print(f"{args.out}: written")
 
 
-def within_tree(file: Path) -> str:
-    """Its path from the root of the clone, where jobs begin; nothing if it is elsewhere, or there is none."""
+def relative_to_repository(file: Path) -> str:
+    """The path of a file from the root of the clone, where jobs start; empty if it is outside, or if Headrace
+    does not run from a clone."""
     with contextlib.suppress(UserError):
-        if file.is_relative_to(bundle.root()):
-            return str(file.relative_to(bundle.root()))
+        if file.is_relative_to(bundle.find_repository()):
+            return str(file.relative_to(bundle.find_repository()))
     return ""
 
 
-def lasting(to: str, cfg: Any) -> None:
-    """Machines of these come and go, with what is on them."""
-    if "://" not in cfg.run:
+def check_durable_paths(scheduler: str, cfg: TrainRecipe) -> None:
+    """Raise UserError for a local run folder, and warn about local data: machines of this scheduler come and
+    go with their disks."""
+    if "://" not in cfg.run_dir:
         raise UserError(
-            f"run: found {cfg.run}, expected run=gs://BUCKET/FOLDER: with --to {to} the checkpoints would go "
-            "with the machine that wrote them"
+            f"run_dir: found {cfg.run_dir}, expected run_dir=gs://BUCKET/FOLDER: with --to {scheduler} the "
+            "checkpoints would be lost with the machine that wrote them"
         )
     if "://" not in cfg.data.path:
-        words = (
-            f"warning: data.path is {cfg.data.path}, which must be on every machine; or gs://BUCKET/FOLDER"
-        )
-        print(words, file=sys.stderr)
+        warning = f"warning: data.path is {cfg.data.path}, which must be on every machine; or use"
+        print(f"{warning} gs://BUCKET/FOLDER", file=sys.stderr)

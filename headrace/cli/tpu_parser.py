@@ -1,175 +1,192 @@
-"""The command line of `headrace tpu`: names and help alone, so that nothing is imported before it is used."""
+"""The command line of `headrace tpu`. It imports the code of a command only when the command runs."""
 
 import argparse
 import importlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-SUMMARY = "rent TPU slices, train on them, give them back"
+if TYPE_CHECKING:
+    from headrace.cli.parser import Parser
 
+    Commands = argparse._SubParsersAction[Parser]
 
-def add_to(commands: Any) -> None:
-    """The group and its commands."""
-    group = commands.add_parser("tpu", help=SUMMARY, description=SUMMARY[0].upper() + SUMMARY[1:] + ".")
-    acts = group.add_subparsers(metavar="COMMAND", required=True)
-
-    one = add(acts, "run", "rent a slice, train on all of it, take another if it is lost, give it back")
-    one.add_argument("recipe", metavar="RECIPE", help="a .yaml file")
-    overrides(one)
-    rent(one)
-    one.add_argument("--keep", action="store_true", help="do not delete the slice at the end")
-    text = "also on a slice of that name that another user made, which is left at the end"
-    one.add_argument("--adopt", action="store_true", help=text)
-    text = "a variable of here that the trainer is to see, such as WANDB_API_KEY; its value is never stored"
-    one.add_argument("--env", action="append", default=[], metavar="NAME", help=text)
-    one.add_argument("--far-bucket", action="store_true", help="allow a bucket of another region")
-
-    rent(add(acts, "create", "rent a slice, and wait until it is ready"))
-    text = "send the working tree to all workers, and install the locked environment"
-    named(add(acts, "install", text, "install_all"))
-    named(add(acts, "push", "send the working tree to all workers"))
-    one = named(add(acts, "logs", "follow what the workers say", module="look_command"))
-    one.add_argument("--whole", action="store_true", help="from the beginning (default: the last lines)")
-    named(add(acts, "status", "tell how a slice and its job are", module="look_command"))
-    one = named(add(acts, "ssh", "open a shell on a worker, or run a command there"))
-    one.add_argument("words", metavar="-- COMMAND", nargs="*", help="to run in place of a shell")
-    one.add_argument("--worker", default="0", metavar="N", help="its number, or all (default: 0)")
-    one = named(add(acts, "delete", "let who trains on a slice save, delete it, and look until it is gone"))
-    one.add_argument(
-        "--force", action="store_true", help="also one that is not yours or is watched; nobody saves"
-    )
-    one = at(
-        add(acts, "ls", "list slices, their age, and when they end by themselves", module="look_command")
-    )
-    one.add_argument(
-        "--orphans", action="store_true", help="only those that nobody here watches, and disks without one"
-    )
-    text = "with --orphans: also what other users made"
-    one.add_argument("--everybody", action="store_true", help=text)
-
-    disks(acts)
-    exports(acts)
-    one = add(acts, "tensorboard", "serve the curves of a run, out of its bucket")
-    one.add_argument("run", metavar="RUN", help="a run folder, or gs://BUCKET/RUN")
-    one.add_argument("--port", type=int, default=6006)
+SUMMARY = "rent TPU slices, train on them, delete them"
 
 
-def add(
-    group: Any, name: str, summary: str, function: str = "", module: str = "command"
+def add_tpu(commands: "Commands") -> None:
+    """Add `tpu` and its commands."""
+    group = commands.add_parser("tpu", help=SUMMARY, description=to_sentence(SUMMARY))
+    actions = group.add_subparsers(metavar="COMMAND", required=True)
+    add_rent_commands(actions)
+    add_slice_commands(actions)
+    add_disk_commands(actions)
+    add_export_command(actions)
+    parser = add_command(actions, "tensorboard", "show the curves of a run, also from a bucket")
+    parser.add_argument("run", metavar="RUN", help="a run folder, or gs://BUCKET/RUN")
+    parser.add_argument("--port", type=int, default=6006)
+
+
+def add_rent_commands(actions: "Commands") -> None:
+    """Add the commands that rent a slice: run and create."""
+    summary = "rent a slice, train on all of it, replace it if it is lost, delete it at the end"
+    parser = add_command(actions, "run", summary)
+    parser.add_argument("recipe", metavar="RECIPE", help="a .yaml file")
+    add_overrides(parser)
+    add_rent_options(parser)
+    parser.add_argument("--keep", action="store_true", help="do not delete the slice at the end")
+    text = "also use a slice of this name that another user made, and leave it running at the end"
+    parser.add_argument("--adopt", action="store_true", help=text)
+    text = "pass an environment variable to the trainer, such as WANDB_API_KEY; its value is never stored"
+    parser.add_argument("--env", action="append", default=[], metavar="NAME", help=text)
+    parser.add_argument("--far-bucket", action="store_true", help="allow a bucket in another region")
+    add_rent_options(add_command(actions, "create", "rent a slice, and wait until it is ready"))
+
+
+def add_slice_commands(actions: "Commands") -> None:
+    """Add the commands for slices that exist."""
+    summary = "send the working tree to all workers, and install the locked environment"
+    add_name(add_command(actions, "install", summary, "install_all"))
+    add_name(add_command(actions, "push", "send the working tree to all workers"))
+    parser = add_name(add_command(actions, "logs", "follow the output of the workers", module="tpu_status"))
+    parser.add_argument("--whole", action="store_true", help="from the beginning (default: the last lines)")
+    add_name(add_command(actions, "status", "print the state of a slice and its job", module="tpu_status"))
+    parser = add_name(add_command(actions, "ssh", "open a shell on a worker, or run a command there"))
+    parser.add_argument("words", metavar="-- COMMAND", nargs="*", help="command to run instead of a shell")
+    parser.add_argument("--worker", default="0", metavar="N", help="its number, or all (default: 0)")
+    summary = "let the trainer on a slice save, delete the slice, and wait until it is gone"
+    parser = add_name(add_command(actions, "delete", summary))
+    text = "without a save, even if the slice is not yours or is watched"
+    parser.add_argument("--force", action="store_true", help=text)
+    summary = "list slices, their age, and when they delete themselves"
+    parser = add_location(add_command(actions, "ls", summary, module="tpu_status"))
+    text = "only slices that are not watched from this machine, and disks that no slice uses"
+    parser.add_argument("--orphans", action="store_true", help=text)
+    parser.add_argument("--everybody", action="store_true", help="with --orphans: also those of other users")
+    parser.set_defaults(name=None)
+
+
+def add_command(
+    group: "Commands", name: str, summary: str, function: str = "", module: str = "tpu"
 ) -> argparse.ArgumentParser:
-    one: argparse.ArgumentParser = group.add_parser(
-        name, help=summary, description=summary[0].upper() + summary[1:] + "."
-    )
-    one.set_defaults(command=later(module, function or name))
-    return one
+    """Add a command that runs `function`, by default the one of its own name, in headrace.cli.`module`."""
+    parser = group.add_parser(name, help=summary, description=to_sentence(summary))
+    parser.set_defaults(command=import_on_call(module, function or name))
+    return parser
 
 
-MODULES = {
-    "command": "cli.tpu",
-    "disk_command": "cli.tpu_disk",
-    "export_command": "cli.tpu_export",
-    "look_command": "cli.tpu_status",
-}
-
-
-def later(module: str, name: str) -> Callable[[argparse.Namespace], int | None]:
-    """A function of a module, which is imported when it is called."""
+def import_on_call(module: str, function: str) -> Callable[[argparse.Namespace], int | None]:
+    """A function that imports `module` of headrace.cli and calls `function` in it."""
 
     def call(args: argparse.Namespace) -> int | None:
-        return getattr(importlib.import_module(f"headrace.{MODULES[module]}"), name)(args)
+        code: int | None = getattr(importlib.import_module(f"headrace.cli.{module}"), function)(args)
+        return code
 
     return call
 
 
-def overrides(one: argparse.ArgumentParser) -> None:
+def to_sentence(summary: str) -> str:
+    """The summary of a command as the sentence that its own --help shows."""
+    return summary[0].upper() + summary[1:] + "."
+
+
+def add_overrides(parser: argparse.ArgumentParser) -> None:
+    """Add key=value arguments."""
     text = "settings that replace those of the recipe"
-    one.add_argument("overrides", metavar="key=value", nargs="*", default=[], help=text)
+    parser.add_argument("overrides", metavar="key=value", nargs="*", default=[], help=text)
 
 
-def at(one: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    text = "gcp, or local: processes of this machine in place of TPUs (default: gcp)"
-    one.add_argument("--platform", choices=["gcp", "local"], default="gcp", help=text)
-    return at_google(one)
+def add_location(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the options that name a cloud and a place in it."""
+    text = "gcp, or local: processes of this machine instead of TPUs (default: gcp)"
+    parser.add_argument("--platform", choices=["gcp", "local"], default="gcp", help=text)
+    return add_google_location(parser)
 
 
-def at_google(one: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    one.add_argument("--project", metavar="NAME", help="of Google Cloud (default: gcloud's)")
-    text = "such as us-central2-b; several are tried in turn"
-    one.add_argument("--zone", action="append", default=[], metavar="ZONE", help=text)
-    text = "your private key (default: that of gcloud, or of ssh)"
-    one.add_argument("--ssh-key", type=Path, metavar="FILE", help=text)
-    return one
+def add_google_location(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the options that name a place in Google Cloud, and the ssh key."""
+    parser.add_argument("--project", metavar="NAME", help="of Google Cloud (default: gcloud's)")
+    text = "such as us-central2-b; if there are several, they are tried in this order"
+    parser.add_argument("--zone", action="append", default=[], metavar="ZONE", help=text)
+    text = "your private ssh key (default: that of gcloud, or of ssh)"
+    parser.add_argument("--ssh-key", type=Path, metavar="FILE", help=text)
+    return parser
 
 
-def named(one: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    one.add_argument("name", metavar="NAME", help="of the slice")
-    return at(one)
+def add_name(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the name of a slice and its location."""
+    parser.add_argument("name", metavar="NAME", help="of the slice")
+    return add_location(parser)
 
 
-def rent(one: argparse.ArgumentParser) -> None:
-    one.add_argument("--slice", required=True, metavar="NAME", help="v4-32, v5e-16, 2xv5e-256, ...")
-    one.add_argument("--name", metavar="NAME", help="of the slice (default: after the recipe, or its size)")
-    at(one)
-    terms = one.add_mutually_exclusive_group()
-    text = "cheap, and may be taken away at any time"
+def add_rent_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that describe a slice to rent."""
+    parser.add_argument("--slice", required=True, metavar="NAME", help="v4-32, v5e-16, 2xv5e-256, ...")
+    text = "of the slice (default: from the recipe, or its size)"
+    parser.add_argument("--name", metavar="NAME", help=text)
+    add_location(parser)
+    terms = parser.add_mutually_exclusive_group()
+    text = "cheap, but may be taken away at any time"
     terms.add_argument("--spot", dest="terms", action="store_const", const="spot", help=text)
-    text = "out of your reservation (default: on demand)"
+    text = "from your reservation (default: on demand)"
     terms.add_argument("--reserved", dest="terms", action="store_const", const="reserved", help=text)
-    one.set_defaults(terms="on-demand")
-    text = "hours of the slice in all, then it is deleted (default: 24)"
-    one.add_argument("--max-hours", type=float, metavar="N", help=text)
-    one.add_argument("--max-cost", type=float, metavar="N", help="dollars in all, then it is deleted")
-    one.add_argument("--prices", type=Path, metavar="FILE", help="prices of your own, as for `plan`")
-    text = "minutes in the queue of a zone before the next is tried (default: 10)"
-    one.add_argument("--wait", type=float, default=10.0, metavar="N", help=text)
-    text = "a data disk, read-only at /mnt/NAME of every worker"
-    one.add_argument("--disk", action="append", default=[], metavar="NAME", help=text)
-    one.add_argument("--runtime", default="", metavar="NAME", help="the system of the machines")
-    one.add_argument("--internal-ips", action="store_true", help="no addresses outside of Google's network")
-    one.add_argument(
-        "--dry-run", action="store_true", help="print the same as gcloud commands, and do nothing"
-    )
+    parser.set_defaults(terms="on-demand")
+    text = "delete the slice after so many hours in total (default: 24)"
+    parser.add_argument("--max-hours", type=float, metavar="N", help=text)
+    text = "delete the slice after it cost so many dollars in total"
+    parser.add_argument("--max-cost", type=float, metavar="N", help=text)
+    parser.add_argument("--prices", type=Path, metavar="FILE", help="your own prices, as for `plan`")
+    text = "minutes in the queue of a zone before the next one is tried (default: 10)"
+    parser.add_argument("--wait", type=float, default=10.0, metavar="N", help=text)
+    text = "a data disk, mounted read-only at /mnt/NAME of every worker"
+    parser.add_argument("--disk", action="append", default=[], metavar="NAME", help=text)
+    parser.add_argument("--runtime", default="", metavar="NAME", help="system image of the machines")
+    text = "no addresses outside Google's network"
+    parser.add_argument("--internal-ips", action="store_true", help=text)
+    text = "only print gcloud commands that do the same"
+    parser.add_argument("--dry-run", action="store_true", help=text)
 
 
-def disks(acts: Any) -> None:
-    text = "look after data disks, filled once and mounted on every worker"
-    group = acts.add_parser("disk", help=text, description=text[0].upper() + text[1:] + ".")
-    kinds = group.add_subparsers(metavar="COMMAND", required=True)
-    at_google(add(kinds, "ls", "list the disks that Headrace made", module="disk_command"))
-    for act, summary in (
-        ("create", "make a data disk"),
-        ("attach", "attach a data disk to a slice, and mount it at /mnt/DISK"),
-        ("detach", "take a data disk off a slice"),
-        ("delete", "delete a data disk and all that is on it"),
-    ):
-        one = add(kinds, act, summary, "change", "disk_command")
-        one.add_argument("disk", metavar="DISK", help="its name")
-        at_google(one)
-        one.set_defaults(act=act, platform="gcp")  # this machine has disks of its own
-        if act == "create":
-            one.add_argument("--size", type=int, required=True, metavar="GB")
-            one.add_argument("--type", metavar="NAME", help="of disk (default: what the TPU takes)")
-            one.add_argument("--slice", metavar="NAME", help="what it is for: v6e takes other disks than v5e")
-        if act == "delete":
-            one.add_argument("--force", action="store_true", help="also one that is not yours")
-        if act in ("attach", "detach"):
-            one.add_argument(
-                "--to" if act == "attach" else "--from", dest="to", required=True, metavar="NAME"
-            )
-        if act == "attach":
-            one.add_argument("--write", action="store_true", help="to fill it, from a slice of one machine")
+def add_disk_commands(actions: "Commands") -> None:
+    """Add `disk` and its commands."""
+    summary = "manage data disks, filled once and mounted on every worker"
+    group = actions.add_parser("disk", help=summary, description=to_sentence(summary))
+    commands = group.add_subparsers(metavar="COMMAND", required=True)
+    ls = add_command(commands, "ls", "list the disks that were made with Headrace", module="tpu_disk")
+    add_google_location(ls)
+    create = add_disk_command(commands, "create", "create a data disk")
+    create.add_argument("--size", type=int, required=True, metavar="GB")
+    create.add_argument("--type", metavar="NAME", help="of disk (default: one that the TPU accepts)")
+    text = "the slice that will use it: v6e accepts other disks than v5e"
+    create.add_argument("--slice", metavar="NAME", help=text)
+    attach = add_disk_command(commands, "attach", "attach a data disk to a slice, and mount it at /mnt/DISK")
+    attach.add_argument("--to", required=True, metavar="NAME")
+    attach.add_argument("--write", action="store_true", help="to fill it, from a slice of one machine")
+    detach = add_disk_command(commands, "detach", "detach a data disk from a slice")
+    detach.add_argument("--from", dest="to", required=True, metavar="NAME")
+    delete = add_disk_command(commands, "delete", "delete a data disk and everything on it")
+    delete.add_argument("--force", action="store_true", help="even if it is not yours")
 
 
-def exports(acts: Any) -> None:
-    one = add(acts, "export", "write the same run for another scheduler", module="export_command")
-    one.add_argument("recipe", metavar="RECIPE", help="a .yaml file")
-    overrides(one)
-    one.add_argument("--to", required=True, choices=["jobset", "skypilot", "slurm"])
-    one.add_argument("--slice", required=True, metavar="NAME", help="v4-32, gpu:h200x16, ...")
-    one.add_argument("--name", metavar="NAME", help="of the job (default: after the recipe)")
-    one.add_argument("--spot", action="store_true")
-    one.add_argument("--max-hours", type=float, metavar="N", help="of a Slurm job (default: 24)")
-    one.add_argument("--image", default="", metavar="NAME", help="a container with Headrace, for jobset")
-    one.add_argument("--runtime", default="", metavar="NAME", help="the system of TPU VMs")
-    one.add_argument("--out", type=Path, metavar="FILE", help="(default: standard output)")
+def add_disk_command(commands: "Commands", name: str, summary: str) -> argparse.ArgumentParser:
+    """Add a command for one disk. There are none on this machine."""
+    parser = add_command(commands, name, summary, module="tpu_disk")
+    parser.add_argument("disk", metavar="DISK", help="its name")
+    add_google_location(parser)
+    parser.set_defaults(platform="gcp")
+    return parser
+
+
+def add_export_command(actions: "Commands") -> None:
+    """Add `export`."""
+    parser = add_command(actions, "export", "write the same run for another scheduler", module="tpu_export")
+    parser.add_argument("recipe", metavar="RECIPE", help="a .yaml file")
+    add_overrides(parser)
+    parser.add_argument("--to", required=True, choices=["jobset", "skypilot", "slurm"])
+    parser.add_argument("--slice", required=True, metavar="NAME", help="v4-32, gpu:h200x16, ...")
+    parser.add_argument("--name", metavar="NAME", help="of the job (default: from the recipe)")
+    parser.add_argument("--spot", action="store_true")
+    parser.add_argument("--max-hours", type=float, metavar="N", help="of a Slurm job (default: 24)")
+    parser.add_argument("--image", default="", metavar="NAME", help="a container with Headrace, for jobset")
+    parser.add_argument("--runtime", default="", metavar="NAME", help="system image of the TPU VMs")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="(default: standard output)")

@@ -1,165 +1,193 @@
-"""`headrace tpu status`, `logs` and `ls`: what there is, how it is, and what nobody looks after any more."""
+"""`headrace tpu status`, `logs` and `ls`: what there is, what it does, and what may be forgotten."""
 
 import argparse
-import time
 from collections.abc import Sequence
 
 from headrace.errors import UserError
-from headrace.tpu import timer_health as alarm, cost, disk, job, job_ledger as place
-from headrace.tpu.arguments import connector, found_by_name, opened, reached, told
-from headrace.tpu.cloud import Cloud, Rented, State
+from headrace.tpu import clock, cost, disk, job, job_ledger, timeouts, timer_health
+from headrace.tpu.arguments import connect_to_slice, find_slice, location_flags, make_connector, open_cloud
+from headrace.tpu.cloud import Cloud, Slice, SliceState
 from headrace.tpu.gcp import Gcp
-from headrace.tpu.timeouts import POLL
 
 Namespace = argparse.Namespace
-LATE = 15 * 60  # seconds that a timer has to let a trainer save, and to delete
+OVERDUE_SECONDS = 15 * 60  # after its limit; until then its timer may let the trainer save, and delete it
 
 
 def logs(args: Namespace) -> int:
-    """Until the job ends, or the slice. Ctrl-C ends the looking on alone."""
-    cloud, found, machines = reached(args)
-    states = job.states(machines, found.name)
+    """`tpu logs`: follow the output of all workers until the job or the slice ends. Returns the exit code.
+    Ctrl-C only stops following."""
+    cloud, slice_, machines = connect_to_slice(args)
+    states = job.try_query_workers(machines, slice_.name)
     if not any(state.identity for state in states):
-        for number, state in enumerate(states):
-            if state.unknown:
-                raise UserError(f"{found.name}: [w{number}] cannot be asked: {state.unknown}")
-        raise UserError(f"{found.name}: found no job on it; `headrace tpu run` starts one")
+        if error := job.first_error(states):
+            raise UserError(f"{slice_.name}: cannot be asked: {error}")
+        raise UserError(f"{slice_.name}: found no job on it; `headrace tpu run` starts one")
     offsets = [0 if args.whole else state.recent for state in states]
-    following = job.Following(machines, found.name, offsets, lambda line: print(line, flush=True))
-    looked = time.monotonic()
+    monitor = job.JobMonitor(machines, slice_.name, offsets, lambda line: print(line, flush=True))
+    polled_at = clock.monotonic()
     try:
-        while not following.done:
-            following.show(1.0)
-            if following.broken and time.monotonic() - looked > POLL:
-                looked = time.monotonic()
-                if (said := unless_there(cloud, found.name)) is not None:
-                    print(f"{found.name}: {said}", flush=True)
+        while not monitor.all_ended:
+            monitor.print_lines_for(1.0)
+            if monitor.any_disconnected and clock.monotonic() - polled_at > timeouts.POLL:
+                polled_at = clock.monotonic()
+                if (end := describe_end(cloud, slice_.name)) is not None:
+                    print(f"{slice_.name}: {end}", flush=True)
                     return 1
-        following.show(0.0)
+        monitor.print_lines_for(0.0)
     finally:
-        following.end()
-    return max(code or 0 for code in following.codes)
+        monitor.close()
+    return max(code or 0 for code in monitor.exit_codes)
 
 
-def unless_there(cloud: Cloud, name: str) -> str | None:
-    """What has become of a slice that is ready no more; nothing is concluded where the cloud is silent."""
+def describe_end(cloud: Cloud, name: str) -> str | None:
+    """Describe the end of a slice that is no longer ready. None if it may still be, also if the cloud does
+    not answer."""
     try:
-        now = cloud.find(name)
+        slice_ = cloud.find(name)
     except UserError:
         return None
-    if now is None:
-        return "it is deleted"
-    return None if now.state in (State.READY, State.WAITING) else f"it is {now.said}"
+    if slice_ is None:
+        return "it was deleted"
+    is_alive = slice_.state in (SliceState.READY, SliceState.WAITING)
+    return None if is_alive else f"it is {slice_.status_text}"
 
 
 def status(args: Namespace) -> None:
-    cloud, found = found_by_name(args)
-    print(f"{found.name}  {found.accelerator} {found.terms} in {found.zone}: {found.said}")
-    print(f"{'':{len(found.name)}}  {aged(found)}")
-    if found.state is not State.READY:
+    """`tpu status`: print the state of a slice and of the job on each worker."""
+    cloud, slice_ = find_slice(args)
+    print(f"{slice_.name}  {slice_.accelerator} {slice_.terms} in {slice_.zone}: {slice_.status_text}")
+    print(f"{'':{len(slice_.name)}}  {format_age(slice_)}")
+    if slice_.state is not SliceState.READY:
         return
-    doubt(args, cloud, found)
-    for number, state in enumerate(job.states(connector(args, cloud)(found), found.name)):
-        if state.unknown:
-            print(f"[w{number}] cannot be asked: {state.unknown}")
-        elif state.running:
-            print(f"[w{number}] trains: {state.last}")
-        elif state.exit is not None:
-            print(f"[w{number}] ended with {state.exit}: {state.last}")
-        else:
-            print(f"[w{number}] has no job")
+    warn_about_timer(args, cloud, slice_)
+    for worker, state in enumerate(job.try_query_workers(make_connector(args, cloud)(slice_), slice_.name)):
+        print(f"[w{worker}] {describe_worker(state)}")
 
 
-def doubt(args: Namespace, cloud: Cloud, found: Rented, patience: float = 0.0) -> None:
-    """Warns where nobody knows that the timer of a slice will end it."""
-    if not found.ours or found.zone == "local":
+def describe_worker(state: job.WorkerState) -> str:
+    """Describe in one line what a worker does."""
+    if state.error:
+        return f"cannot be asked: {state.error}"
+    if state.running:
+        return f"training: {state.last}"
+    if state.exit is not None:
+        return f"ended with exit code {state.exit}: {state.last}"
+    return "has no job"
+
+
+def warn_about_timer(args: Namespace, cloud: Cloud, slice_: Slice, retry_seconds: float = 0.0) -> None:
+    """Print a warning if it is not certain that the timer of a slice will delete it."""
+    if not slice_.is_managed or slice_.zone == "local":
         return
     try:
-        why = alarm.doubt(connector(args, cloud)(found), patience)
-    except UserError as error:  # no key, so that nobody can be asked
-        why = str(error)
-    if why:
-        print(alarm.warning(found.name, why), flush=True)
+        problem = timer_health.find_timer_problem(make_connector(args, cloud)(slice_), retry_seconds)
+    except UserError as error:  # no ssh key, so the workers cannot be asked
+        problem = str(error)
+    if problem:
+        print(timer_health.format_warning(slice_.name, problem), flush=True)
 
 
 def ls(args: Namespace) -> int:
-    """With --orphans the exit code is 1 if there are slices among them, for whoever asks every night."""
-    cloud = opened(args)
-    every, silent = cloud.survey()
-    found = [one for one in every if forgotten(args, cloud, one)] if args.orphans else every
-    table([(one.name, one.zone, one.accelerator, one.terms, one.said, aged(one)) for one in found])
-    for zone, why in silent.items():
-        print(f"warning: {zone} does not answer, so that slices there are not listed: {why}")
+    """`tpu ls`: list slices, or with --orphans those that may be forgotten. Returns the exit code: 1 if there
+    are forgotten ones, for a nightly check, or if a zone does not answer."""
+    cloud = open_cloud(args)
+    all_slices, unreachable = cloud.list_slices()
+    shown = (
+        [item for item in all_slices if may_be_forgotten(args, cloud, item)] if args.orphans else all_slices
+    )
+    print_table(
+        [
+            (item.name, item.zone, item.accelerator, item.terms, item.status_text, format_age(item))
+            for item in shown
+        ]
+    )
+    for zone, reason in unreachable.items():
+        print(f"warning: {zone} does not answer, so its slices are not listed: {reason}")
     if not args.orphans:
-        if not found and not silent:
+        if not shown and not unreachable:
             print("no slices")
-        return 1 if silent else 0
-    left = sum(orphaned(args, cloud, one) for one in found)
+        return 1 if unreachable else 0
+    orphans = sum(print_advice(args, cloud, item) for item in shown)
     if not args.everybody:
-        disk.say_left_out("slice", sum(bool(one.theirs) for one in every if one not in found))
+        disk.print_omitted("slice", sum(bool(item.other_owner) for item in all_slices if item not in shown))
     if isinstance(cloud, Gcp):
-        disk.show_unused(args, cloud, {(one.zone, name) for one in every for name in one.disks})
-    return 1 if left or silent else 0
+        used = {(item.zone, name) for item in all_slices for name in item.disks}
+        disk.print_unused_disks(args, cloud, used)
+    return 1 if orphans or unreachable else 0
 
 
-def forgotten(args: Namespace, cloud: Cloud, one: Rented) -> bool:
-    """Whether it may be: nobody here watches it, though it is ours, or its timer has not ended it."""
-    asked = one.ours and (args.everybody or not one.theirs)
-    return asked and not place.watched(place.key(cloud.scope, one.name)) or overdue(one) > 0
+def may_be_forgotten(args: Namespace, cloud: Cloud, slice_: Slice) -> bool:
+    """Whether a slice is overdue, or is the current user's and no launcher on this machine watches it. With
+    --everybody other users' slices count too."""
+    is_candidate = slice_.is_managed and (args.everybody or not slice_.other_owner)
+    is_watched = job_ledger.is_watched(job_ledger.job_id(cloud.scope, slice_.name))
+    return (is_candidate and not is_watched) or hours_overdue(slice_) > 0
 
 
-def orphaned(args: Namespace, cloud: Cloud, one: Rented) -> bool:
-    """Says what to do about it, and whether anything is to be done: what trains is watched elsewhere, or
-    is adopted, or ends itself when it is done."""
-    if overdue(one) > 0:
-        whose = f": {one.theirs} made it" if one.theirs else ""
-        print(f"{one.name} should have deleted itself, and costs{whose}; delete it?")
-    elif working(args, cloud, one):
-        print(f"{one.name} trains; if no other machine of yours watches it, `headrace tpu run` adopts it")
+def print_advice(args: Namespace, cloud: Cloud, slice_: Slice) -> bool:
+    """Print what to do about a slice that may be forgotten. Return False if it needs nothing: a slice with a
+    training is watched from elsewhere, or is found again, or deletes itself."""
+    owner = slice_.other_owner
+    if hours_overdue(slice_) > 0:
+        made_by = f" and was made by {owner}" if owner else ""
+        print(f"{slice_.name} should have deleted itself, costs money{made_by}; to delete it:")
+    elif is_training(args, cloud, slice_):
+        print(
+            f"{slice_.name} is training; if no other machine of yours watches it, `headrace tpu run` "
+            "adopts it"
+        )
         return False
-    elif one.theirs:
-        print(f"{one.theirs} made {one.name}, and nobody here watches it; after a word with {one.theirs},")
+    elif owner:
+        print(f"{slice_.name} was made by {owner} and is not watched from this machine; ask {owner} before:")
     else:
-        print(f"nobody here watches {one.name}: `headrace tpu run` adopts it, or")
-    print(f"  headrace tpu delete {one.name}{told(args)}{' --force' if one.theirs else ''}")
+        print(f"{slice_.name} is not watched from this machine: `headrace tpu run` adopts it, or delete it:")
+    print(f"  headrace tpu delete {slice_.name}{location_flags(args)}{' --force' if owner else ''}")
     return True
 
 
-def working(args: Namespace, cloud: Cloud, one: Rented) -> bool:
-    """Whether a trainer is known to be at work there."""
-    try:
-        return one.state is State.READY and any(
-            state.running or state.elsewhere for state in job.states(connector(args, cloud)(one), one.name)
-        )
-    except UserError:  # no key, so that nobody can be asked
+def is_training(args: Namespace, cloud: Cloud, slice_: Slice) -> bool:
+    """Whether a trainer is known to run on a slice."""
+    if slice_.state is not SliceState.READY:
         return False
+    try:
+        states = job.try_query_workers(make_connector(args, cloud)(slice_), slice_.name)
+    except UserError:  # no ssh key, so the workers cannot be asked
+        return False
+    return any(state.running or state.elsewhere for state in states)
 
 
-def table(rows: Sequence[tuple[str, ...]]) -> None:
+def print_table(rows: Sequence[tuple[str, ...]]) -> None:
+    """Print rows with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)] if rows else []
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
-def aged(found: Rented) -> str:
-    if not found.created:
+def format_age(slice_: Slice) -> str:
+    """The age of a slice, and when it deletes itself."""
+    if not slice_.created_at:
         return "no machines yet"
-    age = (time.time() - found.created) / 3600
-    words = f"{cost.hours(age)} old"
-    if found.seconds is None or found.zone == "local":  # where there is no timer
-        return words
-    if late := overdue(found):
-        return f"{words}, SHOULD HAVE DELETED ITSELF {cost.hours(late)} AGO"
-    left = found.seconds / 3600 - age
-    if found.state is State.STOPPED:  # nobody is at home who would delete it
-        over = f"end in {cost.hours(left)}; started after that" if left > 0 else "are over: started again"
-        return f"{words}, its hours {over}, it deletes itself"
-    return f"{words}, deletes itself in {cost.hours(max(0.0, left))}" if found.state is State.READY else words
+    hours = (clock.now() - slice_.created_at) / 3600
+    age = f"{cost.format_hours(hours)} old"
+    if slice_.time_limit is None or slice_.zone == "local":  # no timer
+        return age
+    if overdue := hours_overdue(slice_):
+        return f"{age}, SHOULD HAVE DELETED ITSELF {cost.format_hours(overdue)} AGO"
+    remaining = slice_.time_limit / 3600 - hours
+    if slice_.state is SliceState.STOPPED:  # its timer does not run
+        if remaining > 0:
+            return f"{age}, its hours end in {cost.format_hours(remaining)}; started later, it deletes itself"
+        return f"{age}, its hours are used up; if it is started, it deletes itself"
+    if slice_.state is SliceState.READY:
+        return f"{age}, deletes itself in {cost.format_hours(max(0.0, remaining))}"
+    return age
 
 
-def overdue(found: Rented) -> float:
-    """Hours since its timer should have ended it, if that is so long ago that it did not."""
-    if not found.created or found.seconds is None or found.zone == "local" or found.state is State.STOPPED:
+def hours_overdue(slice_: Slice) -> float:
+    """Hours since a slice should have been deleted by its timer; 0 if it is not overdue by more than
+    `OVERDUE_SECONDS`."""
+    has_timer = slice_.time_limit is not None and slice_.zone != "local"
+    if not slice_.created_at or not has_timer or slice_.state is SliceState.STOPPED:
         return 0.0
-    late = time.time() - found.created - found.seconds
-    return late / 3600 if late > LATE else 0.0
+    seconds = clock.now() - slice_.created_at - (slice_.time_limit or 0.0)
+    return seconds / 3600 if seconds > OVERDUE_SECONDS else 0.0

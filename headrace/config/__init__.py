@@ -1,0 +1,1 @@
+"""Recipes: their keys, reading and checking them, durations, the JSON schema."""

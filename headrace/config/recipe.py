@@ -1,82 +1,101 @@
 """Recipes, read and checked, from files, run folders and URLs. No JAX in here."""
 
 import dataclasses
-import typing
+import functools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from headrace.storage import files as store
-from headrace.config.validate import check_data, check_run
-from headrace.config.reader import Reader, names
+from headrace.config.reader import RecipeReader, optional_key, part_names, recipe_fields
+from headrace.config.sections import DataRecipe, QuantizeRecipe, TrainRecipe
+from headrace.config.source_model import complete_model
+from headrace.config.validate import check_data_recipe, check_train_recipe
 from headrace.errors import UserError
-from headrace.config.sections import DataRun, Quantize, Run
+from headrace.storage import files
 
 
-def load_method(name: str, overrides: typing.Sequence[str]) -> Any:
-    """The Config of a method of quantisation, with these of its keys set."""
-    reader = Reader(None, [f"method.use={name}", *(f"method.{item}" for item in overrides)])
-    return reader.read(Quantize, lambda read, reader: None).method
+def load(path: str | Path, overrides: Sequence[str] = ()) -> TrainRecipe:
+    """Read the training recipe at `path` and apply `key=value` overrides. Raises UserError."""
+    return _read_train(RecipeReader(path, overrides))
 
 
-def load(path: str | Path, overrides: typing.Sequence[str] = ()) -> Run:
-    """The training recipe at `path` with `key=value` overrides applied. Raises UserError."""
-    return _read(Reader(path, overrides), Run)
+def load_data(path: str | Path, overrides: Sequence[str] = ()) -> DataRecipe:
+    """Read the data recipe at `path` and apply `key=value` overrides. Raises UserError."""
+    return _read_data(RecipeReader(path, overrides))
 
 
-def load_data(path: str | Path, overrides: typing.Sequence[str] = ()) -> DataRun:
-    return _read(Reader(path, overrides), DataRun)
+def load_any(path: str | Path, overrides: Sequence[str] = ()) -> TrainRecipe | DataRecipe:
+    """Read a recipe of either kind: data recipes have `sources`."""
+    reader = RecipeReader(path, overrides)
+    return _read_data(reader) if "sources" in reader.tree else _read_train(reader)
 
 
-def load_run(folder: str | Path, overrides: typing.Sequence[str] = ()) -> Run:
-    """The recipe of a run folder, which may have been moved since."""
-    if not store.exists(store.join(folder, "recipe.yaml")):
-        store.check_bucket(folder)
-        makes = "`headrace train RECIPE` makes one"
-        if store.exists(store.join(folder, "config.json")):
-            makes = f"of this Hugging Face folder `headrace import {store.shown(folder)} RUN` makes one"
-        raise UserError(f"{store.shown(folder)}: not a run folder: no recipe.yaml in it; {makes}")
-    found = load_from(str(folder).rstrip("/"), "recipe.yaml", overrides)
-    return dataclasses.replace(found, run=str(folder).rstrip("/"))
+def load_run(folder: str | Path, overrides: Sequence[str] = ()) -> TrainRecipe:
+    """Read the recipe of a run folder. `run_dir` is that folder, wherever it was moved to."""
+    folder = str(folder).rstrip("/")
+    if not files.exists(files.join(folder, "recipe.yaml")):
+        files.check_bucket(folder)
+        hint = "`headrace train RECIPE` makes one"
+        if files.exists(files.join(folder, "config.json")):
+            hint = f"`headrace import {files.redacted(folder)} RUN` makes one of this Hugging Face folder"
+        raise UserError(f"{files.redacted(folder)}: not a run folder: no recipe.yaml in it; {hint}")
+    return dataclasses.replace(_load_from(folder, "recipe.yaml", overrides), run_dir=folder)
 
 
-def load_train(path: str | Path, overrides: typing.Sequence[str] = ()) -> Run:
-    """The recipe to train by. One that lies in a run folder means that folder, wherever it was moved to."""
+def load_train(path: str | Path, overrides: Sequence[str] = ()) -> TrainRecipe:
+    """Read the recipe to train by. A recipe in a run folder means that folder, wherever it was moved to."""
     folder, _, name = str(path).rpartition("/")
-    named = any(item.startswith("run=") for item in overrides)
-    if name == "recipe.yaml" and not named and store.names(f"{folder or '.'}/checkpoints"):
+    has_run_dir = any(item.startswith("run_dir=") for item in overrides)
+    if name == "recipe.yaml" and not has_run_dir and files.list_names(f"{folder or '.'}/checkpoints"):
         return load_run(folder or ".", overrides)
-    return load_from(folder, name, overrides) if store.is_url(folder) else load(path, overrides)
+    return _load_from(folder, name, overrides) if files.is_url(folder) else load(path, overrides)
 
 
-def load_from(folder: str, name: str, overrides: typing.Sequence[str]) -> Run:
-    """A recipe that may lie at a URL."""
-    with store.near(folder, [name]) as near:
+def load_method(name: str, overrides: Sequence[str]) -> Any:
+    """Make the config of a method of quantization from `key=value` settings."""
+    reader = RecipeReader(None, [f"method.use={name}", *(f"method.{item}" for item in overrides)])
+    return reader.read(QuantizeRecipe, lambda recipe, reader: None).method
+
+
+def _load_from(folder: str, name: str, overrides: Sequence[str]) -> TrainRecipe:
+    """Read a recipe that may be at a URL."""
+    with files.local_copy(folder, [name]) as local:
         try:
-            return load(near / name, overrides)
+            return load(local / name, overrides)
         except UserError as error:
-            raise UserError(str(error).replace(str(near), folder)) from None
+            raise UserError(str(error).replace(str(local), folder)) from None
 
 
-def load_any(path: str | Path, overrides: typing.Sequence[str] = ()) -> Run | DataRun:
-    """A recipe of either kind: data recipes have `sources`."""
-    reader = Reader(path, overrides)
-    return _read(reader, DataRun if "sources" in reader.tree else Run)
+def _read_train(reader: RecipeReader) -> TrainRecipe:
+    _refuse_section(reader, TrainRecipe)
+    if "sources" in reader.tree and "model" not in reader.tree:
+        hint = f"`headrace data prepare {reader.path}` makes its data"
+        raise UserError(f"{reader.path}:1: found a data recipe, expected a training recipe; {hint}")
+    complete = functools.partial(complete_model, load_run=load_run)
+    recipe: TrainRecipe = reader.read(TrainRecipe, check_train_recipe, complete)
+    if optional_key(recipe.objective, "reference", None) == "copy":
+        model = dataclasses.replace(recipe.model, frozen_copy=True)
+        recipe = dataclasses.replace(recipe, model=model)
+    return recipe
 
 
-def _read(reader: Reader, cls: type[Any]) -> Any:
-    tree, path = reader.tree, reader.path
-    parts = {f.name: f.metadata["folder"] for f in dataclasses.fields(cls) if "folder" in f.metadata}
-    if "use" in tree:
-        name = next((name for name, folder in parts.items() if tree["use"] in names(folder)), "SECTION")
-        # Recipes stand beside the folder that has a section's name, or beside the file itself.
-        folder, last = Path(path).absolute().parts[-2:]
-        seen = f"{name}/{last}" if folder == name else last
-        hint = f"a recipe takes it with `{name}: {seen}`, the path seen from the recipe"
-        raise UserError(f"{path}:1: found a section alone, expected a whole recipe; {hint}")
-    if cls is Run and "sources" in tree and "model" not in tree:
-        hint = f"`headrace data prepare {path}` makes its data"
-        raise UserError(f"{path}:1: found a data recipe, expected a training recipe; {hint}")
-    if cls is DataRun and "model" in tree and "sources" not in tree:
-        hint = f"`headrace train {path}` trains with it"
-        raise UserError(f"{path}:1: found a training recipe, expected a data recipe; {hint}")
-    return reader.read(cls, check_run if cls is Run else check_data)
+def _read_data(reader: RecipeReader) -> DataRecipe:
+    _refuse_section(reader, DataRecipe)
+    if "model" in reader.tree and "sources" not in reader.tree:
+        hint = f"`headrace train {reader.path}` trains with it"
+        raise UserError(f"{reader.path}:1: found a training recipe, expected a data recipe; {hint}")
+    return reader.read(DataRecipe, check_data_recipe)
+
+
+def _refuse_section(reader: RecipeReader, cls: type) -> None:
+    """Refuse a file that holds one section of a recipe instead of a recipe."""
+    if "use" not in reader.tree:
+        return
+    folders = {name: f.metadata["folder"] for name, f in recipe_fields(cls).items() if "folder" in f.metadata}
+    use = reader.tree["use"]
+    name = next((name for name, folder in folders.items() if use in part_names(folder)), "SECTION")
+    # Recipes are in the folder above one that is named like a section, or in the folder of the file itself.
+    folder, file = Path(reader.path).absolute().parts[-2:]
+    path = f"{name}/{file}" if folder == name else file
+    hint = f"a recipe includes it with `{name}: {path}`, a path relative to the recipe"
+    raise UserError(f"{reader.path}:1: found a single section, expected a whole recipe; {hint}")

@@ -1,7 +1,6 @@
 """GGUF, the file of llama.cpp: one file with the weights, the sizes, the tokenizer and the chat template. Its
 layout is the `gguf` package's; what an architecture wants is in each model file (`to_gguf`)."""
 
-import importlib
 import importlib.util
 import tempfile
 from collections.abc import Iterator
@@ -11,17 +10,17 @@ from typing import Any
 import jax
 import numpy as np
 
-from headrace.model_wrappers import classification_head as classifier
-from headrace.config import reader as config
-from headrace.storage import files as store
-from headrace.model_formats import quantized_folder as stored
+from headrace.checkpoint.open_run import LoadedRun
+from headrace.config import reader
+from headrace.convert import gguf_tokenizer
 from headrace.errors import UserError
-from headrace.convert import gguf_tokenizer as gguf_tokens, to_huggingface as huggingface
-from headrace.model_formats.gguf_architecture import Architecture, refuse
-from headrace.model_formats.hf_tensors import table_of, to_tensors
-from headrace.checkpoint.open_run import Opened
+from headrace.model_formats import quantized_folder
+from headrace.model_formats.gguf_architecture import Architecture, refuse_export
+from headrace.model_formats.hf_tensors import to_tensors
+from headrace.model_wrappers import classification_head, load_family
+from headrace.models import load_base_family
 from headrace.nn.rope import Rope, inverse_frequencies
-from headrace.objectives import file
+from headrace.storage import files
 
 # Our names of types, those of gguf, and what the file says that most of its weights are (llama.h).
 TYPES = {
@@ -34,27 +33,29 @@ TYPES = {
 BLOCK = 32  # weights that share a scale in q8_0 and q4_0
 
 
-def export(run: Opened, target: str, dtype: str) -> Path:
+def export(run: LoadedRun, target: str, dtype: str) -> Path:
     """Writes one file that llama.cpp reads. Returns it."""
     if importlib.util.find_spec("gguf") is None:
         raise UserError("export: .gguf files need the gguf package: pip install 'headrace[gguf]'")
-    if stored.settings_of(run.cfg.run) is not None:
+    if quantized_folder.read_quant_config(run.recipe.run_dir) is not None:
         raise UserError(
-            f"{run.cfg.run}: a quantised model, whose numbers GGUF cannot hold; export the run it was made "
-            "of, with --dtype q8_0 or q4_0 for few bits"
+            f"{run.recipe.run_dir}: a quantised model, whose numbers GGUF cannot hold; export the run it was "
+            "made of, with --dtype q8_0 or q4_0 for few bits"
         )
-    classifier.refuse(run.cfg, "export a folder instead, which transformers reads")
-    final = free(target)
+    classification_head.refuse_classifier(run.recipe, "export a folder instead, which transformers reads")
+    final = check_target(target)
     if run.tokenizer is None:
-        raise UserError(f"{run.cfg.run}: no tokenizer.json in it, without which llama.cpp reads no model")
-    run = huggingface.plain_run(run)
-    family = file("models", run.cfg.model)
-    if not hasattr(family, "to_gguf"):
         raise UserError(
-            f"model.use: found {run.cfg.model.use}, and .gguf files are written for "
+            f"{run.recipe.run_dir}: no tokenizer.json in it, without which llama.cpp reads no model"
+        )
+    run = run.merged()
+    family = load_family(run.recipe.model)
+    if family.to_gguf is None:
+        raise UserError(
+            f"model.use: found {run.recipe.model.use}, and .gguf files are written for "
             f"{', '.join(supported())}; export a folder instead"
         )
-    architecture = family.to_gguf(run.cfg.model, run.cfg.loss.soft_cap)
+    architecture = family.to_gguf(run.recipe.model, run.recipe.loss.soft_cap)
     with tempfile.TemporaryDirectory(prefix=f".{final.name}-", dir=final.parent) as scratch:
         made = Path(scratch) / final.name
         write(run, architecture, made, dtype)
@@ -62,9 +63,11 @@ def export(run: Opened, target: str, dtype: str) -> Path:
     return final
 
 
-def free(target: str) -> Path:
-    if store.is_url(target):
-        raise UserError(f"found {store.shown(target)}, expected a file on this machine; copy it there after")
+def check_target(target: str) -> Path:
+    if files.is_url(target):
+        raise UserError(
+            f"found {files.redacted(target)}, expected a file on this machine; copy it there after"
+        )
     final = Path(target).absolute()
     if final.exists():
         raise UserError(f"{target}: there is something already; name a new file, or remove it")
@@ -73,23 +76,22 @@ def free(target: str) -> Path:
 
 
 def supported() -> list[str]:
-    families = {name: importlib.import_module(f"headrace.models.{name}") for name in config.names("models")}
-    return [name for name, family in families.items() if hasattr(family, "to_gguf")]
+    return [name for name in reader.part_names("models") if load_base_family(name).to_gguf is not None]
 
 
-def write(run: Opened, architecture: Architecture, path: Path, dtype: str) -> None:
+def write(run: LoadedRun, architecture: Architecture, path: Path, dtype: str) -> None:
     import gguf
 
     # In a temporary file, not in memory: the header has the sizes of all tensors and comes before them.
     writer = gguf.GGUFWriter(path, architecture.name, use_temp_file=True)
     try:
         writer.add_type("model")
-        writer.add_name(Path(run.cfg.run).name)
+        writer.add_name(Path(run.recipe.run_dir).name)
         writer.add_file_type(gguf.LlamaFileType[TYPES[dtype][1]])
         if dtype.startswith("q"):
             writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
         add_sizes(writer, run, architecture)
-        gguf_tokens.add_tokens(writer, run)
+        gguf_tokenizer.add_tokens(writer, run)
         for name, tensor in tensors(run, architecture):
             kind = gguf.GGMLQuantizationType[type_of(name, tensor, dtype)]
             writer.add_tensor(name, gguf.quants.quantize(tensor, kind), raw_dtype=kind)
@@ -100,9 +102,9 @@ def write(run: Opened, architecture: Architecture, path: Path, dtype: str) -> No
         writer.close()
 
 
-def add_sizes(writer: Any, run: Opened, architecture: Architecture) -> None:
-    cfg, sequence = run.cfg.model, run.cfg.data.sequence_length
-    settings = file("models", cfg).to_hf(cfg, sequence)
+def add_sizes(writer: Any, run: LoadedRun, architecture: Architecture) -> None:
+    cfg, sequence = run.recipe.model, run.recipe.data.sequence_length
+    settings = load_family(cfg).hf_naming.to_config(cfg, sequence)
     writer.add_context_length(settings["max_position_embeddings"])
     writer.add_embedding_length(cfg.embed)
     writer.add_block_count(cfg.layers)
@@ -119,32 +121,32 @@ def add_sizes(writer: Any, run: Opened, architecture: Architecture) -> None:
         writer.add_string(f"{architecture.name}.rope.scaling.type", cfg.rope_scaling)
         writer.add_rope_scaling_factor(cfg.rope_factor)
     if cfg.rope_scaling == "yarn":
-        writer.add_rope_scaling_orig_ctx_len(cfg.rope_original)
+        writer.add_rope_scaling_orig_ctx_len(cfg.rope_original_length)
     if cfg.rope_scaling == "llama3" and not architecture.interleaved:
-        refuse("model.rope_scaling", "llama3", architecture.name, "linear, ntk and yarn")
+        refuse_export("model.rope_scaling", "llama3", architecture.name, "linear, ntk and yarn")
     for key, value in architecture.keys.items():
         add = writer.add_uint32 if isinstance(value, int) else writer.add_float32
         add(f"{architecture.name}.{key}", value)
 
 
-def tensors(run: Opened, architecture: Architecture) -> Iterator[tuple[str, np.ndarray]]:
+def tensors(run: LoadedRun, architecture: Architecture) -> Iterator[tuple[str, np.ndarray]]:
     """Their names and tensors, in float32."""
     import gguf
 
-    cfg = run.cfg.model
-    family, number = file("models", cfg), {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
+    cfg = run.recipe.model
+    family, number = load_family(cfg), {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
     names = gguf.get_tensor_name_map(number[architecture.name], cfg.layers)
     if cfg.rope_scaling == "llama3":
         yield "rope_freqs.weight", rope_factors(cfg)
-    for theirs, tensor in to_tensors(table_of(family, cfg), run.params, "float32"):
+    for theirs, tensor in to_tensors(family.tensor_table(cfg), run.params, "float32"):
         name = names.get_name(theirs, try_suffixes=(".weight",))
         assert name is not None, theirs
-        yield name, as_theirs(name, tensor, architecture, cfg)
+        yield name, to_gguf_layout(name, tensor, architecture, cfg)
     if architecture.head and run.params.head is None:
         yield "output.weight", np.asarray(jax.device_get(run.params.embedding), np.float32)
 
 
-def as_theirs(name: str, tensor: np.ndarray, architecture: Architecture, cfg: Any) -> np.ndarray:
+def to_gguf_layout(name: str, tensor: np.ndarray, architecture: Architecture, cfg: Any) -> np.ndarray:
     kind = name.split(".")[-2]
     if kind.endswith("norm"):
         tensor = tensor + np.float32(architecture.norm_offset)
@@ -160,7 +162,7 @@ def as_theirs(name: str, tensor: np.ndarray, architecture: Architecture, cfg: An
 
 def rope_factors(cfg: Any) -> np.ndarray:
     """By how much each frequency is divided [h/2]."""
-    rope = Rope(cfg.rope_theta, cfg.rope_scaling, cfg.rope_factor, cfg.rope_original)
+    rope = Rope(cfg.rope_theta, cfg.rope_scaling, cfg.rope_factor, cfg.rope_original_length)
     plain, _ = inverse_frequencies(cfg.head_dim, Rope(cfg.rope_theta))
     stretched, _ = inverse_frequencies(cfg.head_dim, rope)
     return (plain.astype(np.float64) / stretched).astype(np.float32)

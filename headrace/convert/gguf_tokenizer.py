@@ -5,9 +5,9 @@ import json
 import re
 from typing import Any
 
+from headrace.checkpoint.open_run import LoadedRun
 from headrace.data.tokenizer.convert import CL100K
 from headrace.errors import UserError
-from headrace.checkpoint.open_run import Opened
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # kinds of tokens, as in llama.h
 
@@ -25,7 +25,7 @@ CUTS = {
 GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
-def add_tokens(writer: Any, run: Opened) -> None:
+def add_tokens(writer: Any, run: LoadedRun) -> None:
     tokenizer = run.tokenizer
     assert tokenizer is not None
     settings = json.loads(tokenizer.inner.to_str())
@@ -35,7 +35,7 @@ def add_tokens(writer: Any, run: Opened) -> None:
             f"tokenizer: found {model['type']}, and .gguf files are written with BPE; export a folder instead"
         )
     entries: dict[str, int] = tokenizer.inner.get_vocab(with_added_tokens=True)
-    names = [f"[UNUSED{id}]" for id in range(run.cfg.model.vocab)]
+    names = [f"[UNUSED{id}]" for id in range(run.recipe.model.vocab)]
     kinds = [UNUSED] * len(names)
     for entry, id in entries.items():
         names[id], kinds[id] = entry, NORMAL
@@ -46,7 +46,7 @@ def add_tokens(writer: Any, run: Opened) -> None:
         add_sentencepiece(writer, settings, names, kinds, merges)
     else:
         writer.add_tokenizer_model("gpt2")
-        writer.add_tokenizer_pre(cut_of(settings))
+        writer.add_tokenizer_pre(pretokenizer_name(settings))
         writer.add_token_merges([" ".join(pair) for pair in merges])
     writer.add_token_list(names)
     writer.add_token_types(kinds)
@@ -55,8 +55,8 @@ def add_tokens(writer: Any, run: Opened) -> None:
             getattr(writer, f"add_{role}_token_id")(id)
     begins = tokenizer.inner.encode("a").ids[:1] == [tokenizer.special.bos]
     writer.add_add_bos_token(begins)
-    if tokenizer.template is not None:
-        writer.add_chat_template(without_marks(tokenizer.template))
+    if tokenizer.chat_template is not None:
+        writer.add_chat_template(without_marks(tokenizer.chat_template))
 
 
 def without_marks(template: str) -> str:
@@ -69,7 +69,7 @@ def without_marks(template: str) -> str:
     return re.sub(r"\{%(-?)\s*(end)?generation\s*(-?)%\}", plain, template)
 
 
-def cut_of(settings: dict[str, Any]) -> str:
+def pretokenizer_name(settings: dict[str, Any]) -> str:
     """What llama.cpp calls the way a byte-level tokenizer cuts text into words."""
     normalizer, cutter = settings["normalizer"], settings["pre_tokenizer"] or {}
     parts = cutter["pretokenizers"] if cutter.get("type") == "Sequence" else [cutter]

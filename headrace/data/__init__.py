@@ -1,0 +1,1 @@
+"""Data: text to packed rows, and rows to batches."""

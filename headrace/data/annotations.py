@@ -1,111 +1,127 @@
-"""Documents that say more than their text: a text or its words with labels, or two answers of which one was
-preferred. They travel as messages do, as JSON whose first part tells what follows, and are packed whole."""
+"""Documents with annotations: a labeled text, tagged words, or a prompt with a preferred and a rejected
+answer.
+
+They are stored like messages, as a JSON list; the role of its first part gives the kind of the document.
+Packing never splits them."""
 
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import pyarrow as pa
 
+from headrace.data.documents import JsonObject
 from headrace.errors import UserError
 
-LABEL, TAGS, PAIR = "label", "tags", "prompt"  # roles of first parts; no conversation begins with one
-WHAT = {
+LABEL, TAGS, PAIR = "label", "tags", "prompt"  # roles of first parts; no conversation starts with one of them
+KIND_NAMES = {
     LABEL: "texts with a label",
     TAGS: "words with tags",
     PAIR: "pairs of answers",
     "chat": "conversations",
 }
-OPENINGS = {kind: f'[{{"role":"{kind}",' for kind in (LABEL, TAGS, PAIR)}
-NAMED = 12  # labels at most in a line
-MOST = (1 << 16) - 1  # labels: one number is for none
+KIND_PREFIXES = {kind: f'[{{"role":"{kind}",' for kind in (LABEL, TAGS, PAIR)}
+MAX_LABELS_SHOWN = 12  # in a message
+MAX_LABELS = (1 << 16) - 1  # labels are stored as uint16, and 0 means no label
 
 
 @dataclass
-class Notes:
-    """What one worker met: labels by their names, numbered as they came, the kinds of documents, and how many
-    were cut at the end, or left out, because a row is too short for them."""
+class AnnotationStats:
+    """Annotations that one worker has seen: label names, numbered in the order of their first use, kinds of
+    documents, and how many documents were cut or skipped because they did not fit in a row."""
 
     names: dict[str, int] = field(default_factory=dict)
     kinds: set[str] = field(default_factory=set)
     counts: Counter[str] = field(default_factory=Counter)
 
     @property
-    def whole(self) -> bool:
-        """Whether documents must not be divided."""
-        return bool(self.kinds & OPENINGS.keys())
+    def is_indivisible(self) -> bool:
+        """Whether packing must not split the documents."""
+        return bool(self.kinds & KIND_PREFIXES.keys())
 
-    def number(self, name: str | None) -> int:
-        """As the column of labels has it: 0 is none, the first is 1."""
+    def get_label_number(self, name: str | None) -> int:
+        """The number that stands for a label in the label column; 0 for None. A new name gets the next
+        number."""
         if name is None:
             return 0
         if name not in self.names:
-            if len(self.names) == MOST:
+            if len(self.names) == MAX_LABELS:
                 raise UserError(
-                    f"sources: more than {MOST:,} different labels, the last {name!r}; if the column named "
-                    "label holds none, name the one with the text: column: text"
+                    f"sources: more than {MAX_LABELS:,} different labels, the last is {name!r}; if the "
+                    "column `label` does not hold labels, choose the column of the text: text_column: text"
                 )
             self.names[name] = len(self.names)
         return 1 + self.names[name]
 
-    def summary(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         return {"labels": list(self.names), "kinds": sorted(self.kinds), "counts": dict(self.counts)}
 
 
-def kinds_of(table: pa.Table) -> np.ndarray:
-    """Of each document: text, chat, or one of WHAT."""
-    found = ["text" if said is None else kind_of(said) for said in table["messages"].to_pylist()]
-    return np.array(found, dtype=object)
+def detect_kinds(table: pa.Table) -> np.ndarray:
+    """The kind of each document of a table: "text", "chat", or one of LABEL, TAGS, PAIR."""
+    documents = table["messages"].to_pylist()
+    kinds = ["text" if document is None else detect_kind(document) for document in documents]
+    return np.array(kinds, dtype=object)
 
 
-def kind_of(document: str) -> str:
-    return next((kind for kind, opening in OPENINGS.items() if document.startswith(opening)), "chat")
+def detect_kind(messages: str) -> str:
+    """The kind of a document stored as a JSON list: "chat", or one of LABEL, TAGS, PAIR."""
+    return next((kind for kind, prefix in KIND_PREFIXES.items() if messages.startswith(prefix)), "chat")
 
 
-def kinds(notes: Sequence[dict[str, Any]]) -> set[str]:
-    return {kind for one in notes for kind in one["kinds"]}
+def collect_kinds(summaries: Sequence[JsonObject]) -> set[str]:
+    """The kinds of documents in the summaries of several workers (`AnnotationStats.to_json`)."""
+    return {kind for summary in summaries for kind in summary["kinds"]}
 
 
-def told(notes: Sequence[dict[str, Any]], length: int) -> Iterator[str]:
-    """What is said of all documents together: their labels, and what a row is too short for."""
-    check(kinds(notes))
-    names = ordered(name for one in notes for name in one["labels"])
-    cut, left_out = (sum(one["counts"].get(key, 0) for one in notes) for key in ("cut", "too long"))
+def describe_annotations(summaries: Sequence[JsonObject], row_length: int) -> Iterator[str]:
+    """Lines for the user about all annotations: the labels, and what did not fit in a row of `row_length`
+    tokens.
+
+    Raises UserError if the workers found documents for different tasks."""
+    kinds = collect_kinds(summaries)
+    check_one_task(kinds)
+    names = sort_labels(name for summary in summaries for name in summary["labels"])
+    cut, skipped = (
+        sum(summary["counts"].get(key, 0) for summary in summaries) for key in ("cut", "too long")
+    )
     if names:
-        more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-        what = "words" if labelled(kinds(notes)) == "tokens" else "texts"
-        yield f"{what} have {len(names):,} labels: {', '.join(names[:NAMED])}{more}"
+        extra = f" and {len(names) - MAX_LABELS_SHOWN} more" if len(names) > MAX_LABELS_SHOWN else ""
+        labeled = "words" if find_labeled_unit(kinds) == "tokens" else "texts"
+        yield f"{labeled} have {len(names):,} labels: {', '.join(names[:MAX_LABELS_SHOWN])}{extra}"
     if cut:
-        yield f"{cut:,} labelled texts are cut at the end, to rows of {length} tokens"
-    if left_out:
+        yield f"{cut:,} labeled texts are cut at the end, to rows of {row_length} tokens"
+    if skipped:
         yield (
-            f"{left_out:,} pairs of answers are left out, longer together than a row of {length} tokens; "
-            "raise pack.sequence_length to keep them"
+            f"{skipped:,} pairs of answers are skipped: both answers do not fit in a row of {row_length} "
+            "tokens; raise pack.sequence_length to keep them"
         )
 
 
-def ordered(names: Iterable[str]) -> tuple[str, ...]:
-    """All labels in the order in which they are numbered: whole numbers by their value, others by name."""
-    found = set(names)
-    if all(re.fullmatch(r"-?\d{1,18}", name) for name in found):
-        return tuple(sorted(found, key=lambda name: (int(name), name)))
-    return tuple(sorted(found))
+def sort_labels(names: Iterable[str]) -> tuple[str, ...]:
+    """Distinct labels in the order in which they are numbered: integers by value, other names by spelling."""
+    distinct = set(names)
+    if all(re.fullmatch(r"-?\d{1,18}", name) for name in distinct):
+        return tuple(sorted(distinct, key=lambda name: (int(name), name)))
+    return tuple(sorted(distinct))
 
 
-def check(kinds: set[str]) -> None:
-    """A set holds documents for one task: UserError where it would hold several."""
-    marked = kinds & OPENINGS.keys()
-    mixed = len(marked) > 1 or (PAIR in marked and len(kinds) > 1)
-    if mixed:
-        found = " and ".join(WHAT.get(kind, "plain texts") for kind in sorted(kinds))
-        hint = "; a record with `chosen` and no `rejected` is a conversation" if PAIR in marked else ""
-        raise UserError(f"sources: found {found} in one set, expected one kind; make a set of each{hint}")
+def check_one_task(kinds: set[str]) -> None:
+    """Raise UserError if these kinds of documents serve different tasks: a dataset serves one."""
+    annotated = kinds & KIND_PREFIXES.keys()
+    is_mixed = len(annotated) > 1 or (PAIR in annotated and len(kinds) > 1)
+    if is_mixed:
+        names = " and ".join(KIND_NAMES.get(kind, "plain texts") for kind in sorted(kinds))
+        hint = "; a record with `chosen` but no `rejected` is a conversation" if PAIR in annotated else ""
+        raise UserError(
+            f"sources: found {names} in one dataset, expected one kind; make a dataset of each{hint}"
+        )
 
 
-def labelled(kinds: Iterable[str]) -> Literal["", "text", "tokens"]:
-    """What of a set has labels: text, tokens, or nothing."""
-    found = set(kinds)
-    return "text" if LABEL in found else "tokens" if TAGS in found else ""
+def find_labeled_unit(kinds: Iterable[str]) -> Literal["", "text", "tokens"]:
+    """The unit that the labels of these kinds of documents belong to; "" if they have no labels."""
+    distinct = set(kinds)
+    return "text" if LABEL in distinct else "tokens" if TAGS in distinct else ""

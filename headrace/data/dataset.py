@@ -1,378 +1,335 @@
-"""Packed data to batches, by reading alone. The batch at step t is a pure function of (dataset, seed, t,
-global batch), so resuming is starting at another step, and any number of hosts, each reading its slots, see
-the same batch."""
+"""Open a packed dataset and read the rows of a batch from its shards.
 
-import contextlib
-import copy
+The reader has no position: batches are read by step, in the order of data/batch_order.py."""
+
 import functools
 import hashlib
 import json
-import threading
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
 from itertools import accumulate
 from pathlib import Path
-from queue import Empty, SimpleQueue
-from typing import Any, TypeVar
 
 import numpy as np
 
-from headrace.runtime.malloc import keep_freed
-from headrace.data.memory_map import Column, Folder, check, open_folder, read_index, stored
+from headrace.config.durations import Ramp
+from headrace.data.batch_order import FULL_BATCH, BatchOrder, SplitName, seed_offset
+from headrace.data.memory_map import Column, Folder, check_files, open_folder, read_index, stored_shards
 from headrace.data.shards import Index, Shard, unpack_bits
 from headrace.errors import UserError
+from headrace.runtime.malloc import keep_freed
 
-T = TypeVar("T")
+ALL_SLOTS = slice(None)
+BATCH_COLUMNS = ("", ".starts", ".loss", ".labels")  # files of a shard that a batch is made from
 
 
 @dataclass(frozen=True)
-class Packed:
-    """Rows as a model takes them, [n s] each. Segments count the documents of a row from 1, be they whole or
-    a piece; 0 is padding. Positions count from 0 in each. `loss` marks the tokens to be learnt; None means
-    all. `labels` has a label's number plus one at the tokens that have one; None where the data has none."""
+class PackedRows:
+    """Rows of tokens as the model reads them: arrays [n s], or [s] for a single row."""
 
     tokens: np.ndarray  # int32
-    segments: np.ndarray  # int32
-    positions: np.ndarray  # int32
-    loss: np.ndarray | None  # bool
-    labels: np.ndarray | None = None  # int32
+    segments: np.ndarray  # int32; the documents of a row, whole or cut, counted from 1; 0 is padding
+    positions: np.ndarray  # int32; counted from 0 in each document
+    loss_mask: np.ndarray | None = None  # bool; tokens to train on; None: all of them
+    labels: np.ndarray | None = None  # int32; label number + 1, 0 for no label; None: the data has none
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """The arrays that are not None, by field name."""
+        named = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: array for name, array in named.items() if array is not None}
+
+    def row(self, index: int) -> "PackedRows":
+        return PackedRows(**{name: array[index] for name, array in self.arrays().items()})
+
+
+@dataclass(frozen=True)
+class ShardSlice:
+    """Consecutive rows of one shard, as the packed rows to read and the part of them to keep."""
+
+    shard: Shard
+    packed: slice  # packed rows of the shard
+    cut: slice  # of the rows into which these are cut
+
+    def __len__(self) -> int:
+        return self.cut.stop - self.cut.start
 
 
 class Dataset:
-    """Rows of `sequence_length` tokens. `pad` is the id that fills rows, also where the tokenizer has no
-    padding token of its own. `has_loss` tells whether batches say which tokens are to be learnt.
+    """Rows of `sequence_length` tokens, cut from packed rows of that length or a multiple of it.
 
-    Training goes through the stored epochs one after the other, as they lie, and then begins again. Seed 0
-    starts at the first row, any other at a row that it draws from all of them. `passed` are stretches of rows
-    that training passes over, (first, count) each, numbered as `lie` does."""
-
-    passed: tuple[tuple[int, int], ...] = ()
+    All row numbers count rows after cutting. `pad_id` fills up rows; a tokenizer without a padding token pads
+    with its end-of-text token. `has_loss_mask` and `has_labels` say which arrays the batches have."""
 
     def __init__(self, index: Index, folder: Folder, sequence_length: int) -> None:
         self.index, self.folder, self.sequence_length = index, folder, sequence_length
-        self.cuts = index.sequence_length // sequence_length
         self.vocab, self.tokenizer_sha256 = index.vocab, index.tokenizer_sha256
-        self.bos, self.eos, self.mask = index.special.bos, index.special.eos, index.special.mask
-        self.pad = index.special.filler
-        self.shards = {name: stored(index, name) for name in index.splits}
-        self.ends = {
-            name: list(accumulate(shard.rows * self.cuts for shard in shards))
-            for name, shards in self.shards.items()
+        self.pad_id = index.special.filler
+        self.rows_per_packed_row = index.sequence_length // sequence_length
+        self.shards = {split: stored_shards(index, split) for split in index.splits}
+        self._shard_ends = {
+            split: list(accumulate(shard.rows * self.rows_per_packed_row for shard in shards))
+            for split, shards in self.shards.items()
         }
-        self.has_loss = any(".loss" in shard.checksums for shards in self.shards.values() for shard in shards)
+        all_shards = [shard for shards in self.shards.values() for shard in shards]
+        self.has_loss_mask = any(".loss" in shard.checksums for shard in all_shards)
         self.has_labels = bool(index.labels)
-        by_name = {shard.name: shard for shards in self.shards.values() for shard in shards}
-        # Some at a time: thousands of shards would use up the maps and descriptors that a process may have.
-        self._column = functools.lru_cache(maxsize=128)(
-            lambda name, suffix: Column(folder, index, by_name[name], suffix)
-        )
+        by_name = {shard.name: shard for shard in all_shards}
 
-    @functools.cached_property
-    def fingerprint(self) -> str:
-        """Names the rows to train on and their order, wherever they lie."""
-        shards = [[shard.rows, shard.checksums] for shard in self.shards.get("train", [])]
-        said = json.dumps([self.index.sequence_length, self.index.dtype, shards], sort_keys=True)
-        return hashlib.sha256(said.encode()).hexdigest()[:16]
+        def open_column(shard_name: str, suffix: str) -> Column:
+            return Column(folder, index, by_name[shard_name], suffix)
+
+        # Not all at once: thousands of shards would use up a process's memory maps and file descriptors.
+        self._column = functools.lru_cache(maxsize=128)(open_column)
 
     @classmethod
     def open(
         cls, path: str | Path, *, sequence_length: int | None = None, tokenizer_sha256: str | None = None
     ) -> "Dataset":
-        """Opens packed data in a folder or at a URL. A `sequence_length` k times shorter than the packed one
-        cuts each row in k. Given a `tokenizer_sha256`, data made with another tokenizer is refused."""
+        """Open packed data in a folder or at a URL.
+
+        A `sequence_length` k times shorter than the packed one cuts each packed row into k rows. Data made
+        with another tokenizer than `tokenizer_sha256` is refused."""
         folder = open_folder(path)
         index = read_index(folder)
-        length = sequence_length or index.sequence_length
-        if length < 1 or index.sequence_length % length:
-            raise UserError(
-                f"data.sequence_length: {length} does not divide {index.sequence_length}, the length of the "
-                f"rows in {path}; choose a divisor of it, or pack again with pack.sequence_length={length}"
-            )
-        if tokenizer_sha256 not in (None, index.tokenizer_sha256):
-            raise UserError(
-                f"data.path: {path} was made with tokenizer {index.tokenizer_sha256}, and {tokenizer_sha256} "
-                "is expected here; use the data that belongs to it, or prepare this data with that tokenizer"
-            )
-        if length < index.sequence_length and (index.labelled or index.pairs):
-            what = "pairs of answers" if index.pairs else "labelled texts"
-            raise UserError(
-                f"data.sequence_length: {length} would cut the {what} of {path}, which are whole in rows of "
-                f"{index.sequence_length}; take that, or pack again with pack.sequence_length={length}"
-            )
-        check(index, folder)
-        keep_freed(32 << 20)  # of the next batch: 32 x 2,048 tokens took 370 us of CPU, and take 120
-        return cls(index, folder, length)
+        sequence_length = sequence_length or index.sequence_length
+        check_usable(index, path, sequence_length, tokenizer_sha256)
+        check_files(index, folder)
+        # Batches reuse the memory of earlier ones: 32 x 2,048 tokens took 370 us of CPU without, 120 with.
+        keep_freed(32 << 20)
+        return cls(index, folder, sequence_length)
 
-    def rows(self, split: str) -> int:
-        """Of one epoch."""
-        return self.index.splits[split].rows * self.cuts
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Hash of the training rows and their order, which does not depend on their path.
 
-    def passing(self, stretches: Sequence[tuple[int, int]]) -> "Dataset":
-        """The same data, of which training passes over these rows as well."""
-        other = copy.copy(self)
-        other.passed = united([*self.passed, *stretches])
-        return other
+        A run resumes only on data with the fingerprint that it started with."""
+        shards = [[shard.rows, shard.checksums] for shard in self.shards.get("train", [])]
+        content = json.dumps([self.index.sequence_length, self.index.dtype, shards], sort_keys=True)
+        return hashlib.sha256(content.encode()).hexdigest()[:16]
 
-    def lie(self, first: int, count: int, *, seed: int) -> list[tuple[int, int]]:
-        """Where these rows of training lie, which are counted from its start, in stretches of (first, count):
-        counted over the stored epochs, and on from there when they begin again."""
-        start = offset(seed, self.ends["train"][-1] // self.cuts) * self.cuts
-        return list(around(self.passed, start + first, count))
+    def rows_per_epoch(self, split: SplitName) -> int:
+        return self.index.splits[split].rows * self.rows_per_packed_row
 
-    def read(self, first: int, count: int) -> Iterator[tuple[str, Packed]]:
-        """Rows to train on by where they lie, each with the name of its source."""
-        for shard, begin, end in self._runs("train", first, count, passed=()):
-            packed = self._packed(shard, begin, end)
-            sources = self._column(shard.name, ".sources").rows(self._whole(begin, end)[0])
-            for row in range(end - begin):
-                loss = None if packed.loss is None else packed.loss[row]
-                number = sources[(begin + row) // self.cuts - begin // self.cuts]
-                labels = None if packed.labels is None else packed.labels[row]
-                one = Packed(packed.tokens[row], packed.segments[row], packed.positions[row], loss, labels)
-                yield self.index.source(int(number)), one
+    def stored_rows(self, split: SplitName) -> int:
+        """Rows of all stored epochs. An empty split is an error."""
+        if not self._shard_ends[split]:
+            raise UserError(f"data.path: the {split} split of this data is empty")
+        return self._shard_ends[split][-1]
 
-    def batch(
-        self,
-        step: int,
-        *,
-        split: str,
-        sequences: int,
-        seed: int,
-        rows: slice = slice(None),
-        before: int | None = None,
-    ) -> Packed:
-        """The batch at `step`, of which `rows` picks the slots wanted here. `before` are the rows of all
-        batches before it, where these were not all of its size.
+    def train_order(self, batch_size: int, *, seed: int, ramp: Ramp = FULL_BATCH) -> BatchOrder:
+        """The order in which a run with this seed reads the training rows."""
+        stored_rows = self.stored_rows("train")
+        # In packed rows: a seed starts at the same text for every sequence length.
+        offset = seed_offset(seed, stored_rows // self.rows_per_packed_row) * self.rows_per_packed_row
+        return BatchOrder("train", stored_rows, batch_size, offset, ramp)
 
-        Evaluation goes once through its rows; past their end come rows of padding, so that the last batch has
-        the shape of the others."""
-        first, count = self._numbers(step, split, sequences, seed, rows)
-        first += 0 if before is None else before - step * sequences
-        parts = [self._packed(*run) for run in self._runs(split, first, count)]
-        missing = count - sum(len(part.tokens) for part in parts)
+    def eval_order(self, batch_size: int) -> BatchOrder:
+        """The order in which evaluation reads the held-out rows: as stored, once."""
+        return BatchOrder("evaluation", self.stored_rows("evaluation"), batch_size)
+
+    def batch(self, order: BatchOrder, step: int, slots: slice = ALL_SLOTS) -> PackedRows:
+        """Read the batch of `step`, or only some slots of it: the positions that the devices of a host hold.
+
+        Evaluation has padding past its last row, so that its last batch is as large as the others."""
+        global_rows = order.batch_rows(step)
+        rows = global_rows[slots]
+        parts = [self._read(part) for part in self._shard_slices(order.split, order.stream_ranges(rows))]
+        missing = len(rows) - sum(len(part.tokens) for part in parts)
         if missing:
-            parts.append(self._padding(missing))
-        self._look_ahead(split, first, count, sequences)
-        return parts[0] if len(parts) == 1 else join(parts)
+            parts.append(self._make_padding(missing))
+        self._prefetch_next(order, rows, len(global_rows))
+        return concat(parts)
 
-    def tokens(
-        self,
-        step: int,
-        *,
-        split: str,
-        sequences: int,
-        seed: int,
-        rows: slice = slice(None),
-        out: np.ndarray | None = None,
+    def batch_tokens(
+        self, order: BatchOrder, step: int, slots: slice = ALL_SLOTS, out: np.ndarray | None = None
     ) -> np.ndarray:
-        """The tokens of the batch alone, int32 [n s]; written to `out` if that is given."""
-        first, count = self._numbers(step, split, sequences, seed, rows)
-        out = np.empty((count, self.sequence_length), np.int32) if out is None else out
-        done = 0
-        for shard, begin, end in self._runs(split, first, count):
-            whole, cut = self._whole(begin, end)
-            stored = self._column(shard.name, "").rows(whole)
-            if self.cuts > 1:
-                stored = stored.reshape(-1, self.sequence_length)[cut]
-            np.copyto(out[done : done + end - begin], stored, casting="same_kind")
-            done += end - begin
-        if done < count:
-            out[done:] = self.pad
-        self._look_ahead(split, first, count, sequences)
+        """Read only the tokens of a batch, int32 [n s], into `out` if given."""
+        global_rows = order.batch_rows(step)
+        rows = global_rows[slots]
+        out = np.empty((len(rows), self.sequence_length), np.int32) if out is None else out
+        filled = 0
+        for part in self._shard_slices(order.split, order.stream_ranges(rows)):
+            packed = self._column(part.shard.name, "").read(part.packed)
+            tokens = packed.reshape(-1, self.sequence_length)[part.cut]
+            np.copyto(out[filled : filled + len(part)], tokens, casting="same_kind")
+            filled += len(part)
+        out[filled:] = self.pad_id
+        self._prefetch_next(order, rows, len(global_rows))
         return out
 
-    def _numbers(self, step: int, split: str, sequences: int, seed: int, rows: slice) -> tuple[int, int]:
-        """The first of the rows wanted, counted from where the split begins, and how many they are."""
-        if not self.ends[split]:
-            raise UserError(f"data.path: the {split} split of this data is empty")
-        slots = range(sequences)[rows]
-        assert slots.step == 1
-        packed = self.ends[split][-1] // self.cuts
-        start = offset(seed, packed) * self.cuts if split == "train" else 0
-        return start + step * sequences + slots.start, len(slots)
+    def iter_train_rows(self, stream_rows: range) -> Iterator[tuple[str, PackedRows]]:
+        """Yield training rows one by one, each with the name of its source: the documents of a bad step."""
+        for part in self._shard_slices("train", [stream_rows]):
+            rows = self._read(part)
+            sources = self._column(part.shard.name, ".sources").read(part.packed)
+            for i in range(len(part)):
+                source = sources[(part.cut.start + i) // self.rows_per_packed_row]
+                yield self.index.source_name(int(source)), rows.row(i)
 
-    def _runs(
-        self, split: str, first: int, count: int, passed: Sequence[tuple[int, int]] | None = None
-    ) -> Iterator[tuple[Shard, int, int]]:
-        """Where those rows lie: in which shards, from row to row. Evaluation has none past its end."""
-        ends = self.ends[split]
-        passed = () if split != "train" else self.passed if passed is None else passed
-        for start, many in around(passed, first, count):
-            stop = start + many
-            while start < stop:
-                row = start % ends[-1] if split == "train" else start
-                if row >= ends[-1]:
-                    return
-                number = bisect_right(ends, row)
+    def _shard_slices(self, split: SplitName, stream_ranges: Iterable[range]) -> Iterator[ShardSlice]:
+        """Find the shards that stream rows are in. After the last shard comes the first one again."""
+        shard_ends, cuts = self._shard_ends[split], self.rows_per_packed_row
+        for rows in stream_ranges:
+            next_row = rows.start
+            while next_row < rows.stop:
+                stored_row = next_row % shard_ends[-1]
+                number = bisect_right(shard_ends, stored_row)
                 shard = self.shards[split][number]
-                begin = row - (ends[number] - shard.rows * self.cuts)
-                end = min(begin + stop - start, shard.rows * self.cuts)
-                yield shard, begin, end
-                start += end - begin
+                shard_rows = shard.rows * cuts
+                first = stored_row - (shard_ends[number] - shard_rows)  # counted from the start of the shard
+                stop = min(first + rows.stop - next_row, shard_rows)
+                packed = slice(first // cuts, -(-stop // cuts))
+                cut = slice(first - packed.start * cuts, stop - packed.start * cuts)
+                yield ShardSlice(shard, packed, cut)
+                next_row += stop - first
 
-    def _whole(self, begin: int, end: int) -> tuple[slice, slice]:
-        """The packed rows that such rows are cut from, and their place among all that are cut from these."""
-        first, last = begin // self.cuts, -(-end // self.cuts)
-        return slice(first, last), slice(begin - first * self.cuts, end - first * self.cuts)
-
-    def _packed(self, shard: Shard, begin: int, end: int) -> Packed:
-        whole, cut = self._whole(begin, end)
-        tokens, length = self._column(shard.name, "").rows(whole), self.sequence_length
-        if tokens.max(initial=0) >= self.vocab:  # a device would read some other embedding, and say nothing
+    def _read(self, part: ShardSlice) -> PackedRows:
+        """Read rows of one shard."""
+        shard, length = part.shard, self.sequence_length
+        packed = self._column(shard.name, "").read(part.packed)
+        if packed.max(initial=0) >= self.vocab:  # a device would look up some other embedding, without error
             raise UserError(
-                f"{shard.name}.npy holds token {tokens.max()}, expected less than {self.vocab}, which the "
-                "vocabulary has; `headrace data verify` finds the row"
+                f"{shard.name}.npy holds token {packed.max()}, expected less than {self.vocab}, the size of "
+                "the vocabulary; `headrace data verify` finds the row"
             )
-        segments, positions = mark(tokens, self._column(shard.name, ".starts").rows(whole), length, self.pad)
-        loss = None
-        if ".loss" in shard.checksums:
-            loss = unpack_bits(self._column(shard.name, ".loss").rows(whole), tokens.shape[1]).reshape(
-                -1, length
-            )[cut]
-        elif self.has_loss:
-            loss = np.ones((end - begin, length), bool)
-        labels = None
-        if self.has_labels:
-            labels = np.zeros((end - begin, length), np.int32)
-            if ".labels" in shard.checksums:
-                labels[:] = self._column(shard.name, ".labels").rows(whole).reshape(-1, length)[cut]
-        ids = tokens.reshape(-1, length)[cut].astype(np.int32)
-        return Packed(ids, segments[cut], positions[cut], loss, labels)
+        starts = self._column(shard.name, ".starts").read(part.packed)
+        segments, positions = segments_and_positions(packed, starts, length, self.pad_id)
+        return PackedRows(
+            packed.reshape(-1, length)[part.cut].astype(np.int32),
+            segments[part.cut],
+            positions[part.cut],
+            self._read_loss_mask(part) if self.has_loss_mask else None,
+            self._read_labels(part) if self.has_labels else None,
+        )
 
-    def _padding(self, count: int) -> Packed:
+    def _read_loss_mask(self, part: ShardSlice) -> np.ndarray:
+        """Read which tokens to train on: all of them in a shard without a mask."""
+        if ".loss" not in part.shard.checksums:
+            return np.ones((len(part), self.sequence_length), bool)
+        bits = self._column(part.shard.name, ".loss").read(part.packed)
+        mask = unpack_bits(bits, self.index.sequence_length)
+        return mask.reshape(-1, self.sequence_length)[part.cut]
+
+    def _read_labels(self, part: ShardSlice) -> np.ndarray:
+        """Read the labels of tokens: none in a shard without labels."""
+        labels = np.zeros((len(part), self.sequence_length), np.int32)
+        if ".labels" in part.shard.checksums:
+            packed = self._column(part.shard.name, ".labels").read(part.packed)
+            labels[:] = packed.reshape(-1, self.sequence_length)[part.cut]
+        return labels
+
+    def _make_padding(self, count: int) -> PackedRows:
         shape = (count, self.sequence_length)
-        positions = np.tile(np.arange(self.sequence_length, dtype=np.int32), (count, 1))
-        loss = np.zeros(shape, bool) if self.has_loss else None
-        labels = np.zeros(shape, np.int32) if self.has_labels else None
-        return Packed(np.full(shape, self.pad, np.int32), np.zeros(shape, np.int32), positions, loss, labels)
+        return PackedRows(
+            np.full(shape, self.pad_id, np.int32),
+            np.zeros(shape, np.int32),
+            np.tile(np.arange(self.sequence_length, dtype=np.int32), (count, 1)),
+            np.zeros(shape, bool) if self.has_loss_mask else None,
+            np.zeros(shape, np.int32) if self.has_labels else None,
+        )
 
-    def _look_ahead(self, split: str, first: int, count: int, sequences: int) -> None:
-        """Asks for what the coming batches need: so many bytes of rows, or this host's share of two batches
-        if one is larger than that."""
-        if not self.folder.ahead:
+    def _prefetch_next(self, order: BatchOrder, rows: range, batch_size: int) -> None:
+        """Start to fetch what the next steps read, if the files are remote.
+
+        That is a fixed number of bytes, or this host's part of two batches where one batch is larger."""
+        if not self.folder.prefetch_bytes:
             return
-        size = self.folder.ahead // (self.sequence_length * np.dtype(self.index.dtype).itemsize)
-        coming = [(first + sequences, size)]
-        if sequences > size:
-            coming = [(first + sequences, count), (first + 2 * sequences, count)]
-        for start, many in coming:
-            for shard, begin, end in self._runs(split, start, min(many, self.ends[split][-1])):
-                for suffix in {"", ".starts", ".loss", ".labels"} & shard.checksums.keys():
-                    self._column(shard.name, suffix).want(self._whole(begin, end)[0])
-
-
-def around(passed: Sequence[tuple[int, int]], first: int, count: int) -> Iterator[tuple[int, int]]:
-    """The rows that are `first` and those after it if what is passed over does not count, in stretches."""
-    for begin, many in passed:
-        if first >= begin:
-            first += many
-        elif first + count > begin:
-            yield first, begin - first
-            first, count = begin + many, count - (begin - first)
-    yield first, count
-
-
-def united(stretches: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """In order, and those that touch as one."""
-    found: list[tuple[int, int]] = []
-    for first, count in sorted(stretches):
-        if found and first <= sum(found[-1]):
-            found[-1] = (found[-1][0], max(sum(found[-1]), first + count) - found[-1][0])
+        row_bytes = self.sequence_length * np.dtype(self.index.dtype).itemsize
+        window = self.folder.prefetch_bytes // row_bytes
+        if batch_size <= window:
+            upcoming = [(rows.start + batch_size, window)]
         else:
-            found.append((first, count))
-    return tuple(found)
+            upcoming = [(rows.start + ahead * batch_size, len(rows)) for ahead in (1, 2)]
+        for first, count in upcoming:
+            rows_ahead = range(first, first + min(count, order.stored_rows))
+            for part in self._shard_slices(order.split, order.stream_ranges(rows_ahead)):
+                for suffix in BATCH_COLUMNS:
+                    if suffix in part.shard.checksums:
+                        self._column(part.shard.name, suffix).prefetch(part.packed)
 
 
-def read_ahead(
-    make: Callable[[int], T], start: int, stop: int, waiting: Callable[[], None] = lambda: None
-) -> Iterator[T]:
-    """make(start) ... make(stop - 1), from a thread at most two ahead. What it raises is raised here.
-    `waiting` is called every now and then while one is waited for."""
-    ready: SimpleQueue[tuple[list[T], BaseException | None]] = SimpleQueue()
-    room = threading.Semaphore(2)
-    closed = threading.Event()
-
-    def work() -> None:
-        try:
-            for step in range(start, stop):
-                room.acquire()
-                if closed.is_set():
-                    return
-                ready.put(([make(step)], None))
-        except BaseException as error:
-            ready.put(([], error))
-
-    thread = threading.Thread(target=work, name="read-ahead", daemon=True)
-    thread.start()
-    try:
-        for _ in range(start, stop):
-            while True:
-                with contextlib.suppress(Empty):
-                    made, error = ready.get(timeout=0.002)
-                    break
-                waiting()
-            if error is not None:
-                raise error
-            room.release()
-            yield made[0]
-    finally:
-        closed.set()
-        room.release()  # wakes the thread if it waits for room
-        thread.join()
+def check_usable(index: Index, path: str | Path, sequence_length: int, tokenizer_sha256: str | None) -> None:
+    """Refuse data of another tokenizer, and rows that cannot be cut to this length."""
+    packed = index.sequence_length
+    if sequence_length < 1 or packed % sequence_length:
+        raise UserError(
+            f"data.sequence_length: {sequence_length} does not divide {packed}, the length of the rows in "
+            f"{path}; choose a divisor of it, or pack again with pack.sequence_length={sequence_length}"
+        )
+    if tokenizer_sha256 not in (None, index.tokenizer_sha256):
+        raise UserError(
+            f"data.path: {path} was made with tokenizer {index.tokenizer_sha256}, and {tokenizer_sha256} is "
+            "expected; use data made with that tokenizer, or prepare this data again with it"
+        )
+    if sequence_length < packed and (index.labelled or index.pairs):
+        content = "pairs of answers" if index.pairs else "labelled texts"
+        raise UserError(
+            f"data.sequence_length: {sequence_length} would cut the {content} in {path}, each of which is "
+            f"whole in its row of {packed}; use {packed}, or pack again with "
+            f"pack.sequence_length={sequence_length}"
+        )
 
 
-def mark(tokens: np.ndarray, starts: np.ndarray, length: int, filler: int) -> tuple[np.ndarray, np.ndarray]:
-    """Segments and positions of whole packed rows, cut to `length`. All is worked out for the pieces of
-    documents, which are few, and spread over their tokens at the end: 15 times faster than running sums."""
-    rows, packed = tokens.shape
-    flags = unpack_bits(starts, packed)
-    flags[:, 0] = True
-    pieces = np.flatnonzero(flags)
-    padding = padding_begins(tokens, pieces, filler)
-    if length < packed:
-        flags.reshape(-1, length)[:, 0] = True
-        pieces = np.flatnonzero(flags)
-    sizes = np.diff(pieces, append=rows * packed)
-    firsts = np.flatnonzero(pieces % length == 0)
-    numbers = 1 + np.arange(len(pieces)) - np.repeat(firsts, np.diff(firsts, append=len(pieces)))
-    numbers[pieces >= padding[pieces // packed]] = 0
-    segments = np.repeat(numbers.astype(np.int32), sizes)
-    begins = np.repeat(pieces.astype(np.int32), sizes)
-    positions = np.subtract(places(rows * packed), begins, out=begins)
+def segments_and_positions(
+    tokens: np.ndarray, starts: np.ndarray, length: int, filler: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Segments and positions, int32 [n length], of packed rows [m s] that are cut into rows of `length`.
+
+    `starts` are bits that mark where documents begin. A document that is cut counts once in each row.
+
+    Both are computed per document, of which there are few, and repeated for their tokens at the end: 15
+    times faster than running sums over the tokens."""
+    packed_length = tokens.shape[1]
+    is_start = unpack_bits(starts, packed_length)
+    is_start[:, 0] = True
+    doc_starts = np.flatnonzero(is_start)  # counted over the tokens of all rows
+    padding = padding_starts(tokens, doc_starts, filler)
+    if length < packed_length:
+        is_start.reshape(-1, length)[:, 0] = True
+        doc_starts = np.flatnonzero(is_start)
+    doc_lengths = np.diff(doc_starts, append=tokens.size)
+
+    first_docs = np.flatnonzero(doc_starts % length == 0)  # the first document of each row
+    docs_per_row = np.diff(first_docs, append=len(doc_starts))
+    doc_segments = 1 + np.arange(len(doc_starts)) - np.repeat(first_docs, docs_per_row)
+    doc_segments[doc_starts >= padding[doc_starts // packed_length]] = 0
+
+    segments = np.repeat(doc_segments.astype(np.int32), doc_lengths)
+    positions = np.repeat(doc_starts.astype(np.int32), doc_lengths)
+    np.subtract(cached_arange(tokens.size), positions, out=positions)
     return segments.reshape(-1, length), positions.reshape(-1, length)
 
 
+def padding_starts(tokens: np.ndarray, doc_starts: np.ndarray, filler: int) -> np.ndarray:
+    """Start of the padding of each packed row, counted over the tokens of all rows.
+
+    Padding is the last document of a row if that is nothing but filler. Without it, this is the row's end."""
+    row_ends = np.arange(1, len(tokens) + 1) * tokens.shape[1]
+    starts = row_ends.copy()
+    candidates = np.flatnonzero(tokens[:, -1] == filler)  # rows
+    if len(candidates):
+        last_tokens = row_ends[candidates] - 1
+        last_docs = doc_starts[np.searchsorted(doc_starts, row_ends[candidates]) - 1]
+        # reduceat looks at last_doc to last_token of each candidate, and at what is between two candidates,
+        # which [::2] drops. The last token itself is known to be filler.
+        bounds = np.stack([last_docs, last_tokens], axis=1).ravel()
+        has_text = np.logical_or.reduceat((tokens != filler).ravel(), bounds)[::2]
+        starts[candidates[~has_text]] = last_docs[~has_text]
+    return starts
+
+
 @functools.lru_cache(maxsize=4)
-def places(count: int) -> np.ndarray:
+def cached_arange(count: int) -> np.ndarray:
     numbers = np.arange(count, dtype=np.int32)
     numbers.setflags(write=False)  # shared by all callers
     return numbers
 
 
-def padding_begins(tokens: np.ndarray, pieces: np.ndarray, filler: int) -> np.ndarray:
-    """The place, counted over all rows, at which each row's padding begins: its last piece, if that is
-    nothing but filler; else its end."""
-    ends = np.arange(1, len(tokens) + 1) * tokens.shape[1]
-    begins = ends.copy()
-    ended = np.flatnonzero(tokens[:, -1] == filler)
-    if len(ended):
-        last = pieces[np.searchsorted(pieces, ends[ended]) - 1]
-        between = np.stack([last, ends[ended] - 1], axis=1).ravel()  # the token at the end is known already
-        other = np.logical_or.reduceat((tokens != filler).ravel(), between)[::2]
-        begins[ended[~other]] = last[~other]
-    return begins
-
-
-def join(parts: list[Packed]) -> Packed:
-    def one(name: str) -> Any:
-        found = [getattr(part, name) for part in parts]
-        return None if found[0] is None else np.concatenate(found)
-
-    return Packed(*map(one, ("tokens", "segments", "positions", "loss", "labels")))
-
-
-@functools.lru_cache(maxsize=8)
-def offset(seed: int, rows: int) -> int:
-    """The row at which a seed starts. By a hash, which no version of a library changes."""
-    return int.from_bytes(hashlib.sha256(str(seed).encode()).digest()[:8]) % rows if seed else 0
+def concat(parts: Sequence[PackedRows]) -> PackedRows:
+    """The rows of all parts, in order."""
+    if len(parts) == 1:
+        return parts[0]
+    arrays = [part.arrays() for part in parts]
+    joined = {name: np.concatenate([part[name] for part in arrays]) for name in arrays[0]}
+    return PackedRows(**joined)

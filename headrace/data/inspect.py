@@ -1,10 +1,13 @@
-"""Prints examples of prepared data as a model will meet them: packed rows with their documents, special
-tokens, padding and what is to be learnt; or normalised documents, where nothing is packed yet."""
+"""Examples of prepared data as a model sees them, printed for people.
+
+Packed rows are shown with their documents, special tokens, padding and the tokens that are trained on;
+normalized documents where nothing is packed yet."""
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import orjson
@@ -12,37 +15,39 @@ import pyarrow.parquet as pq
 from rich.console import Console
 from rich.text import Text
 
-from headrace.data.tokenizer import tokenizer as tokenise
 from headrace.data.documents import SCHEMA
-from headrace.data.formats import open as storage
+from headrace.data.formats import open as formats_open
 from headrace.data.shards import Index, Rows, Shard, read_rows, unpack_bits
+from headrace.data.tokenizer import tokenizer as tokenizer_io
+from headrace.data.tokenizer.tokenizer import Tokenizer
 from headrace.errors import UserError
 
-BEGINS = "|| "  # stands before the first line of a document; the other lines are indented as far
-LONGEST = 1500  # characters shown of a stretch of text; of a longer one its middle is left out
-COLOURS = ("cyan", "magenta")  # of the documents by turns; legible on light and dark terminals
+DOCUMENT_MARK = "|| "  # before the first line of a document; its other lines are indented as far
+MAX_CHARS = 1500  # shown of a span; the middle of a longer one is omitted
+COLORS = ("cyan", "magenta")  # of documents, alternating; legible on light and dark terminals
 
 
 @dataclass(frozen=True)
-class Stretch:
-    """Tokens of one document that are alike: all learnt or none, all of text or one special token."""
+class TokenSpan:
+    """Text of consecutive tokens of one document: all trained on or none, all text or one special token."""
 
     text: str
     is_special: bool
-    is_learnt: bool
+    is_trained: bool
 
 
 @dataclass(frozen=True)
-class Marks:
-    """How things look that have no letter of their own. On a terminal styles tell the rest."""
+class DisplayStyle:
+    """Marks for what has no letter of its own. On a terminal, colors show the rest."""
 
     line_end: str
     ellipsis: str
-    before_unlearnt: str
-    after_unlearnt: str
+    before_untrained: str
+    after_untrained: str
 
     @classmethod
-    def of(cls, console: Console) -> "Marks":
+    def of(cls, console: Console) -> "DisplayStyle":
+        """Marks that the encoding of the output has."""
         line_end, ellipsis, before, after = "⏎", "…", "⟦", "⟧"
         if _fit(line_end + ellipsis + before, console) != line_end + ellipsis + before:
             line_end, ellipsis, before, after = "\\n", "...", "[[", "]]"
@@ -56,17 +61,18 @@ def inspect(
     rows: int = 3,
     seed: int = 0,
     width: int | None = None,
-    colour: bool | None = None,
+    color: bool | None = None,
 ) -> None:
-    """Prints `rows` of the split, drawn by the seed. Colours are for terminals, unless `colour` says
-    otherwise; without them the same is told by marks."""
-    folder = storage.here(path)
+    """Print random rows of a split, or random normalized documents.
+
+    `color` is True or False, or None for colors on a terminal only; without colors, marks show the same."""
+    folder = formats_open.require_local(path)
     if rows < 1:
         raise UserError(f"rows: found {rows}, expected 1 or more")
     console = Console(
-        force_terminal=colour,
-        color_system="standard" if colour else "auto",
-        no_color=False if colour else None,
+        force_terminal=color,
+        color_system="standard" if color else "auto",
+        no_color=False if color else None,
         width=width,
         highlight=False,
         markup=False,
@@ -74,132 +80,167 @@ def inspect(
         file=sys.stdout,
     )
     if (folder / "index.json").is_file():
-        _inspect_packed(folder, split, rows, seed, console)
+        PackedPrinter(folder, split, console).print_rows(rows, seed)
     elif files := sorted(folder.glob("normalized/*.parquet")):
-        _inspect_normalised(files, rows, seed, console)
+        print_normalized(files, rows, seed, console)
     else:
         raise UserError(
-            f"{folder} holds neither packed data nor normalised documents; `headrace data prepare RECIPE` "
-            "makes the one, `headrace data normalize RECIPE` the other"
+            f"{folder} holds neither packed data nor normalized documents; `headrace data prepare RECIPE` "
+            "makes the former, `headrace data normalize RECIPE` the latter"
         )
 
 
-def pieces(tokens: np.ndarray, starts: np.ndarray, filler: int) -> tuple[list[slice], int]:
-    """Where the documents of a row lie, and how many tokens of padding follow them."""
-    edges = [*np.flatnonzero(starts).tolist(), len(tokens)]
-    found = [slice(first, last) for first, last in zip(edges, edges[1:], strict=False)]
-    if found and (tokens[found[-1]] == filler).all():
-        padding = found.pop()
-        return found, padding.stop - padding.start
-    return found, 0
+def split_documents(tokens: np.ndarray, starts: np.ndarray, filler: int) -> tuple[list[slice], int]:
+    """Find the documents of a row. Returns their slices, and the number of padding tokens after them.
+
+    `starts` has a flag for each token."""
+    bounds = [*np.flatnonzero(starts).tolist(), len(tokens)]
+    documents = [slice(first, last) for first, last in zip(bounds, bounds[1:], strict=False)]
+    if documents and (tokens[documents[-1]] == filler).all():
+        padding = documents.pop()
+        return documents, padding.stop - padding.start
+    return documents, 0
 
 
-def stretches(tokens: np.ndarray, learnt: np.ndarray, tokenizer: tokenise.Tokenizer) -> Iterator[Stretch]:
-    """The text of a document. Alike tokens are decoded together, since one may hold half a letter, and
-    with those before them, since some tokenizers drop the space that begins a text."""
+def token_spans(tokens: np.ndarray, is_trained: np.ndarray, tokenizer: Tokenizer) -> Iterator[TokenSpan]:
+    """Decode a document, cut where special tokens and the loss mask change.
+
+    Tokens of a span are decoded together, since one may be half a letter, and with those before them, since
+    some tokenizers drop the space at the start of a text."""
     inner = tokenizer.inner
     special = [id for id, token in inner.get_added_tokens_decoder().items() if token.special]
     is_special = np.isin(tokens, special)
-    changes = (learnt[1:] != learnt[:-1]) | is_special[1:] | is_special[:-1]
-    edges = [0, *(np.flatnonzero(changes) + 1).tolist(), len(tokens)]
-    context, said = 0, 0  # where the text since the last special token begins, and how much of it is out
-    for first, last in zip(edges, edges[1:], strict=False):
+    is_change = (is_trained[1:] != is_trained[:-1]) | is_special[1:] | is_special[:-1]
+    bounds = [0, *(np.flatnonzero(is_change) + 1).tolist(), len(tokens)]
+    text_start = printed_chars = 0  # start of the text since the last special token, and how much was yielded
+    for first, last in zip(bounds, bounds[1:], strict=False):
         if is_special[first]:
             text = inner.id_to_token(int(tokens[first])) or ""
-            context, said = last, 0
+            text_start, printed_chars = last, 0
         else:
-            whole = inner.decode(tokens[context:last].tolist(), skip_special_tokens=False)
-            text, said = whole[said:], len(whole)
-        yield Stretch(text, bool(is_special[first]), bool(learnt[first]))
+            decoded = inner.decode(tokens[text_start:last].tolist(), skip_special_tokens=False)
+            text, printed_chars = decoded[printed_chars:], len(decoded)
+        yield TokenSpan(text, bool(is_special[first]), bool(is_trained[first]))
 
 
-def visible(text: str) -> str:
-    """What a terminal would obey, hide or reorder is written out; line ends stay."""
+def escape_control(text: str) -> str:
+    """Escape characters that a terminal would obey, hide or reorder. Line ends stay."""
     if text.isprintable():
         return text
-    return "".join(c if c.isprintable() or c == "\n" else _escaped(c) for c in text)
+    return "".join(c if c.isprintable() or c == "\n" else _escape(c) for c in text)
 
 
-def _inspect_packed(folder: Path, split: str, count: int, seed: int, console: Console) -> None:
-    index = Index.parse((folder / "index.json").read_bytes(), str(folder / "index.json"))
-    if split not in index.splits:
-        raise UserError(f"split: found {split}, expected one of {', '.join(index.splits)}")
-    shards = index.splits[split].epochs[0] if index.splits[split].epochs else ()
-    total = sum(shard.rows for shard in shards)
-    if not total:
-        raise UserError(f"{folder}: the {split} split has no rows to show")
-    tokenizer = tokenise.load(folder)
-    marks = Marks.of(console)
-    for number in _drawn(total, count, seed):
-        row = _row(folder, shards, number)
-        learnt = np.ones(index.sequence_length, bool)
-        if row.loss is not None:
-            learnt = unpack_bits(row.loss[0], index.sequence_length)
-        starts = unpack_bits(row.starts[0], index.sequence_length)
-        documents, padding = pieces(row.tokens[0], starts, index.special.filler)
-        fill = 1 - padding / index.sequence_length
-        words = [
-            f"row {number:,} of {split} (of {total:,})",
-            f"source {index.source(int(row.sources[0]))}",
-            f"{len(documents) // (1 + index.pairs):,} {'pair' if index.pairs else 'document'}"
-            f"{'s' * (len(documents) != 1 + index.pairs)}",
+class PackedPrinter:
+    """Prints rows of a packed split."""
+
+    def __init__(self, folder: Path, split: str, console: Console) -> None:
+        self.folder, self.split, self.console = folder, split, console
+        self.index = Index.parse((folder / "index.json").read_bytes(), str(folder / "index.json"))
+        if split not in self.index.splits:
+            raise UserError(f"split: found {split}, expected one of {', '.join(self.index.splits)}")
+        epochs = self.index.splits[split].epochs
+        self.shards = epochs[0] if epochs else ()
+        self.total = sum(shard.rows for shard in self.shards)
+        if not self.total:
+            raise UserError(f"{folder}: the {split} split has no rows to show")
+        self.tokenizer = tokenizer_io.load(folder)
+        self.style = DisplayStyle.of(console)
+
+    def print_rows(self, count: int, seed: int) -> None:
+        """Print random rows, and a legend."""
+        for number in sample_sorted(self.total, count, seed):
+            self._print_row(number, read_row(self.folder, self.shards, number))
+        print_legend(self.style, self.console)
+
+    def _print_row(self, number: int, row: Rows) -> None:
+        length, tokens = self.index.sequence_length, row.tokens[0]
+        is_trained = np.ones(length, bool)
+        if row.loss_bits is not None:
+            is_trained = unpack_bits(row.loss_bits[0], length)
+        starts = unpack_bits(row.starts[0], length)
+        documents, padding = split_documents(tokens, starts, self.index.special.filler)
+        self._print_row_header(number, row, is_trained, len(documents), padding)
+        for i, place in enumerate(documents):
+            spans = token_spans(tokens[place], is_trained[place], self.tokenizer)
+            print_document(spans, COLORS[i % len(COLORS)], self.style, self.console)
+            if row.labels is not None:
+                self._print_labels(tokens[place], row.labels[0][place])
+        if padding:
+            indent = " " * len(DOCUMENT_MARK)
+            self.console.print(Text(f"{indent}{self.style.ellipsis} {padding:,} padding", "dim"))
+        self.console.print()
+
+    def _print_row_header(
+        self, number: int, row: Rows, is_trained: np.ndarray, documents: int, padding: int
+    ) -> None:
+        units, noun = (documents // 2, "pair") if self.index.pairs else (documents, "document")
+        fill = 1 - padding / self.index.sequence_length
+        facts = [
+            f"row {number:,} of {self.split} (of {self.total:,})",
+            f"source {self.index.source_name(int(row.sources[0]))}",
+            f"{units:,} {noun}{'s' * (units != 1)}",
             f"{100 * fill:.1f} % full",
         ]
-        if row.loss is not None:
-            words.append(f"{int(learnt.sum()):,} tokens learnt")
-        _print_header(words, console)
-        for turn, place in enumerate(documents):
-            found = stretches(row.tokens[0][place], learnt[place], tokenizer)
-            _print_document(found, COLOURS[turn % len(COLOURS)], marks, console)
-            if row.labels is not None:
-                _print_labels(row.tokens[0][place], row.labels[0][place], index, tokenizer, console)
-        if padding:
-            console.print(Text(f"{' ' * len(BEGINS)}{marks.ellipsis} {padding:,} padding", "dim"))
-        console.print()
-    _print_legend(marks, console)
+        if row.loss_bits is not None:
+            facts.append(f"{int(is_trained.sum()):,} tokens trained on")
+        print_header(facts, self.console)
+
+    def _print_labels(self, tokens: np.ndarray, labels: np.ndarray) -> None:
+        """Print the label of a text, or the labels of its tokens, each after its token."""
+        positions = np.flatnonzero(labels)
+        names = [self.index.labels[number - 1] for number in labels[positions].tolist()]
+        if self.index.labelled == "tokens":
+            words = [self.tokenizer.inner.decode([int(token)]).strip() for token in tokens[positions]]
+            names = [f"{word}/{name}" for word, name in zip(words, names, strict=True)]
+        line = f"{' ' * len(DOCUMENT_MARK)}label: {' '.join(names) or 'none'}"
+        self.console.print(Text(_fit(escape_control(line), self.console), "bold"), soft_wrap=True)
 
 
-def _inspect_normalised(files: list[Path], count: int, seed: int, console: Console) -> None:
-    marks = Marks.of(console)
-    opened = [pq.ParquetFile(file) for file in files]
-    ends = np.cumsum([file.metadata.num_rows for file in opened])
+def print_normalized(files: Sequence[Path], count: int, seed: int, console: Console) -> None:
+    """Print random normalized documents."""
+    style = DisplayStyle.of(console)
+    parts = [pq.ParquetFile(file) for file in files]
+    ends = np.cumsum([part.metadata.num_rows for part in parts])
     if not ends[-1]:
         raise UserError(f"{files[0].parent} has no documents to show")
-    for turn, number in enumerate(_drawn(int(ends[-1]), count, seed)):
-        which = int(np.searchsorted(ends, number, "right"))
-        document = _document(opened[which], number - (int(ends[which - 1]) if which else 0))
+    for i, number in enumerate(sample_sorted(int(ends[-1]), count, seed)):
+        part = int(np.searchsorted(ends, number, "right"))
+        document = read_document(parts[part], number - (int(ends[part - 1]) if part else 0))
         text = document["text"]
         if text is None:
-            text = _spoken(document["messages"])
-        words = [
+            text = format_messages(document["messages"])
+        facts = [
             f"document {number:,} (of {ends[-1]:,})",
             f"source {document['source']}",
             f"id {document['id']}",
+            f"{len(text):,} characters",
         ]
-        _print_header([*words, f"{len(text):,} characters"], console)
-        _print_document([Stretch(text, False, True)], COLOURS[turn % len(COLOURS)], marks, console)
+        print_header(facts, console)
+        print_document([TokenSpan(text, False, True)], COLORS[i % len(COLORS)], style, console)
         console.print()
 
 
-def _drawn(total: int, count: int, seed: int) -> list[int]:
-    chosen = np.random.default_rng(seed).choice(total, min(count, total), replace=False, shuffle=False)
-    return sorted(chosen.tolist())
+def sample_sorted(total: int, count: int, seed: int) -> list[int]:
+    """Random distinct numbers below `total`, in order."""
+    sample = np.random.default_rng(seed).choice(total, min(count, total), replace=False, shuffle=False)
+    return sorted(sample.tolist())
 
 
-def _row(folder: Path, shards: tuple[Shard, ...], number: int) -> Rows:
+def read_row(folder: Path, shards: Sequence[Shard], number: int) -> Rows:
+    """Read a row by its number in all shards together."""
     for shard in shards:
         if number < shard.rows:
             try:
-                return read_rows(folder, shard.name).take(slice(number, number + 1))
+                return read_rows(folder, shard.name).select(slice(number, number + 1))
             except (OSError, ValueError, IndexError) as error:
-                hint = "`headrace data verify` finds all that is wrong"
+                hint = "`headrace data verify` finds all faults"
                 raise UserError(f"{folder / shard.name}.npy cannot be read: {error}; {hint}") from None
         number -= shard.rows
     raise AssertionError(f"row {number} is past the end")
 
 
-def _document(file: pq.ParquetFile, number: int) -> dict[str, str]:
-    """One document, without reading more than the row group it lies in."""
+def read_document(file: pq.ParquetFile, number: int) -> dict[str, Any]:
+    """Read one document by column, without more than its row group."""
     for group in range(file.num_row_groups):
         rows = file.metadata.row_group(group).num_rows
         if number < rows:
@@ -209,72 +250,63 @@ def _document(file: pq.ParquetFile, number: int) -> dict[str, str]:
     raise AssertionError(f"document {number} is past the end")
 
 
-def _spoken(messages: str) -> str:
-    """A conversation with a role before each thing said. What is not plain text is shown as JSON."""
+def format_messages(messages: str) -> str:
+    """Format a conversation as lines "role: text". Content other than plain text is shown as JSON."""
     lines = []
     for message in orjson.loads(messages):
         content = message.get("content")
-        rest = {key: value for key, value in message.items() if key != "role" and value is not None}
-        said = content if isinstance(content, str) and len(rest) == 1 else orjson.dumps(rest).decode()
-        lines.append(f"{message.get('role')}: {said}")
+        fields = {key: value for key, value in message.items() if key != "role" and value is not None}
+        is_text = isinstance(content, str) and len(fields) == 1
+        lines.append(f"{message.get('role')}: {content if is_text else orjson.dumps(fields).decode()}")
     return "\n".join(lines)
 
 
-def _print_document(found: Iterable[Stretch], colour: str, marks: Marks, console: Console) -> None:
-    """A document's lines, folded to the width, the first with the mark of a beginning."""
-    text, is_learnt = Text(), True
-    for stretch in found:
-        if stretch.is_learnt != is_learnt:
-            text.append(marks.after_unlearnt if stretch.is_learnt else marks.before_unlearnt)
-        is_learnt = stretch.is_learnt
-        style = f"bold reverse {colour}" if stretch.is_special else colour
-        said = visible(_shortened(stretch.text, marks)).replace("\n", f"{marks.line_end}\n")
-        text.append(_fit(said, console), style if is_learnt else f"dim {style}")
-    text.append("" if is_learnt else marks.after_unlearnt)
-    first = Text(BEGINS, "bold")
+def print_document(spans: Iterable[TokenSpan], color: str, style: DisplayStyle, console: Console) -> None:
+    """Print the lines of a document, folded to the width of the console, with a mark before the first."""
+    text, is_trained = Text(), True
+    for span in spans:
+        if span.is_trained != is_trained:
+            text.append(style.after_untrained if span.is_trained else style.before_untrained)
+        is_trained = span.is_trained
+        span_color = f"bold reverse {color}" if span.is_special else color
+        shown = escape_control(shorten(span.text, style)).replace("\n", f"{style.line_end}\n")
+        text.append(_fit(shown, console), span_color if is_trained else f"dim {span_color}")
+    text.append("" if is_trained else style.after_untrained)
+    prefix = Text(DOCUMENT_MARK, "bold")
     for line in text.split("\n", allow_blank=True):
-        for part in line.wrap(console, max(console.width - len(BEGINS), 8), overflow="fold"):
-            console.print(Text.assemble(first, part), soft_wrap=True)
-            first = Text(" " * len(BEGINS))
+        for part in line.wrap(console, max(console.width - len(DOCUMENT_MARK), 8), overflow="fold"):
+            console.print(Text.assemble(prefix, part), soft_wrap=True)
+            prefix = Text(" " * len(DOCUMENT_MARK))
 
 
-def _print_labels(
-    tokens: np.ndarray, labels: np.ndarray, index: Index, tokenizer: tokenise.Tokenizer, console: Console
-) -> None:
-    """The label of a text, or those of its words, each after the token it stands at."""
-    places = np.flatnonzero(labels)
-    names = [index.labels[number - 1] for number in labels[places].tolist()]
-    if index.labelled == "tokens":
-        pieces = [tokenizer.inner.decode([int(token)]).strip() for token in tokens[places]]
-        names = [f"{piece}/{name}" for piece, name in zip(pieces, names, strict=True)]
-    said = f"{' ' * len(BEGINS)}label: {' '.join(names) or 'none'}"
-    console.print(Text(_fit(visible(said), console), "bold"), soft_wrap=True)
-
-
-def _shortened(text: str, marks: Marks) -> str:
-    if len(text) <= LONGEST:
+def shorten(text: str, style: DisplayStyle) -> str:
+    """Omit the middle of a text of more than MAX_CHARS characters."""
+    if len(text) <= MAX_CHARS:
         return text
-    left_out = f" {marks.ellipsis} {len(text) - LONGEST:,} more characters {marks.ellipsis} "
-    return text[: 4 * LONGEST // 5] + left_out + text[-LONGEST // 5 :]
+    omitted = f" {style.ellipsis} {len(text) - MAX_CHARS:,} more characters {style.ellipsis} "
+    return text[: 4 * MAX_CHARS // 5] + omitted + text[-MAX_CHARS // 5 :]
 
 
-def _print_header(words: list[str], console: Console) -> None:
-    console.print(Text(_fit(visible(", ".join(words)), console), "bold"), soft_wrap=True)
+def print_header(facts: Sequence[str], console: Console) -> None:
+    console.print(Text(_fit(escape_control(", ".join(facts)), console), "bold"), soft_wrap=True)
 
 
-def _print_legend(marks: Marks, console: Console) -> None:
-    text = Text.assemble((BEGINS, "bold"), "a document begins", f"   {marks.line_end} a line ends", "   ")
+def print_legend(style: DisplayStyle, console: Console) -> None:
+    """Explain the marks and colors."""
+    text = Text.assemble(
+        (DOCUMENT_MARK, "bold"), "start of a document", f"   {style.line_end} end of a line   "
+    )
     if console.is_terminal:
-        text.append("special token", "bold reverse").append("   ").append("not learnt", "dim")
+        text.append("special token", "bold reverse").append("   ").append("not trained on", "dim")
     else:
-        text.append(f"{marks.before_unlearnt}not learnt{marks.after_unlearnt}")
+        text.append(f"{style.before_untrained}not trained on{style.after_untrained}")
     console.print(text, soft_wrap=True)
 
 
 def _fit(text: str, console: Console) -> str:
-    """What the output's encoding has no letters for, written out."""
+    """Escape letters that the encoding of the output does not have."""
     return text.encode(console.encoding, "backslashreplace").decode(console.encoding)
 
 
-def _escaped(character: str) -> str:
+def _escape(character: str) -> str:
     return character.encode("unicode_escape").decode("ascii")

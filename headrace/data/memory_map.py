@@ -1,190 +1,209 @@
-"""The files of a packed dataset as arrays in memory maps, whether they lie on a disk here or at a URL, each
-compared with what the index says of it."""
+"""Files of a packed dataset as memory-mapped arrays, from a local disk or a URL.
+
+Each file is compared with its shape and checksum in the index."""
 
 import io
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
-from headrace.storage import files as store
-from headrace.data.remote_cache import Remote
-from headrace.data.shards import Index, Shard, checksum
+from headrace.data.remote_cache import RemoteFolder
+from headrace.data.shards import Index, Shard, crc32_hex
 from headrace.errors import UserError
+from headrace.storage import files
 
-HEADER = 128  # bytes before the array in a .npy file of one or two axes, as numpy writes it
-AGAIN = "make the data again with `headrace data prepare RECIPE`"
+HEADER_BYTES = 128  # before the array in a .npy file of one or two axes, as numpy writes it
+REMAKE_HINT = "make the data again with `headrace data prepare RECIPE`"
 
 
 def open_folder(path: str | Path) -> "Folder":
+    """Open the folder of a dataset at a path or URL. Nothing is read yet."""
     text = str(path)
     if text.startswith("file://"):
         text = text.removeprefix("file://")
-    return Remote(text) if "://" in text else Local(text)
+    return RemoteFolder(text) if "://" in text else LocalFolder(text)
 
 
 def read_index(folder: "Folder") -> Index:
+    """Read and check index.json. UserError if the folder has none."""
     try:
-        return Index.parse(folder.read("index.json"), folder.where("index.json"))
+        return Index.parse(folder.read("index.json"), folder.location("index.json"))
     except (FileNotFoundError, NotADirectoryError):
-        store.check_bucket(folder.where(""))
+        files.check_bucket(folder.location(""))
         raise UserError(
-            f"data.path: no packed data in {folder.where('')}; make it with `headrace data prepare RECIPE`"
+            f"data.path: no packed data in {folder.location('')}; make it with `headrace data prepare RECIPE`"
         ) from None
 
 
-def check(index: Index, folder: "Folder") -> None:
-    """Whether every file is there and as large as the index says. What it holds is looked at here too if it
-    is near, and when it is first read if looking means to fetch it."""
-    for name, split in index.splits.items():
-        found = sum(shard.rows for shard in split.epochs[0]) if split.epochs else 0
-        if found != split.rows:
+def check_files(index: Index, folder: "Folder") -> None:
+    """Check that every file exists and has the size that follows from the index. UserError otherwise.
+
+    The headers of local files are checked as well. Those of remote ones are checked at their first use, since
+    reading them takes a download."""
+    for split_name, split in index.splits.items():
+        shard_rows = sum(shard.rows for shard in split.epochs[0]) if split.epochs else 0
+        if shard_rows != split.rows:
             raise UserError(
-                f"{folder.where('index.json')} says that the {name} split has {split.rows} rows, and its "
-                f"shards {found}; {AGAIN}"
+                f"{folder.location('index.json')}: the {split_name} split has {split.rows} rows, but its "
+                f"shards have {shard_rows}; {REMAKE_HINT}"
             )
-    files = [
+    columns = [
         (shard, suffix)
-        for name in index.splits
-        for shard in stored(index, name)
+        for split_name in index.splits
+        for shard in stored_shards(index, split_name)
         for suffix in shard.checksums
     ]
-    sizes = folder.sizes([f"{shard.name}{suffix}.npy" for shard, suffix in files])
-    for shard, suffix in files:
-        name, (shape, dtype) = f"{shard.name}{suffix}.npy", layout(index, shard, suffix)
-        size = HEADER + int(np.prod(shape)) * dtype.itemsize
+    sizes = folder.file_sizes([f"{shard.name}{suffix}.npy" for shard, suffix in columns])
+    for shard, suffix in columns:
+        name, (shape, dtype) = f"{shard.name}{suffix}.npy", column_layout(index, shard, suffix)
+        expected_size = HEADER_BYTES + int(np.prod(shape)) * dtype.itemsize
         if name not in sizes:
-            raise UserError(f"{folder.where(name)} is missing; {AGAIN}")
-        if sizes[name] not in (None, size):
+            raise UserError(f"{folder.location(name)} is missing; {REMAKE_HINT}")
+        if sizes[name] not in (None, expected_size):
             raise UserError(
-                f"{folder.where(name)} has {sizes[name]} bytes, and the index says {dtype} of shape {shape}, "
-                f"which takes {size}; {AGAIN}"
+                f"{folder.location(name)} has {sizes[name]} bytes, and the index says {dtype} of shape "
+                f"{shape}, which takes {expected_size}; {REMAKE_HINT}"
             )
-        if not folder.ahead:
-            Column(folder, index, shard, suffix).check()
+        if not folder.prefetch_bytes:
+            Column(folder, index, shard, suffix).check_header()
 
 
 class Column:
-    """One array of a shard: its tokens (suffix ""), starts, loss, sources or labels."""
+    """One array of a shard: its tokens (suffix ""), starts, loss bits, sources or labels."""
 
     def __init__(self, folder: "Folder", index: Index, shard: Shard, suffix: str) -> None:
-        self.where = folder.where(f"{shard.name}{suffix}.npy")
-        self.shape, self.dtype = layout(index, shard, suffix)
-        self.width = int(np.prod(self.shape[1:])) * self.dtype.itemsize  # bytes of a row
-        size = HEADER + shard.rows * self.width
-        self.file = folder.open(
-            f"{shard.name}{suffix}.npy", size=size, header=HEADER, checksum=shard.checksums[suffix]
+        name = f"{shard.name}{suffix}.npy"
+        self.location = folder.location(name)
+        self.shape, self.dtype = column_layout(index, shard, suffix)
+        self.row_bytes = int(np.prod(self.shape[1:])) * self.dtype.itemsize
+        size = HEADER_BYTES + shard.rows * self.row_bytes
+        self.file = folder.open(name, size=size, header=HEADER_BYTES, checksum=shard.checksums[suffix])
+        self.is_checked = False
+
+    def prefetch(self, rows: slice) -> None:
+        """Start to fetch these rows if they are remote."""
+        self.file.prefetch(0, HEADER_BYTES)
+        self.file.prefetch(
+            HEADER_BYTES + rows.start * self.row_bytes, HEADER_BYTES + rows.stop * self.row_bytes
         )
-        self.checked = False
 
-    def want(self, rows: slice) -> None:
-        self.file.want(0, HEADER)
-        self.file.want(HEADER + rows.start * self.width, HEADER + rows.stop * self.width)
-
-    def rows(self, rows: slice) -> np.ndarray:
-        if not self.checked:
-            self.check()
-        self.file.need(HEADER + rows.start * self.width, HEADER + rows.stop * self.width)
+    def read(self, rows: slice) -> np.ndarray:
+        """Return a view of these rows. Waits for remote ones."""
+        if not self.is_checked:
+            self.check_header()
+        self.file.ensure(
+            HEADER_BYTES + rows.start * self.row_bytes, HEADER_BYTES + rows.stop * self.row_bytes
+        )
         return self.array[rows]
 
-    def check(self) -> None:
-        """Whether the file's header says what the index does."""
-        self.file.need(0, HEADER)
+    def check_header(self) -> None:
+        """Map the array. UserError if the file's header does not have the shape and type of the index."""
+        self.file.ensure(0, HEADER_BYTES)
         try:
-            start = io.BytesIO(self.file.content[:HEADER].tobytes())
-            np.lib.format.read_magic(start)
-            shape, columns_first, dtype = np.lib.format.read_array_header_1_0(start)
-        except Exception as error:  # numpy lets through what Python's parser makes of a damaged header
-            said = " ".join(str(error).split())
-            raise UserError(f"{self.where} is damaged: {said}; {AGAIN}") from None
-        if shape != self.shape or dtype != self.dtype or columns_first or start.tell() != HEADER:
+            header = io.BytesIO(self.file.content[:HEADER_BYTES].tobytes())
+            np.lib.format.read_magic(header)
+            shape, columns_first, dtype = np.lib.format.read_array_header_1_0(header)
+        except Exception as error:  # any: numpy parses a damaged header as Python
+            message = " ".join(str(error).split())
+            raise UserError(f"{self.location} is damaged: {message}; {REMAKE_HINT}") from None
+        if shape != self.shape or dtype != self.dtype or columns_first or header.tell() != HEADER_BYTES:
             raise UserError(
-                f"{self.where} holds {dtype} of shape {shape}, and the index says {self.dtype} of shape "
-                f"{self.shape}; {AGAIN}"
+                f"{self.location} holds {dtype} of shape {shape}, and the index says {self.dtype} of shape "
+                f"{self.shape}; {REMAKE_HINT}"
             )
-        self.array = self.file.content[HEADER:].view(self.dtype).reshape(self.shape)
-        self.checked = True
+        self.array = self.file.content[HEADER_BYTES:].view(self.dtype).reshape(self.shape)
+        self.is_checked = True
 
 
-def layout(index: Index, shard: Shard, suffix: str) -> tuple[tuple[int, ...], np.dtype]:
+def column_layout(index: Index, shard: Shard, suffix: str) -> tuple[tuple[int, ...], np.dtype]:
+    """Shape and type of one array of a shard, from the suffix of its file."""
     bits = (shard.rows, -(-index.sequence_length // 8))
-    shapes: dict[str, tuple[tuple[int, ...], str]] = {
+    layouts: dict[str, tuple[tuple[int, ...], str]] = {
         "": ((shard.rows, index.sequence_length), index.dtype),
         ".starts": (bits, "uint8"),
         ".loss": (bits, "uint8"),
         ".sources": ((shard.rows,), "uint16"),
         ".labels": ((shard.rows, index.sequence_length), "uint16"),
     }
-    shape, dtype = shapes[suffix]
+    shape, dtype = layouts[suffix]
     return shape, np.dtype(dtype)
 
 
-def stored(index: Index, split: str) -> list[Shard]:
-    """The shards of all epochs; evaluation has use for one."""
+def stored_shards(index: Index, split: str) -> list[Shard]:
+    """Shards of a split that are read, in order: those of all training epochs, or of one for evaluation."""
     epochs = index.splits[split].epochs[: None if split == "train" else 1]
     return [shard for epoch in epochs for shard in epoch if shard.rows]
 
 
-class File(Protocol):
-    """Bytes, which are asked for before they are touched if they may not be here yet."""
+class FileReader(Protocol):
+    """The bytes of a file, which must be requested by `ensure` before they are read from `content`."""
 
     content: np.ndarray
 
-    def want(self, start: int, stop: int) -> Any: ...
+    def prefetch(self, start: int, stop: int) -> object: ...
 
-    def need(self, start: int, stop: int) -> None: ...
+    def ensure(self, start: int, stop: int) -> None: ...
 
 
 class Folder(Protocol):
-    """Where the files of a dataset are. `ahead` bytes are worth asking for before they are needed."""
+    """The folder of a dataset.
 
-    ahead: int
+    `prefetch_bytes` is how many bytes to request ahead of their use: 0 if that gains nothing."""
 
-    def where(self, name: str) -> str: ...
+    prefetch_bytes: int
+
+    def location(self, name: str) -> str: ...
 
     def read(self, name: str) -> bytes: ...
 
-    def sizes(self, names: list[str]) -> dict[str, int | None]: ...
+    def file_sizes(self, names: list[str]) -> dict[str, int | None]: ...
 
-    def open(self, name: str, *, size: int, header: int, checksum: str) -> File: ...
+    def open(self, name: str, *, size: int, header: int, checksum: str) -> FileReader: ...
 
 
-class Local:
+class LocalFolder:
     """A folder on a disk of this machine, or mounted on it."""
 
-    ahead = 0
+    prefetch_bytes = 0
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
 
-    def where(self, name: str) -> str:
+    def location(self, name: str) -> str:
         return str(self.path / name)
 
     def read(self, name: str) -> bytes:
         return (self.path / name).read_bytes()
 
-    def sizes(self, names: list[str]) -> dict[str, int | None]:
+    def file_sizes(self, names: list[str]) -> dict[str, int | None]:
+        """Sizes of those files that exist."""
         return {name: (self.path / name).stat().st_size for name in names if (self.path / name).is_file()}
 
-    def open(self, name: str, *, size: int, header: int, checksum: str) -> "Mapped":
-        return Mapped(self.path / name, header, checksum)
+    def open(self, name: str, *, size: int, header: int, checksum: str) -> "MappedFile":
+        return MappedFile(self.path / name, header, checksum)
 
 
-class Mapped:
-    """A file on a disk. When the first row is asked for, all of it is compared with its checksum: that reads
-    what will be read anyway, at 2 GB/s."""
+class MappedFile:
+    """A memory-mapped file on a disk.
+
+    The first use of its array compares the whole file with its checksum. That costs little: all of it will be
+    read anyway, and the checksum takes 2 GB/s."""
 
     def __init__(self, path: Path, header: int, checksum: str) -> None:
-        self.path, self.header, self.checksum, self.compared = path, header, checksum, False
+        self.path, self.header, self.checksum, self.is_verified = path, header, checksum, False
         self.content = np.asarray(np.memmap(path, np.uint8, "r"))
 
-    def want(self, start: int, stop: int) -> None:
+    def prefetch(self, start: int, stop: int) -> None:
         pass
 
-    def need(self, start: int, stop: int) -> None:
-        if self.compared or stop <= self.header:
+    def ensure(self, start: int, stop: int) -> None:
+        """Verify the checksum of the file, once. UserError if it is wrong."""
+        if self.is_verified or stop <= self.header:
             return
-        found = checksum(self.content[self.header :].data)
-        if found != self.checksum:
-            raise UserError(f"{self.path} has checksum {found}, and the index says {self.checksum}; {AGAIN}")
-        self.compared = True
+        checksum = crc32_hex(self.content[self.header :].data)
+        if checksum != self.checksum:
+            raise UserError(
+                f"{self.path} has checksum {checksum}, and the index says {self.checksum}; {REMAKE_HINT}"
+            )
+        self.is_verified = True

@@ -1,199 +1,278 @@
-"""The third stage: documents of some parts of a source, tokenised and packed together. They come from
-normalised files, or straight from the source where nobody else needs them."""
+"""Third stage of data preparation: tokenize and pack some documents of one source.
+
+They are read from normalized files, or directly from the source where no other stage needs such files."""
 
 import dataclasses
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from headrace.data import annotations, pause_tokens as pauses, shards
-from headrace.data.chat import encode as chat
-from headrace.data.clean import normalize as normalise
-from headrace.data.tokenizer import tokenizer as tokenise
-from headrace.data.annotations import LABEL, PAIR, TAGS, Notes
+from headrace.config.sections import NormalizeKeys, PackKeys
+from headrace.data import annotations, pause_tokens, shards
+from headrace.data.annotations import LABEL, PAIR, TAGS, AnnotationStats
+from headrace.data.batch_order import SplitName
+from headrace.data.chat import encode as chat_encode
+from headrace.data.clean import normalize as clean_normalize
 from headrace.data.documents import Problems, Ragged, is_held_out
-from headrace.data.formats import PART
-from headrace.data.labelled import encode_labelled, encode_tagged
-from headrace.data.pack import Plan, fill, plan
+from headrace.data.formats import PART_BYTES
+from headrace.data.labeled import encode_labeled_texts, encode_tagged_words
+from headrace.data.pack import PackPlan, fill_rows, plan_rows
 from headrace.data.preference import encode_pairs
-from headrace.data.shards import LIMITS, Rows, Shard, write_blocks
+from headrace.data.shards import Rows, Shard, write_shard
+from headrace.data.token_buffer import TokenBuffer
+from headrace.data.tokenizer import tokenizer as tokenizer_io
+from headrace.data.tokenizer.tokenizer import Tokenizer
 from headrace.errors import UserError
 
-SPLITS = ("train", "evaluation")
-FILLS = 20  # steps in which the fill of rows is counted
-LONG = 200  # tokens a document, in the mean, from which copying one by one is faster than all by a mask
-BATCH = 4 << 20  # bytes of text encoded at once: a tenth faster than 16 MB, which no cache holds
-LARGEST = 256 << 20  # bytes of text packed together: more takes memory and fills rows no better
+SPLITS: tuple[SplitName, SplitName] = ("train", "evaluation")
+FILL_BINS = 20  # of the histogram of how full rows are
+ENCODE_BYTES = 4 << 20  # bytes of text encoded at once: a tenth faster than 16 MB, which no cache holds
+MAX_GROUP_BYTES = 256 << 20  # bytes of text packed together: more takes memory and fills rows no better
 
 
 @dataclass(frozen=True)
-class Job:
-    """What one worker packs at a time."""
+class PackJob:
+    """The work of one worker at a time."""
 
     number: int
-    units: tuple[normalise.Unit, ...]  # of one source
-    written: bool  # whether their documents lie in normalized/
-    source: int
-    folder: str  # of the data; packed/ lies in it
-    tokenizer: str
+    source_parts: tuple[clean_normalize.SourcePart, ...]  # of one source
+    is_normalized: bool  # documents are in FOLDER/normalized; otherwise they are read from the source
+    source: int  # number of the source
+    folder: str  # of the data; packed rows are written to FOLDER/packed
+    tokenizer: str  # its folder
     encoder: str
-    normalize: Any  # the section of the recipe
-    pack: Any  # the section of the recipe: mode, sequence_length, evaluation
+    normalize: NormalizeKeys
+    pack: PackKeys
     dtype: str
     seed: int
     held_out: Literal["documents", "rows"] = "documents"
-    errors: Literal["stop", "skip"] = "stop"  # what bad input does, and conversations the template refuses
+    on_error: Literal["stop", "skip"] = "stop"  # for bad input, and conversations that the template refuses
+
+
+class SplitSummary(TypedDict):
+    """Sizes of one split of a group, as in packed/NUMBER.json.
+
+    `documents`, `bytes` and `lengths` are of the documents that begin in its rows."""
+
+    documents: int
+    tokens: int
+    bytes: int  # of text
+    rows: int
+    fill: float  # share of the rows that is not padding
+    fills: list[int]  # histogram of this share over the rows, from 0 to 1
+    lengths: list[int]  # lengths[i] counts documents of 2**i to 2**(i + 1) - 1 tokens
+    shard: dict[str, Any] | None  # the fields of a Shard; None for a split without rows
+    labels: list[int]  # texts or tokens with each label of the group
+
+
+class GroupSummary(TypedDict):
+    """Documents that were packed together, as in packed/NUMBER.json."""
+
+    source: int
+    labels: list[str]  # names
+    train: SplitSummary
+    evaluation: SplitSummary
+
+
+class PackResult(TypedDict):
+    """The content of packed/NUMBER.json: the result of a PackJob."""
+
+    bytes: int
+    tokens: int
+    problems: dict[str, Any]  # Problems.summary()
+    notes: dict[str, Any]  # AnnotationStats.summary()
+    parts: list[dict[str, Any]]  # PartReader.summary() of each part that was read from the source
+    groups: list[GroupSummary]
 
 
 @dataclass(frozen=True)
 class Documents:
-    """Tokenised documents; `bytes` of the text or of the JSON of the messages of each."""
+    """Tokenized documents that are packed together."""
 
     ragged: Ragged
-    bytes: np.ndarray
-    held_out: np.ndarray
-    whole: bool = False  # whether none is to be divided
+    bytes: np.ndarray  # [documents] size of each document's text, or of its messages in JSON
+    held_out: np.ndarray  # [documents] bool; in the evaluation split
+    keep_whole: bool = False  # none may be cut
 
 
-def pack_group(job: Job) -> dict[str, Any]:
-    """Tokenises, packs and writes packed/NUMBER-GROUP-train and -evaluation, those that have rows, and how
-    often each id stands in the first, packed/NUMBER.counts.npy. There is one group unless the parts are long.
-    What it returns can be kept as JSON."""
-    tokenizer = load(job.tokenizer, job.encoder, tokenise.sha256(job.tokenizer))
+def run_pack_job(job: PackJob) -> PackResult:
+    """Tokenize, pack and write the documents of a job.
+
+    Writes the shards packed/NUMBER-GROUP-train and -evaluation, if they have rows, and
+    packed/NUMBER.counts.npy, how often each token id occurs in the training rows. There is one group unless
+    the parts are long."""
+    tokenizer = load_tokenizer(job.tokenizer, job.encoder, tokenizer_io.file_sha256(job.tokenizer))
     folder = Path(job.folder) / "packed"
     folder.mkdir(parents=True, exist_ok=True)
-    problems, parts, notes = Problems(job.errors), list[dict[str, Any]](), Notes()
-    counts = np.zeros(tokenizer.vocab, np.int64)
+    reader = DocumentReader(job, tokenizer)
+    counts = np.zeros(tokenizer.vocab_size, np.int64)
     groups = [
-        write_group(job, number, documents=documents, tokenizer=tokenizer, counts=counts, notes=notes)
-        for number, documents in enumerate(
-            encode(job, tokenizer, problems=problems, parts=parts, notes=notes)
-        )
+        write_group(job, number, documents, tokenizer, reader.stats, counts)
+        for number, documents in enumerate(reader.read_groups())
     ]
-    with shards.atomic(folder / f"{job.number:05d}.counts.npy") as file:
+    with shards.open_atomic(folder / f"{job.number:05d}.counts.npy") as file:
         np.save(file, counts)
-    totals = {
-        key: sum(group[split][key] for group in groups for split in SPLITS) for key in ("bytes", "tokens")
+    return {
+        "bytes": sum(group[split]["bytes"] for group in groups for split in SPLITS),
+        "tokens": sum(group[split]["tokens"] for group in groups for split in SPLITS),
+        "problems": reader.problems.to_json(),
+        "notes": reader.stats.to_json(),
+        "parts": reader.part_summaries,
+        "groups": groups,
     }
-    told = {"problems": problems.summary(), "notes": notes.summary()}
-    return totals | told | {"parts": parts, "groups": groups}
 
 
 def write_group(
-    job: Job,
-    number: int,
-    *,
+    job: PackJob,
+    group: int,
     documents: Documents,
-    tokenizer: tokenise.Tokenizer,
+    tokenizer: Tokenizer,
+    stats: AnnotationStats,
     counts: np.ndarray,
-    notes: Notes,
-) -> dict[str, Any]:
-    """Adds to `counts` how often each id stands in the training rows."""
+) -> GroupSummary:
+    """Pack and write documents. Adds to `counts` how often each id occurs in the training rows."""
     length, filler = job.pack.sequence_length, tokenizer.special.filler
-    lengths, summary = documents.ragged.lengths, dict[str, Any](source=job.source, labels=list(notes.names))
-    for name, part in plan_splits(job, number, documents).items():
-        shard, labels = None, np.zeros(1 + len(notes.names), np.int64)
-        if part.rows:
-            blocks = fill(part, documents.ragged, length=length, filler=filler, source=job.source)
-            if name == "train":
-                blocks = counted(blocks, counts)
-            blocks = labels_counted(blocks, labels)
-            where = f"{job.number:05d}-{number}-{name}"
-            shard = write_blocks(Path(job.folder) / "packed", where, blocks, part.rows)
-            if name == "train":
-                counts[filler] -= part.rows * length - int(part.size.sum())
-        summary[name] = summarise(part, lengths, documents.bytes, length=length, shard=shard)
-        summary[name]["labels"] = labels[1:].tolist()
-    return summary
+    names = list(stats.names)
+    summaries: dict[SplitName, SplitSummary] = {}
+    for split, plan in plan_splits(job, group, documents).items():
+        shard, label_counts = None, np.zeros(1 + len(names), np.int64)
+        if plan.rows:
+            blocks = fill_rows(plan, documents.ragged, length=length, filler=filler, source=job.source)
+            if split == "train":
+                blocks = count_tokens(blocks, counts)
+            blocks = count_labels(blocks, label_counts)
+            name = f"{job.number:05d}-{group}-{split}"
+            shard = write_shard(Path(job.folder) / "packed", name, blocks, plan.rows)
+            if split == "train":
+                counts[filler] -= plan.rows * length - int(plan.size.sum())  # padding is not text
+        summaries[split] = summarize_split(
+            plan, documents.ragged.lengths, documents.bytes, length=length, shard=shard
+        )
+        summaries[split]["labels"] = label_counts[1:].tolist()
+    return {"source": job.source, "labels": names, **summaries}  # type: ignore[typeddict-item]
 
 
-def encode(
-    job: Job, tokenizer: tokenise.Tokenizer, *, problems: Problems, parts: list[dict[str, Any]], notes: Notes
-) -> Iterator[Documents]:
-    """Documents of LARGEST bytes at a time, in the order of the source. Adds to `parts` what there is to tell
-    of those that were read from it."""
-    share = job.pack.evaluation if job.held_out == "documents" else 0.0
-    growing = Growing(job.dtype, len(job.units) * PART)
-    random = np.random.Generator(np.random.PCG64([job.seed, job.number]))
-    pause = pauses.token_of(tokenizer, "pack.pause") if job.pack.pause else 0
-    sizes, held_out = [np.zeros(0, np.int64)], [np.zeros(0, bool)]
-    for table, last in portions(tables(job, problems, parts)):
-        for ragged, bos, eos in encoded(table, tokenizer, problems, notes, job.pack.sequence_length):
-            if job.pack.pause and notes.whole:
-                raise UserError("pack.pause: labelled texts and pairs of answers take no pauses; set it to 0")
-            if job.pack.pause:
-                ragged = pauses.with_pauses(ragged, pause, job.pack.pause, random)
-            growing.add(ragged, bos, eos)
-        sizes.append(normalise.sizes(table))
-        ids = table["id"].to_pylist() if share > 0 else [""] * len(table)
-        held_out.append(np.array([share > 0 and is_held_out(id, share) for id in ids], bool))
-        if last:
-            yield Documents(growing.ragged(), np.concatenate(sizes), np.concatenate(held_out), notes.whole)
-            growing.clear()
-            sizes, held_out = sizes[:1], held_out[:1]
-    if len(sizes) > 1:
-        yield Documents(growing.ragged(), np.concatenate(sizes), np.concatenate(held_out), notes.whole)
+class DocumentReader:
+    """Reads and tokenizes the documents of a job, and counts what is noteworthy about them."""
+
+    def __init__(self, job: PackJob, tokenizer: Tokenizer) -> None:
+        self.job, self.tokenizer = job, tokenizer
+        self.problems = Problems(job.on_error)
+        self.stats = AnnotationStats()
+        self.part_summaries: list[dict[str, Any]] = []  # of the parts that were read from the source
+
+    def read_groups(self) -> Iterator[Documents]:
+        """Yield documents in groups of about MAX_GROUP_BYTES, in the order of the source.
+
+        The token ids of a group are valid until the next one is requested."""
+        pack = self.job.pack
+        buffer = TokenBuffer(self.job.dtype, len(self.job.source_parts) * PART_BYTES)
+        random = np.random.Generator(np.random.PCG64([self.job.seed, self.job.number]))
+        pause_token = (
+            pause_tokens.find_pause_id(self.tokenizer, "pack.pause_tokens") if pack.pause_tokens else 0
+        )
+        sizes, held_out = [np.zeros(0, np.int64)], [np.zeros(0, bool)]
+        for table, is_group_end in slice_by_bytes(self._read_tables()):
+            for ragged, bos, eos in self._encode_table(table):
+                if pack.pause_tokens and self.stats.is_indivisible:
+                    raise UserError(
+                        "pack.pause_tokens: labelled texts and pairs of answers take no pauses; set it to 0"
+                    )
+                if pack.pause_tokens:
+                    ragged = pause_tokens.insert_pauses(ragged, pause_token, pack.pause_tokens, random)
+                buffer.add(ragged, bos, eos)
+            sizes.append(clean_normalize.document_bytes(table))
+            held_out.append(self._find_held_out(table))
+            if is_group_end:
+                yield self._to_documents(buffer, sizes, held_out)
+                buffer.clear()
+                sizes, held_out = sizes[:1], held_out[:1]
+        if len(sizes) > 1:
+            yield self._to_documents(buffer, sizes, held_out)
+
+    def _to_documents(
+        self, buffer: TokenBuffer, sizes: list[np.ndarray], held_out: list[np.ndarray]
+    ) -> Documents:
+        return Documents(
+            buffer.to_ragged(), np.concatenate(sizes), np.concatenate(held_out), self.stats.is_indivisible
+        )
+
+    def _find_held_out(self, table: pa.Table) -> np.ndarray:
+        """Decide which documents of a table belong to the evaluation split, [documents] bool."""
+        share = self.job.pack.eval_fraction if self.job.held_out == "documents" else 0.0
+        if share <= 0:
+            return np.zeros(len(table), bool)
+        return np.array([is_held_out(id, share) for id in table["id"].to_pylist()], bool)
+
+    def _read_tables(self) -> Iterator[pa.Table]:
+        for part in self.job.source_parts:
+            if self.job.is_normalized:
+                path = clean_normalize.part_path(Path(self.job.folder) / "normalized", part.number)
+                with pq.ParquetFile(path) as file:
+                    for group in range(file.num_row_groups):
+                        yield file.read_row_group(group, columns=["id", "text", "messages"])
+            else:
+                reader = clean_normalize.PartReader(part, self.job.normalize, self.problems)
+                yield from reader.iter_tables()
+                self.part_summaries.append(reader.to_json())
+
+    def _encode_table(self, table: pa.Table) -> Iterator[tuple[Ragged, int | None, int | None]]:
+        """Yield the documents of a table in blocks, with the tokens to put before and after each of them."""
+        special = self.tokenizer.special
+        if not table["text"].null_count:
+            self.stats.kinds.add("text")
+            annotations.check_one_task(self.stats.kinds)
+            for texts in slice_texts(clean_normalize.combine_chunks(table["text"])):
+                yield self.tokenizer.encode_batch(texts), special.bos, special.eos
+            return
+        kinds = annotations.detect_kinds(table)
+        self.stats.kinds |= set(kinds)
+        annotations.check_one_task(self.stats.kinds)
+        encoded = {
+            kind: self._encode_kind(kind, table.filter(pa.array(kinds == kind)))
+            for kind in sorted(set(kinds))
+        }
+        used = dict.fromkeys(encoded, 0)  # documents of each kind that were yielded
+        is_change = np.concatenate([[True], kinds[1:] != kinds[:-1]])
+        starts = np.flatnonzero(is_change)
+        for start, stop in zip(starts, [*starts[1:], len(table)], strict=True):
+            kind = kinds[start]
+            first, last = used[kind], used[kind] + stop - start
+            used[kind] = last
+            bos, eos = (special.bos, special.eos) if kind == "text" else (None, None)
+            yield encoded[kind].slice(first, last), bos, eos
+
+    def _encode_kind(self, kind: str, table: pa.Table) -> Ragged:
+        """Tokenize documents of one kind. All kinds but texts include the tokens before and after them."""
+        tokenizer, length, stats = self.tokenizer, self.job.pack.sequence_length, self.stats
+        if kind == "text":
+            return tokenizer.encode_batch(clean_normalize.combine_chunks(table["text"]))
+        messages, ids = table["messages"].to_pylist(), table["id"].to_pylist()
+        if kind == LABEL:
+            return encode_labeled_texts(tokenizer, messages, length, stats)
+        if kind == TAGS:
+            return encode_tagged_words(tokenizer, messages, length, stats)
+        if kind == PAIR:
+            return encode_pairs(tokenizer, messages, length, stats=stats, problems=self.problems, ids=ids)
+        return chat_encode.encode_chats(tokenizer, messages, problems=self.problems, ids=ids)
 
 
-def encoded(
-    table: pa.Table, tokenizer: tokenise.Tokenizer, problems: Problems, notes: Notes, length: int
-) -> Iterator[tuple[Ragged, int | None, int | None]]:
-    """The documents of a table, some at a time, with what each begins and ends with."""
-    ends = tokenizer.special.bos, tokenizer.special.eos
-    if not table["text"].null_count:
-        notes.kinds.add("text")
-        annotations.check(notes.kinds)
-        for some in batches(normalise.in_one(table["text"])):
-            yield tokenizer.encode_batch(some), *ends
-        return
-    kinds = annotations.kinds_of(table)
-    notes.kinds |= set(kinds)
-    annotations.check(notes.kinds)
-    done = {
-        kind: encode_kind(kind, table.filter(pa.array(kinds == kind)), tokenizer, problems, notes, length)
-        for kind in sorted(set(kinds))
-    }
-    taken = dict.fromkeys(done, 0)
-    starts = np.flatnonzero(
-        np.concatenate([[True], kinds[1:] != kinds[:-1]])
-    )  # where one kind follows another
-    for start, stop in zip(starts, [*starts[1:], len(table)], strict=True):
-        kind = kinds[start]
-        first, last = taken[kind], taken[kind] + stop - start
-        taken[kind] = last
-        yield done[kind].take(first, last), *(ends if kind == "text" else (None, None))
+def slice_by_bytes(tables: Iterator[pa.Table]) -> Iterator[tuple[pa.Table, bool]]:
+    """Cut tables where MAX_GROUP_BYTES are full. Yields tables, and whether a group ends with each.
 
-
-def encode_kind(
-    kind: str, table: pa.Table, tokenizer: tokenise.Tokenizer, problems: Problems, notes: Notes, length: int
-) -> Ragged:
-    """Documents of one kind; all but texts have what they begin and end with."""
-    if kind == "text":
-        return tokenizer.encode_batch(normalise.in_one(table["text"]))
-    said, ids = table["messages"].to_pylist(), table["id"].to_pylist()
-    if kind == LABEL:
-        return encode_labelled(tokenizer, said, length, notes)
-    if kind == TAGS:
-        return encode_tagged(tokenizer, said, length, notes)
-    if kind == PAIR:
-        return encode_pairs(tokenizer, said, length, notes=notes, problems=problems, ids=ids)
-    return chat.encode_chats(tokenizer, said, problems=problems, ids=ids)
-
-
-def portions(tables: Iterator[pa.Table]) -> Iterator[tuple[pa.Table, bool]]:
-    """The same documents, cut where LARGEST bytes are full, wherever tables end; and whether they are."""
+    The cuts depend on the documents alone, not on where the input tables end."""
     total = 0
     for table in tables:
-        ends = total + np.cumsum(normalise.sizes(table))
-        while len(ends) and ends[-1] >= LARGEST:
-            full = int(np.searchsorted(ends, LARGEST)) + 1
+        ends = total + np.cumsum(clean_normalize.document_bytes(table))
+        while len(ends) and ends[-1] >= MAX_GROUP_BYTES:
+            full = int(np.searchsorted(ends, MAX_GROUP_BYTES)) + 1
             yield table.slice(0, full), True
             table, ends = table.slice(full), ends[full:] - ends[full - 1]
         if len(table):
@@ -201,149 +280,75 @@ def portions(tables: Iterator[pa.Table]) -> Iterator[tuple[pa.Table, bool]]:
         total = int(ends[-1]) if len(ends) else 0
 
 
-def tables(job: Job, problems: Problems, parts: list[dict[str, Any]]) -> Iterator[pa.Table]:
-    for unit in job.units:
-        if job.written:
-            with pq.ParquetFile(normalise.place(Path(job.folder) / "normalized", unit.number)) as file:
-                for group in range(file.num_row_groups):
-                    yield file.read_row_group(group, columns=["id", "text", "messages"])
-        else:
-            reading = normalise.Reading(unit, job.normalize, problems)
-            yield from reading.tables()
-            parts.append(reading.summary())
-
-
-def batches(texts: pa.LargeStringArray) -> Iterator[pa.LargeStringArray]:
-    """Stretches of about BATCH bytes."""
+def slice_texts(texts: pa.LargeStringArray) -> Iterator[pa.LargeStringArray]:
+    """Cut an array of texts into slices of about ENCODE_BYTES."""
     ends = np.cumsum(pc.binary_length(texts).to_numpy(zero_copy_only=False))
-    cuts = np.searchsorted(ends, np.arange(BATCH, ends[-1], BATCH))
+    cuts = np.searchsorted(ends, np.arange(ENCODE_BYTES, ends[-1], ENCODE_BYTES))
     for begin, end in zip([0, *cuts], [*cuts, len(texts)], strict=True):
         if end > begin:
             yield texts.slice(begin, end - begin)
 
 
-class Growing:
-    """Documents one after the other in one stretch of memory, in the type they are stored in. Memory that is
-    not used is not taken."""
+def plan_splits(job: PackJob, group: int, documents: Documents) -> dict[SplitName, PackPlan]:
+    """Plan the rows of each split.
 
-    def __init__(self, dtype: str, room: int) -> None:
-        self.values = np.empty(room, dtype)
-        self.clear()
-
-    def clear(self) -> None:
-        self.used = 0
-        self.losses: list[np.ndarray] = []
-        self.masked = False  # whether anything is not to be learnt
-        self.labels: list[np.ndarray] = []
-        self.seconds: list[np.ndarray] = []
-        self.lengths = [np.zeros(1, np.int64)]
-
-    def add(self, ragged: Ragged, bos: int | None = None, eos: int | None = None) -> None:
-        """Each between `bos` and `eos`, or as many of the two as there are."""
-        extra = (bos is not None) + (eos is not None)
-        offsets = ragged.offsets + extra * np.arange(len(ragged.offsets))
-        begin, end = self.used, self.used + int(offsets[-1])
-        if end > len(self.values):
-            self.values = np.concatenate([self.values[:begin], np.empty(end, self.values.dtype)])
-        assert not len(ragged.values) or int(ragged.values.max()) < LIMITS[str(self.values.dtype)]
-        values, is_text = self.values[begin:end], np.ones(end - begin, bool)
-        for token, places in ((bos, offsets[:-1]), (eos, offsets[1:] - 1)):
-            if token is not None:
-                values[places] = token
-                is_text[places] = False
-        if len(ragged.values) < LONG * len(ragged):
-            values[is_text] = ragged.values
-        else:
-            places = (offsets[:-1] + (bos is not None)).tolist()
-            ends = ragged.offsets.tolist()
-            for place, first, last in zip(places, ends[:-1], ends[1:], strict=True):
-                values[place : place + last - first] = ragged.values[first:last]
-        whole = np.broadcast_to(True, end - begin)
-        self.losses.append(whole if ragged.loss is None else learnt(ragged.loss, is_text))
-        self.masked = self.masked or ragged.loss is not None
-        self.lengths.append(np.diff(offsets))
-        self.note(ragged, is_text)
-        self.used = end
-
-    def note(self, ragged: Ragged, is_text: np.ndarray) -> None:
-        """Labels and second texts of documents, and zeros for those before them that have none."""
-        if ragged.labels is not None or self.labels:
-            labels = np.zeros(len(is_text), np.uint16)
-            labels[is_text] = 0 if ragged.labels is None else ragged.labels
-            self.labels += [labels] if self.labels else [np.zeros(self.used, np.uint16), labels]
-        if ragged.seconds is not None:  # a set of pairs has no other documents
-            self.seconds.append(ragged.seconds)
-
-    def ragged(self) -> Ragged:
-        loss = np.concatenate(self.losses) if self.masked else None
-        labels = np.concatenate(self.labels) if self.labels else None
-        seconds = np.concatenate(self.seconds) if self.seconds else None
-        offsets = np.cumsum(np.concatenate(self.lengths))
-        return Ragged(self.values[: self.used], offsets, loss, labels, seconds)
-
-
-def learnt(loss: np.ndarray, is_text: np.ndarray) -> np.ndarray:
-    """Which tokens are to be learnt, those among them that begin and end a document."""
-    out = np.ones(len(is_text), bool)
-    out[is_text] = loss
-    return out
-
-
-def plan_splits(job: Job, number: int, documents: Documents) -> dict[str, Plan]:
-    """A plan for each split: of the documents that are in it or, with held_out="rows", of rows drawn from
-    all, for data of few and long documents."""
-    length, mode, lengths = job.pack.sequence_length, job.pack.mode, documents.ragged.lengths
-    held_out, how = documents.held_out, dict(whole=documents.whole)
-    seeds = np.random.SeedSequence([job.seed, job.number, number]).generate_state(3, np.uint64).tolist()
+    The documents of a split are packed together. With `held_out="rows"`, for data of few and long documents,
+    all are packed together, and random rows are the evaluation split."""
+    length, mode, doc_lengths = job.pack.sequence_length, job.pack.mode, documents.ragged.lengths
+    plan = functools.partial(plan_rows, keep_whole=documents.keep_whole)
+    seeds = np.random.SeedSequence([job.seed, job.number, group]).generate_state(3, np.uint64).tolist()
     if job.held_out == "rows":
-        whole = plan(lengths, length, mode, seeds[0], **how)
+        all_rows = plan(doc_lengths, length, mode, seeds[0])
         random = np.random.Generator(np.random.PCG64(seeds[2]))
-        # Rounded up or down at random: groups of few rows must not all come to none.
-        size = int(job.pack.evaluation * whole.rows + random.random())
-        chosen = np.zeros(whole.rows, bool)
-        chosen[random.permutation(whole.rows)[:size]] = True
-        return {"train": whole.take(~chosen), "evaluation": whole.take(chosen)}
-    plans = {}
-    for name, seed, members in zip(SPLITS, seeds, (~held_out, held_out), strict=False):
-        chosen = np.flatnonzero(members)
-        part = plan(lengths[chosen], length, mode, seed, **how)
-        plans[name] = dataclasses.replace(part, document=chosen[part.document])
+        # Rounded up or down at random: otherwise groups of few rows would hold out none at all.
+        size = int(job.pack.eval_fraction * all_rows.rows + random.random())
+        is_evaluation = np.zeros(all_rows.rows, bool)
+        is_evaluation[random.permutation(all_rows.rows)[:size]] = True
+        return {
+            "train": all_rows.select_rows(~is_evaluation),
+            "evaluation": all_rows.select_rows(is_evaluation),
+        }
+    plans: dict[SplitName, PackPlan] = {}
+    members = {"train": ~documents.held_out, "evaluation": documents.held_out}
+    for split, seed in zip(SPLITS, seeds, strict=False):
+        doc_indices = np.flatnonzero(members[split])
+        split_plan = plan(doc_lengths[doc_indices], length, mode, seed)
+        plans[split] = dataclasses.replace(split_plan, document=doc_indices[split_plan.document])
     return plans
 
 
-def summarise(
-    plan: Plan, lengths: np.ndarray, sizes: np.ndarray, *, length: int, shard: Shard | None
-) -> dict[str, Any]:
-    """`documents`, their `bytes` and `lengths` are of those that begin in the rows of the plan. lengths[i]
-    counts documents of 2**i tokens and more, up to twice that."""
-    begun = plan.document[plan.begin == 0]
+def summarize_split(
+    plan: PackPlan, doc_lengths: np.ndarray, doc_bytes: np.ndarray, *, length: int, shard: Shard | None
+) -> SplitSummary:
+    """Compute the sizes of a split from its plan. `labels` is left empty."""
+    first_pieces = plan.document[plan.begin == 0]
     tokens = int(plan.size.sum())
+    row_fills = np.bincount(plan.row, plan.size, plan.rows) / length
     return {
-        "documents": len(begun),
+        "documents": len(first_pieces),
         "tokens": tokens,
-        "bytes": int(sizes[begun].sum()),
+        "bytes": int(doc_bytes[first_pieces].sum()),
         "rows": plan.rows,
         "fill": tokens / (plan.rows * length) if plan.rows else 0.0,
-        "fills": np.histogram(np.bincount(plan.row, plan.size, plan.rows) / length, FILLS, (0, 1))[
-            0
-        ].tolist(),
-        "lengths": np.bincount(np.frexp(lengths[begun])[1] - 1).tolist(),
+        "fills": np.histogram(row_fills, FILL_BINS, (0, 1))[0].tolist(),
+        "lengths": np.bincount(np.frexp(doc_lengths[first_pieces])[1] - 1).tolist(),
         "shard": None if shard is None else dataclasses.asdict(shard),
+        "labels": [],
     }
 
 
-def counted(blocks: Iterator[Rows], counts: np.ndarray) -> Iterator[Rows]:
-    """The same blocks; adds to `counts` how often each id occurs in them."""
+def count_tokens(blocks: Iterator[Rows], counts: np.ndarray) -> Iterator[Rows]:
+    """Pass blocks on, and add to `counts` how often each token id occurs in them."""
     step = 1 << 18  # bincount widens to 64 bits: 10 times faster while that stays in the cache
     for block in blocks:
-        flat = block.tokens.reshape(-1)
-        for i in range(0, len(flat), step):
-            counts += np.bincount(flat[i : i + step], minlength=len(counts))
+        tokens = block.tokens.reshape(-1)
+        for i in range(0, len(tokens), step):
+            counts += np.bincount(tokens[i : i + step], minlength=len(counts))
         yield block
 
 
-def labels_counted(blocks: Iterator[Rows], counts: np.ndarray) -> Iterator[Rows]:
-    """The same blocks; adds to `counts` how often each number stands in their labels."""
+def count_labels(blocks: Iterator[Rows], counts: np.ndarray) -> Iterator[Rows]:
+    """Pass blocks on, and add to `counts` how often each number occurs in their labels."""
     for block in blocks:
         if block.labels is not None:
             counts += np.bincount(block.labels.reshape(-1), minlength=len(counts))
@@ -351,6 +356,6 @@ def labels_counted(blocks: Iterator[Rows], counts: np.ndarray) -> Iterator[Rows]
 
 
 @functools.lru_cache(maxsize=1)
-def load(folder: str, encoder: str, sha256: str) -> tokenise.Tokenizer:
-    """Once for each process; the checksum makes it anew where the same folder holds another tokenizer."""
-    return tokenise.load(folder, encoder)
+def load_tokenizer(folder: str, encoder: str, sha256: str) -> Tokenizer:
+    """Load a tokenizer once per process. `sha256` is its checksum: another one loads the folder again."""
+    return tokenizer_io.load(folder, encoder)

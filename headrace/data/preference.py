@@ -1,59 +1,60 @@
-"""Pairs of answers to one prompt, the preferred one first: both rendered by the tokenizer's chat template,
-side by side as one document of two texts. What is to be learnt is the answers, and nothing of what both
-share."""
+"""Preference pairs: the tokenizer's chat template renders the prompt with each of two answers, and both texts
+form one document, the preferred answer first. Only the answers are trained on, not the shared prompt."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import orjson
 
-from headrace.data.chat import encode as chat
-from headrace.data.annotations import Notes
-from headrace.data.documents import Problems, Ragged, offsets_of
+from headrace.data.annotations import AnnotationStats
+from headrace.data.chat import encode
+from headrace.data.documents import Problems, Ragged, lengths_to_offsets
 from headrace.data.tokenizer.tokenizer import Tokenizer
 
 
 def encode_pairs(
     tokenizer: Tokenizer,
     documents: Sequence[str],
-    length: int,
+    max_length: int,
     *,
-    notes: Notes,
+    stats: AnnotationStats,
     problems: Problems | None = None,
     ids: Sequence[str] | None = None,
 ) -> Ragged:
-    """Documents as `shapes.pair` gives them, as JSON. One that a row has no room for, or that the template
-    refuses, has no tokens."""
-    conversations, answers, names = [], [], []
-    for number, document in enumerate(documents):
-        prompt, *both = (part["messages"] for part in orjson.loads(document))
-        for answer in both:
+    """Encode JSON documents from `chat.records.to_preference_parts`. A pair that is longer than `max_length`,
+    or that the chat template refuses, becomes an empty document."""
+    conversations, answer_turns, names = [], [], []
+    for index, document in enumerate(documents):
+        prompt, *answers = (part["messages"] for part in orjson.loads(document))
+        for answer in answers:
             conversations.append(orjson.dumps([*prompt, *answer]).decode())
-            answers.append(sum(message["role"] == "assistant" for message in answer))
-            names.append(ids[number] if ids is not None else f"pair {number + 1}")
-    encoded = chat.encode_chats(tokenizer, conversations, problems=problems, ids=names)
-    assert encoded.loss is not None
-    only_answers(encoded, answers)
+            answer_turns.append(sum(message["role"] == "assistant" for message in answer))
+            names.append(ids[index] if ids is not None else f"pair {index + 1}")
+    encoded = encode.encode_chats(tokenizer, conversations, problems=problems, ids=names)
+    loss_mask = mask_all_but_answers(encoded, answer_turns)
     lengths = encoded.lengths.reshape(-1, 2)
-    refused = (lengths == 0).any(axis=1)
-    too_long = lengths.sum(axis=1) > length
-    notes.counts["too long"] += int(np.count_nonzero(too_long & ~refused))
-    kept = ~(refused | too_long)
-    taken = np.repeat(kept, 2).repeat(encoded.lengths)
+    is_refused = (lengths == 0).any(axis=1)
+    is_too_long = lengths.sum(axis=1) > max_length
+    stats.counts["too long"] += int(np.count_nonzero(is_too_long & ~is_refused))
+    keep = ~(is_refused | is_too_long)
+    keep_token = np.repeat(keep, 2).repeat(encoded.lengths)
     return Ragged(
-        encoded.values[taken],
-        offsets_of(np.where(kept, lengths.sum(axis=1), 0)),
-        encoded.loss[taken],
-        seconds=np.where(kept, lengths[:, 0], 0),
+        encoded.values[keep_token],
+        lengths_to_offsets(np.where(keep, lengths.sum(axis=1), 0)),
+        loss_mask[keep_token],
+        second_starts=np.where(keep, lengths[:, 0], 0),
     )
 
 
-def only_answers(encoded: Ragged, answers: Sequence[int]) -> None:
-    """Takes the marks off all that the assistant says but its last `answers` turns: in place."""
-    loss: Any = encoded.loss
-    for begin, end, turns in zip(encoded.offsets[:-1], encoded.offsets[1:], answers, strict=True):
-        here = loss[begin:end]
-        starts = np.flatnonzero(here & ~np.concatenate([[False], here[:-1]]))
-        if len(starts) > turns:
-            here[: starts[len(starts) - turns]] = False
+def mask_all_but_answers(conversations: Ragged, answer_turns: Sequence[int]) -> np.ndarray:
+    """The loss mask of conversations, restricted to the last `answer_turns[i]` turns of the assistant in
+    each. Changes `conversations.loss_mask` in place."""
+    loss_mask = conversations.loss_mask
+    assert loss_mask is not None
+    offsets = conversations.offsets
+    for start, stop, turns in zip(offsets[:-1], offsets[1:], answer_turns, strict=True):
+        mask = loss_mask[start:stop]
+        turn_starts = np.flatnonzero(mask & ~np.concatenate([[False], mask[:-1]]))
+        if len(turn_starts) > turns:
+            mask[: turn_starts[len(turn_starts) - turns]] = False
+    return loss_mask

@@ -1,8 +1,10 @@
-"""Packed data at a URL: blocks of its files are fetched, several at once, into a local cache, and mapped into
-memory from there like files that were always here. Nothing is fetched twice, be it by this process, another
-on the machine or the next run, while the cache has room.
+"""Local cache of packed data at a URL.
 
-HEADRACE_CACHE names the cache's folder (~/.cache/headrace), HEADRACE_CACHE_GB its size (50)."""
+Blocks of remote files are fetched, several at once, into files of the cache, which are memory-mapped like
+local data. While the cache has room nothing is fetched twice, whether by this process, another one on the
+machine or a later run.
+
+HEADRACE_CACHE is the cache's folder (~/.cache/headrace), HEADRACE_CACHE_GB its size limit (50)."""
 
 import errno
 import fcntl
@@ -15,227 +17,246 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
-from headrace.storage import files as store
 from headrace.data import shards
 from headrace.errors import UserError
+from headrace.storage import files
 
-BLOCK = 8 << 20  # buckets answer in about 50 ms whatever the size: smaller reads wait more than they carry
-AHEAD = 8 * BLOCK  # 64 MB: 30 M tokens, some seconds of what eight chips train on
-IN_FLIGHT = 16
+BLOCK = 8 << 20  # bytes; a bucket takes about 50 ms to respond, so smaller requests mostly wait
+AHEAD = 8 * BLOCK  # 64 MB: 30 M tokens, which eight chips train on for some seconds
+IN_FLIGHT = 16  # requests
 PRESENT, ABSENT = b"\1", b"\0"
 
 T = TypeVar("T")
 
 
-class Remote:
-    """A folder at a URL that fsspec knows. `ahead` is how many bytes to ask for before they are needed."""
+class RemoteFolder:
+    """The folder of a dataset at any URL that fsspec supports."""
 
-    ahead = AHEAD
+    prefetch_bytes = AHEAD
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
-        self.filesystem, self.root = store.filesystem(self.url)
-        self.room = threading.Semaphore(IN_FLIGHT)
+        self.filesystem, self.root = files.open_filesystem(self.url)
+        self.slots = threading.Semaphore(IN_FLIGHT)
 
-    def where(self, name: str) -> str:
+    def location(self, name: str) -> str:
         return f"{self.url}/{name}"
 
     def read(self, name: str) -> bytes:
-        """All of a small file. Raises FileNotFoundError if there is none."""
-        return self._ask(name, lambda: self._bytes(name, None, None))
+        """Read a small file. Raises FileNotFoundError if there is none."""
+        return self._retry(name, lambda: self._read_bytes(name, None, None))
 
     def fetch(self, name: str, start: int, stop: int) -> bytes:
-        def get() -> bytes:
-            data = self._bytes(name, start, stop)
-            if len(data) != stop - start:  # cut short on its way, or a server that knows no ranges
-                raise OSError(f"bytes {start} to {stop} were asked for, and {len(data)} bytes came")
+        """Read bytes `start` to `stop` of a file. UserError if there is no such file."""
+
+        def request() -> bytes:
+            data = self._read_bytes(name, start, stop)
+            if len(data) != stop - start:  # truncated on the way, or a server without ranges
+                raise OSError(f"requested bytes {start} to {stop}, received {len(data)} bytes")
             return data
 
         try:
-            return self._ask(name, get)
+            return self._retry(name, request)
         except FileNotFoundError:
-            raise UserError(f"{self.where(name)} is missing") from None
+            raise UserError(f"{self.location(name)} is missing") from None
 
-    def sizes(self, names: Sequence[str]) -> dict[str, int | None]:
-        """Of those files that are there; None where the server does not tell."""
-        if self.url.startswith(("http://", "https://")):  # has no listing, so one question a file
+    def file_sizes(self, names: Sequence[str]) -> dict[str, int | None]:
+        """Sizes of those files that exist; None where the server does not report one."""
+        if self.url.startswith(("http://", "https://")):  # no listing: one request per file
             with ThreadPoolExecutor(IN_FLIGHT) as pool:
-                found = zip(names, pool.map(self._size, names), strict=True)
-                return {name: size for name, size in found if size is not ABSENT}
+                return dict(found for found in pool.map(self._find_size, names) if found is not None)
         self.filesystem.invalidate_cache(self.root)
-        listed = self._ask("", lambda: self.filesystem.ls(self.root, detail=True))
-        here = {entry["name"].rsplit("/", 1)[-1]: entry["size"] for entry in listed}
-        return {name: here[name] for name in names if name in here}
+        listing = self._retry("", lambda: self.filesystem.ls(self.root, detail=True))
+        sizes = {entry["name"].rsplit("/", 1)[-1]: entry["size"] for entry in listing}
+        return {name: sizes[name] for name in names if name in sizes}
 
-    def open(self, name: str, *, size: int, header: int, checksum: str) -> "Cached":
-        return Cached(self, name, size=size, header=header, checksum=checksum)
+    def open(self, name: str, *, size: int, header: int, checksum: str) -> "CachedRemoteFile":
+        return CachedRemoteFile(self, name, size=size, header=header, checksum=checksum)
 
-    def _size(self, name: str) -> Any:
+    def _find_size(self, name: str) -> tuple[str, int | None] | None:
+        """The name and size of a file; None if there is no such file."""
         try:
-            return self._ask(name, lambda: self.filesystem.info(f"{self.root}/{name}"))["size"]
+            info = self._retry(name, lambda: self.filesystem.info(f"{self.root}/{name}"))
         except FileNotFoundError:
-            return ABSENT
+            return None
+        return name, info["size"]
 
-    def _bytes(self, name: str, start: int | None, stop: int | None) -> bytes:
-        return store.whole(self.filesystem, f"{self.root}/{name}", start, stop)
+    def _read_bytes(self, name: str, start: int | None, stop: int | None) -> bytes:
+        return files.read_bytes(self.filesystem, f"{self.root}/{name}", start, stop)
 
-    def _ask(self, name: str, question: Callable[[], T]) -> T:
-        return store.ask(self.where(name), question)
+    def _retry(self, name: str, request: Callable[[], T]) -> T:
+        return files.retry(self.location(name), request)
 
 
-class Cached:
-    """A file at a URL, as far as it is here: a local file of its full size with holes in it, and beside it a
-    byte for each block, set once the block is on the disk, and one more, set once the whole was compared with
-    its checksum. The first `header` bytes do not count for that."""
+class CachedRemoteFile:
+    """A remote file, as far as it is in the cache.
 
-    def __init__(self, remote: Remote, name: str, *, size: int, header: int, checksum: str) -> None:
+    A local file of full size has holes for what has not been fetched. A second file has a flag byte for each
+    block, set when the block is on the disk, and a last one, set when the whole file has been compared with
+    its checksum, which does not cover the first `header` bytes."""
+
+    def __init__(self, remote: RemoteFolder, name: str, *, size: int, header: int, checksum: str) -> None:
         self.remote, self.name, self.size, self.header, self.checksum = remote, name, size, header, checksum
         self.blocks = -(-size // BLOCK)
-        self.path, self.data, self.flags = enter(remote.where(name), size, self.blocks + 1, checksum)
+        self.path, self.data, self.flags = open_cache_files(
+            remote.location(name), size, self.blocks + 1, checksum
+        )
         for descriptor in (self.data, self.flags):
             weakref.finalize(self, os.close, descriptor)
         self.content = np.frombuffer(mmap.mmap(self.data, size, prot=mmap.PROT_READ), np.uint8)
         self.lock = threading.Lock()
-        self.coming: dict[int, Future[None]] = {}
-        self.whole = False
-        self._compare()
+        self.pending: dict[int, Future[None]] = {}  # by block; includes those that are done
+        self.is_complete = False
+        self._verify_if_complete()
 
-    def want(self, start: int, stop: int) -> list["Future[None]"]:
-        """Sets out to fetch what is missing of these bytes."""
-        if self.whole:
+    def prefetch(self, start: int, stop: int) -> list["Future[None]"]:
+        """Start to fetch the missing blocks of these bytes. Returns their futures."""
+        if self.is_complete:
             return []
         first, last = start // BLOCK, -(-min(stop, self.size) // BLOCK)
         present = os.pread(self.flags, last - first, first)
         missing = [first + i for i, flag in enumerate(present) if not flag]
         with self.lock:
             for block in missing:
-                if block not in self.coming:
-                    self.coming[block] = in_background(self._fetch, block)
-            return [self.coming[block] for block in missing]
+                if block not in self.pending:
+                    self.pending[block] = run_in_background(partial(self._fetch_block, block))
+            return [self.pending[block] for block in missing]
 
-    def need(self, start: int, stop: int) -> None:
-        """Returns once these bytes are here."""
-        for future in self.want(start, stop):
+    def ensure(self, start: int, stop: int) -> None:
+        """Wait until these bytes can be read from `content`."""
+        for future in self.prefetch(start, stop):
             try:
                 future.result()
             except BaseException:
-                with self.lock:  # the next who asks may have better luck
-                    self.coming = {block: one for block, one in self.coming.items() if one is not future}
+                with self.lock:  # so that the next call tries again
+                    self.pending = {
+                        block: pending for block, pending in self.pending.items() if pending is not future
+                    }
                 raise
 
-    def _fetch(self, block: int) -> None:
-        with self.remote.room, alone(self.flags, block):
-            if os.pread(self.flags, 1, block) != PRESENT:  # another process may have been at it
+    def _fetch_block(self, block: int) -> None:
+        with self.remote.slots, lock_byte(self.flags, block):
+            if os.pread(self.flags, 1, block) != PRESENT:  # another process may have fetched it meanwhile
                 start = block * BLOCK
                 data = self.remote.fetch(self.name, start, min(start + BLOCK, self.size))
-                with cache_troubles(self.path):
-                    write(self.data, data, start)
-                    os.fsync(self.data)  # before the flag: it must not outlive its block in a power cut
+                with translate_cache_errors(self.path):
+                    write_at(self.data, data, start)
+                    os.fsync(self.data)  # before the flag, which must not outlive its block in a power cut
                     os.pwrite(self.flags, PRESENT, block)
-        self._compare()
+        self._verify_if_complete()
 
-    def _compare(self) -> None:
-        """Once all is here, with the checksum that the index has."""
+    def _verify_if_complete(self) -> None:
+        """Once all blocks are there, compare the file with the checksum of the index."""
         flags = os.pread(self.flags, self.blocks + 1, 0)
         if ABSENT in flags[:-1]:
             return
         if flags[-1:] == ABSENT:
-            found = shards.checksum(self.content[self.header :].data)
-            if found != self.checksum:
-                forget(self.path)
+            checksum = shards.crc32_hex(self.content[self.header :].data)
+            if checksum != self.checksum:
+                remove_cached(self.path)
                 raise UserError(
-                    f"{self.remote.where(self.name)} has checksum {found}, and the index says "
+                    f"{self.remote.location(self.name)} has checksum {checksum}, and the index says "
                     f"{self.checksum}: it was damaged, or made again since this data was opened"
                 )
             os.pwrite(self.flags, PRESENT, self.blocks)
-        self.whole = True
+        self.is_complete = True
 
 
-def in_background(function: Callable[..., T], *args: Any) -> "Future[T]":
-    """In a daemon thread: those of a ThreadPoolExecutor would be waited for when the program ends."""
+def run_in_background(function: Callable[[], T]) -> "Future[T]":
+    """Call a function in a daemon thread. A program would wait for threads of a pool when it ends."""
     future: Future[T] = Future()
 
-    def work() -> None:
+    def run() -> None:
         try:
-            future.set_result(function(*args))
+            future.set_result(function())
         except BaseException as error:
             future.set_exception(error)
 
-    threading.Thread(target=work, name="fetch", daemon=True).start()
+    threading.Thread(target=run, name="fetch", daemon=True).start()
     return future
 
 
-def enter(url: str, size: int, flags: int, checksum: str) -> tuple[Path, int, int]:
-    """A file's place in the cache, made if there is none: its path, descriptors of it and of its flags."""
+def open_cache_files(url: str, size: int, num_flags: int, checksum: str) -> tuple[Path, int, int]:
+    """Open the cached file of a URL and its flags, which are created if necessary.
+
+    Returns the path, and the descriptors of both files."""
     folder = Path(os.environ.get("HEADRACE_CACHE") or Path.home() / ".cache/headrace") / "shards"
     key = hashlib.sha256(f"{url}\n{checksum}\n{size}".encode()).hexdigest()[:32]
     path = folder / f"{key}-{url.rsplit('/', 1)[-1]}"
-    with cache_troubles(folder):
+    with translate_cache_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        with locked(folder / "lock"):
-            if not (holds(path, size) and holds(flags_of(path), flags)):
-                forget(path)
-                make_room(folder, size)
-                for file, length in ((path, size), (flags_of(path), flags)):  # zeros, which take no room yet
+        with lock_file(folder / "lock"):
+            if not (has_size(path, size) and has_size(flags_path(path), num_flags)):
+                remove_cached(path)
+                evict(folder, size)
+                for file, length in ((path, size), (flags_path(path), num_flags)):
                     with file.open("xb") as new:
-                        new.truncate(length)
-            os.utime(path)  # used now
-            return path, os.open(path, os.O_RDWR), os.open(flags_of(path), os.O_RDWR)
+                        new.truncate(length)  # zeros that take no space on the disk yet
+            os.utime(path)  # the time of its last use
+            return path, os.open(path, os.O_RDWR), os.open(flags_path(path), os.O_RDWR)
 
 
-def make_room(folder: Path, size: int) -> None:
-    """Removes what was not used for longest. Whoever has it mapped keeps it until done."""
-    asked = os.environ.get("HEADRACE_CACHE_GB") or "50"
+def evict(folder: Path, size: int) -> None:
+    """Remove the least recently used files of the cache until another `size` bytes fit.
+
+    A process that has mapped a removed file keeps it until it ends."""
+    text = os.environ.get("HEADRACE_CACHE_GB") or "50"
     try:
-        limit = float(asked) * 1e9
+        limit = float(text) * 1e9
     except ValueError:
-        raise UserError(f"HEADRACE_CACHE_GB: found {asked!r}, expected a number") from None
-    found = sorted((file.stat().st_mtime_ns, file.stat().st_size, file) for file in folder.glob("*.npy"))
-    total = size + sum(length for _, length, _ in found)
-    for _, length, file in found:
+        raise UserError(f"HEADRACE_CACHE_GB: found {text!r}, expected a number") from None
+    cached = sorted((file.stat().st_mtime_ns, file.stat().st_size, file) for file in folder.glob("*.npy"))
+    total = size + sum(length for _, length, _ in cached)
+    for _, length, file in cached:
         if total <= limit:
             return
-        forget(file)
+        remove_cached(file)
         total -= length
 
 
-def forget(path: Path) -> None:
-    flags_of(path).unlink(missing_ok=True)  # first: flags without a file would be lies
+def remove_cached(path: Path) -> None:
+    """Remove a file of the cache and its flags."""
+    flags_path(path).unlink(missing_ok=True)  # first: flags of a file that is gone would be wrong
     path.unlink(missing_ok=True)
 
 
-def flags_of(path: Path) -> Path:
+def flags_path(path: Path) -> Path:
     return path.with_name(f"{path.name}.blocks")
 
 
-def holds(path: Path, size: int) -> bool:
+def has_size(path: Path, size: int) -> bool:
     return path.exists() and path.stat().st_size == size
 
 
-def write(descriptor: int, data: bytes, start: int) -> None:
-    rest = memoryview(data)
-    while rest:
-        written = os.pwrite(descriptor, rest, start)
-        rest, start = rest[written:], start + written
+def write_at(descriptor: int, data: bytes, start: int) -> None:
+    """Write all of `data` at byte `start` of an open file."""
+    remaining = memoryview(data)
+    while remaining:
+        written = os.pwrite(descriptor, remaining, start)
+        remaining, start = remaining[written:], start + written
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
+def lock_file(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock on a file, which is created. The kernel releases it if the process dies."""
     with path.open("wb") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # let go when the file is closed, also by death
+        fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 @contextmanager
-def alone(descriptor: int, byte: int) -> Iterator[None]:
-    """Only one process at a time may hold this byte. The lock is the open file's, not the process's: the
-    kernel would take threads of two processes that wait for each other's blocks for a deadlock. Systems other
-    than Linux lack such locks; there two processes may fetch the same block."""
+def lock_byte(descriptor: int, byte: int) -> Iterator[None]:
+    """Hold an exclusive lock on one byte of an open file.
+
+    The lock belongs to the open file, not to the process. With locks of processes the kernel would report a
+    deadlock where threads of two processes wait for each other's blocks. Systems other than Linux have no
+    such locks; there two processes may fetch the same block."""
     command = getattr(fcntl, "F_OFD_SETLKW", None)
     if command is None:
         yield
@@ -248,10 +269,12 @@ def alone(descriptor: int, byte: int) -> Iterator[None]:
 
 
 @contextmanager
-def cache_troubles(path: Path) -> Iterator[None]:
+def translate_cache_errors(path: Path) -> Iterator[None]:
+    """Raise a UserError that names the cache for any OSError."""
     try:
         yield
     except OSError as error:
-        cures = {errno.ENOSPC: "; make room, lower HEADRACE_CACHE_GB"}
-        cure = cures.get(error.errno or 0, "") + "; or name another folder with HEADRACE_CACHE"
-        raise UserError(f"{path}, a place in the cache, cannot be used: {error.strerror}{cure}") from None
+        advice = "; or name another folder with HEADRACE_CACHE"
+        if error.errno == errno.ENOSPC:
+            advice = "; free some space, or lower HEADRACE_CACHE_GB" + advice
+        raise UserError(f"cache: {path} cannot be used: {error.strerror}{advice}") from None

@@ -1,106 +1,126 @@
-"""Packed files to shuffled shards, one set for each epoch, in bounded memory. Each row goes to a bucket drawn
-for it alone and each bucket is permuted: together a uniform permutation (Rao 1961, Sandelius 1962) in one
-round, however the rows lay before. `quality` measures it all the same."""
+"""Shuffle packed files into shards, one set for each epoch, in bounded memory.
+
+Each row goes to a random bucket, and each bucket is permuted. Together that is a uniform permutation (Rao
+1961, Sandelius 1962) in one round, whatever the order of the rows was before. `combine_measures` measures it
+anyway."""
 
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
-from headrace.data.shards import Rows, Shard, atomic, pack_bits, padding_begins, read_rows, write_blocks
+from headrace.data.shards import (
+    Rows,
+    Shard,
+    open_atomic,
+    pack_bits,
+    padding_start_columns,
+    read_rows,
+    write_shard,
+)
 
-BUCKET = 128 << 20  # bytes of tokens in a shard, about: a worker holds one, and syncs while the others work
-DIRECT = 2 << 30  # bytes of tokens that the page cache will hold: then random reads do, and one pass
+BUCKET = 128 << 20  # bytes of tokens in a shard, about: a worker holds one, and syncs it while others work
+DIRECT = 2 << 30  # bytes of tokens that the page cache holds: up to here, random reads in one pass are faster
 BLOCK = 1 << 20  # bytes copied at a time: they are still in the cache when they are hashed and written
-BATCH = 256  # rows among which the mixing of sources is looked at
-STRETCHES = 10  # stand for sources where there is one only
+BATCH = 256  # rows of a batch, for the measure of mixing
+SEGMENTS = 10  # of the data, which stand for sources where there is only one
 SPLITS = ("train", "evaluation")
+
+# Purposes of random numbers. The position of each is part of its seed: append, never reorder.
 PURPOSES = ("count", "turns", "deal", "run", "bucket")
+Purpose = Literal["count", "turns", "deal", "run", "bucket"]
 
 
 @dataclass(frozen=True)
-class Input:
-    """A packed file. A row comes `weight` times in an epoch: 2.5 is twice, and once more for half of them,
-    which are others in the next epoch until all had their turn."""
+class ShuffleInput:
+    """A packed file to shuffle.
 
-    name: str  # as in packed/00003-train
+    Each row comes `weight` times in an epoch. 2.5 is twice, and a third time for half of the rows: another
+    half in the next epoch, until all had their turn."""
+
+    name: str  # path in the data folder, without suffix: packed/00003-train
     rows: int
-    source: int = 0
+    source: int = 0  # number of its source
     weight: float = 1.0
-    loss: bool = False
-    labels: tuple[
-        int, ...
-    ] = ()  # for each number in its column of labels that in the shards; () for no column
+    loss: bool = False  # has a column of loss bits
+    labels: tuple[int, ...] = ()  # label number in the shards, by the number in its column; () for no column
 
 
 @dataclass(frozen=True)
-class Round:
-    """What all jobs of one round of one epoch have in common."""
+class ShuffleRound:
+    """One round of one epoch: the part that all its jobs have in common."""
 
-    folder: str
+    folder: str  # of the data
     split: str
     seed: int
-    inputs: tuple[Input, ...]
-    filler: int = 0  # the id that fills rows
+    inputs: tuple[ShuffleInput, ...]
+    filler: int = 0  # token id that fills rows
     counts: tuple[int, ...] = ()  # rows of each input in an epoch
     sizes: tuple[int, ...] = ()  # rows of each bucket
     sources: tuple[int, ...] = ()  # rows of each source
     epoch: int = 0
     number: int = 0
     last: bool = True
-    direct: bool = True  # without runs, by random reads of the inputs; the bytes are the same
+    direct: bool = True  # buckets are read from the inputs at random, without runs; the result is the same
 
     @property
     def loss(self) -> bool:
-        return any(one.loss for one in self.inputs)
+        """Whether any input has loss bits."""
+        return any(source_file.loss for source_file in self.inputs)
 
     @property
     def labels(self) -> bool:
-        return any(one.labels for one in self.inputs)
+        """Whether any input has labels."""
+        return any(source_file.labels for source_file in self.inputs)
 
     @property
     def scratch(self) -> str:
+        """The folder of temporary files, relative to `folder`."""
         return f"scatter/{self.split}-{self.epoch}-{self.number}"
 
     def output(self, bucket: int) -> str:
+        """Name of a bucket's shard, relative to `folder`: temporary in all rounds but the last."""
         name = f"{self.split}-{self.epoch}-{bucket:05d}"
         return name if self.last else f"{self.scratch}/{name}"
 
     def run(self, number: int) -> str:
+        """Name of the run of an input, relative to `folder`."""
         return f"{self.scratch}/run-{number:05d}"
 
 
 @dataclass(frozen=True)
-class Job:
-    """`number` is that of an input for `scatter`, of a bucket for `gather`."""
+class ShuffleJob:
+    """The work of one worker at a time."""
 
-    round: Round
-    number: int
-
-
-@dataclass(frozen=True)
-class Pass:
-    """All of `scatter` comes before any of `gather`, and a pass before the next."""
-
-    scatter: tuple[Job, ...]
-    gather: tuple[Job, ...]
+    round: ShuffleRound
+    number: int  # of an input for `scatter_input`, of a bucket for `gather_bucket`
 
 
 @dataclass(frozen=True)
-class Quality:
-    """What a uniform permutation has, in the mean, is 0, 1 and 1."""
+class ShufflePass:
+    """The jobs of a round. All of `scatter` come before any of `gather`, and a pass before the next."""
 
-    rank_correlation: float  # between the places of rows before and after
-    displacement: float  # how far rows moved, of what they move in a uniform permutation: a third of all rows
-    mixing: float | None  # of sources in batches: 0 where each has a single one; None where there is no batch
+    scatter: tuple[ShuffleJob, ...]
+    gather: tuple[ShuffleJob, ...]
+
+
+@dataclass(frozen=True)
+class ShuffleQuality:
+    """Measures of a shuffle. A uniform permutation has 0, 1 and 1 on average."""
+
+    rank_correlation: float  # between the positions of rows before and after
+    displacement: (
+        float  # how far rows moved, relative to a uniform permutation, where it is a third of all rows
+    )
+    mixing: float | None  # of sources in batches: 0 if each batch has one source; None without a full batch
 
 
 def plan_shuffle(
-    inputs: Sequence[Input],
+    inputs: Sequence[ShuffleInput],
     *,
     folder: str,
     split: str,
@@ -111,215 +131,269 @@ def plan_shuffle(
     filler: int = 0,
     bucket_bytes: int = BUCKET,
     direct_bytes: int = DIRECT,
-) -> tuple[Pass, ...]:
-    """The work that shuffles a split, by arithmetic alone: `row_bytes` are those of a row's tokens. Runs and
-    the shards of all rounds but the last lie in scatter/, which is the caller's to remove."""
-    first = Round(folder, split, seed, inputs=tuple(one for one in inputs if one.rows), filler=filler)
-    first = dataclasses.replace(first, counts=tuple(count(first, i) for i in range(len(first.inputs))))
-    total = sum(first.counts)
+) -> tuple[ShufflePass, ...]:
+    """Plan the jobs that shuffle a split. Nothing is read; `row_bytes` is the size of a row's tokens.
+
+    Temporary files are in FOLDER/scatter, which the caller removes."""
+    first_round = ShuffleRound(
+        folder, split, seed, inputs=tuple(file for file in inputs if file.rows), filler=filler
+    )
+    counts = tuple(count_rows(first_round, i) for i in range(len(first_round.inputs)))
+    total = sum(counts)
     if not total:
         return ()
-    sources = np.bincount([one.source for one in first.inputs], first.counts).astype(int)
+    sources = np.bincount([file.source for file in first_round.inputs], counts).astype(int)
     buckets = math.ceil(total * row_bytes / bucket_bytes)
     passes = []
     for epoch in range(epochs):
-        now = dataclasses.replace(first, epoch=epoch, sources=tuple(sources.tolist()), sizes=(0,) * buckets)
+        round_ = dataclasses.replace(
+            first_round, counts=counts, epoch=epoch, sources=tuple(sources.tolist()), sizes=(0,) * buckets
+        )
         for number in range(rounds):
-            direct = sum(one.rows for one in now.inputs) * row_bytes <= direct_bytes or buckets == 1
-            now = dataclasses.replace(now, number=number, last=number == rounds - 1, direct=direct)
-            sizes = np.sum([np.diff(deal(now, i)) for i in range(len(now.inputs))], axis=0)
-            now = dataclasses.replace(now, sizes=tuple(sizes.tolist()))
-            scatters = () if direct else tuple(Job(now, i) for i in range(len(now.inputs)))
-            passes.append(Pass(scatters, tuple(Job(now, i) for i in range(buckets))))
-            most = max((number for one in now.inputs for number in one.labels), default=-1)
-            kept = tuple(range(most + 1))  # which are numbered for good from the first round on
-            made = tuple(
-                Input(now.output(i), size, loss=now.loss, labels=kept)
-                for i, size in enumerate(now.sizes)
-                if size
-            )
-            now = dataclasses.replace(now, inputs=made, counts=tuple(one.rows for one in made))
+            direct = buckets == 1 or sum(file.rows for file in round_.inputs) * row_bytes <= direct_bytes
+            round_ = dataclasses.replace(round_, number=number, last=number == rounds - 1, direct=direct)
+            sizes = np.sum([np.diff(bucket_bounds(round_, i)) for i in range(len(round_.inputs))], axis=0)
+            round_ = dataclasses.replace(round_, sizes=tuple(sizes.tolist()))
+            scatter_jobs = () if direct else tuple(ShuffleJob(round_, i) for i in range(len(round_.inputs)))
+            passes.append(ShufflePass(scatter_jobs, tuple(ShuffleJob(round_, i) for i in range(buckets))))
+            outputs = output_files(round_)
+            round_ = dataclasses.replace(round_, inputs=outputs, counts=tuple(file.rows for file in outputs))
     return tuple(passes)
 
 
-def scatter(job: Job) -> None:
-    """Writes an input's rows in random order, as a run of which each bucket has a slice."""
-    now, name = job.round, job.round.run(job.number)
-    folder = Path(now.folder)
-    (folder / now.scratch).mkdir(parents=True, exist_ok=True)
-    chosen, places = draw(now, job.number)
-    write_taken(folder, name, read_rows(folder, now.inputs[job.number].name, mmap=False), chosen)
-    write_array(folder / f"{name}.origins.npy", origins(now, job.number)[places])
+def output_files(round_: ShuffleRound) -> tuple[ShuffleInput, ...]:
+    """The shards that a round writes, as inputs of the next one. Their labels have their final numbers."""
+    labels = range(1 + max((label for file in round_.inputs for label in file.labels), default=-1))
+    return tuple(
+        ShuffleInput(round_.output(bucket), size, loss=round_.loss, labels=tuple(labels))
+        for bucket, size in enumerate(round_.sizes)
+        if size
+    )
 
 
-def gather(job: Job) -> dict[str, Any]:
-    """Writes a bucket: its slices of all inputs, permuted. Returns its shard and, after the last round, what
-    `quality` needs to know of it. Both can be kept as JSON."""
-    now, size = job.round, job.round.sizes[job.number]
-    folder = Path(now.folder)
-    (folder if now.last else folder / now.scratch).mkdir(parents=True, exist_ok=True)
-    like = read_rows(folder, now.inputs[0].name if now.direct else now.run(0))
-    rows = room_for(size, like, loss=now.loss, labels=now.labels)
-    before = np.empty(size, np.int64)
-    done = 0
-    for number, one in enumerate(now.inputs):
-        begin, end = deal(now, number)[job.number : job.number + 2].tolist()
-        here = slice(done, done + end - begin)
-        done = here.stop
-        lacks = {".loss": not one.loss, ".labels": not one.labels}
-        targets = {suffix: array[here] for suffix, array in rows.arrays().items() if not lacks.get(suffix)}
-        if now.direct:
-            chosen, places = draw(now, number)
-            packed = read_rows(folder, one.name).arrays()
-            for suffix, target in targets.items():
-                np.take(packed[suffix], chosen[begin:end], axis=0, out=target, mode="clip")
-            before[here] = origins(now, number)[places[begin:end]]
-        else:
-            for suffix, target in (targets | {".origins": before[here]}).items():
-                read_slice(folder / f"{now.run(number)}{suffix}.npy", begin, target)
-        if rows.loss is not None and not one.loss:  # of plain text all is to be learnt, but not the padding
-            begins = padding_begins(rows.tokens[here], rows.starts[here], now.filler)
-            rows.loss[here] = pack_bits(np.arange(rows.tokens.shape[1]) < begins[:, None])
-        if rows.labels is not None:
-            numbers = np.array(one.labels, np.uint16)
-            rows.labels[here] = numbers[rows.labels[here]] if one.labels else 0
-    assert done == size
+def scatter_input(job: ShuffleJob) -> None:
+    """Write the rows of an input in random order: a run, of which each bucket gets a slice."""
+    round_, run = job.round, job.round.run(job.number)
+    folder = Path(round_.folder)
+    (folder / round_.scratch).mkdir(parents=True, exist_ok=True)
+    rows, positions = draw_run(round_, job.number)
+    write_reordered(folder, run, read_rows(folder, round_.inputs[job.number].name, mmap=False), rows)
+    write_array(folder / f"{run}.origins.npy", original_positions(round_, job.number)[positions])
 
-    order = generator(now, "bucket", job.number).permutation(size)
-    shard = dataclasses.asdict(write_taken(folder, now.output(job.number), rows, order))
-    if not now.last:
-        write_array(folder / f"{now.output(job.number)}.origins.npy", before[order])
+
+def gather_bucket(job: ShuffleJob) -> dict[str, Any]:
+    """Write a bucket: its slices of all inputs, permuted.
+
+    Returns {"shard": ...}, and after the last round also {"quality": ...}, the result of `measure_shard`.
+    Both are JSON values."""
+    round_, size = job.round, job.round.sizes[job.number]
+    folder = Path(round_.folder)
+    (folder if round_.last else folder / round_.scratch).mkdir(parents=True, exist_ok=True)
+    template = read_rows(folder, round_.inputs[0].name if round_.direct else round_.run(0))
+    rows = allocate_rows(size, template, loss=round_.loss, labels=round_.labels)
+    origins = np.empty(size, np.int64)
+    filled = 0
+    for number in range(len(round_.inputs)):
+        begin, end = bucket_bounds(round_, number)[job.number : job.number + 2].tolist()
+        target = slice(filled, filled + end - begin)
+        read_bucket_slice(round_, number, begin, end, rows, origins, target)
+        fill_missing_columns(round_, number, rows, target)
+        filled = target.stop
+    assert filled == size
+
+    order = make_generator(round_, "bucket", job.number).permutation(size)
+    shard = dataclasses.asdict(write_reordered(folder, round_.output(job.number), rows, order))
+    if not round_.last:
+        write_array(folder / f"{round_.output(job.number)}.origins.npy", origins[order])
         return {"shard": shard}
-    first = sum(now.sizes[: job.number])
-    return {"shard": shard, "quality": measure(before[order], rows.sources[order], first, now.sources)}
-
-
-def measure(origins: np.ndarray, sources: np.ndarray, first: int, counts: Sequence[int]) -> dict[str, float]:
-    """Sums over rows that stand from place `first` on, of which each came from a place in `origins`; `counts`
-    are the rows of each source in all shards together.
-
-    For a batch of b rows, k_i of them from source i, which has a share p_i of all, the distance is that of
-    Pearson's test, the sum of (k_i - b p_i)^2 / (b p_i)."""
-    total = sum(counts)
-    centre = (total - 1) / 2
-    now = first + np.arange(len(origins))
-    if np.count_nonzero(counts) > 1:
-        groups, size = sources.astype(np.int64), np.array(counts)
-    else:
-        parts = min(STRETCHES, total)
-        groups, size = origins * parts // total, np.bincount(np.arange(total) * parts // total)
-    batch = max(1, min(BATCH, total // 8))
-    batches = len(origins) // batch
-    index = np.arange(batches * batch) // batch * len(size) + groups[: batches * batch]
-    found = np.bincount(index, minlength=batches * len(size)).reshape(batches, len(size))[:, size > 0]
-    expected = batch * size[size > 0] / total
+    first = sum(round_.sizes[: job.number])
     return {
-        "rows": len(origins),
-        "total": total,
-        "products": float(((origins - centre) * (now - centre)).sum()),
-        "moves": float(np.abs(origins - now).sum()),
-        "batch": batch,
-        "batches": batches,
-        "groups": len(expected),
-        "distances": float(((found - expected) ** 2 / expected).sum()),
+        "shard": shard,
+        "quality": measure_shard(origins[order], rows.sources[order], first, round_.sources),
     }
 
 
-def quality(measured: Iterable[dict[str, float]]) -> Quality:
-    """Of one epoch, from what `measure` found in each of its shards.
+def read_bucket_slice(
+    round_: ShuffleRound, number: int, begin: int, end: int, rows: Rows, origins: np.ndarray, target: slice
+) -> None:
+    """Read rows `begin` to `end` of the run of an input into `rows[target]`, and where they came from.
 
-    With s sources, batches of b of n rows and the distance of `measure`, its mean is (s - 1)(n - b)/(n - 1)
-    under a uniform permutation and b (s - 1) where every batch is of one source. Mixing is 1 at the first, 0
-    at the second, linear between, and at most 1. Where there is one source, tenths of the data as it came
-    stand for sources."""
-    parts = list(measured)
+    Columns that the input does not have are left as they are."""
+    folder, source_file = Path(round_.folder), round_.inputs[number]
+    missing = {".loss": not source_file.loss, ".labels": not source_file.labels}
+    targets = {suffix: array[target] for suffix, array in rows.arrays().items() if not missing.get(suffix)}
+    if round_.direct:
+        input_rows, positions = draw_run(round_, number)
+        columns = read_rows(folder, source_file.name).arrays()
+        for suffix, out in targets.items():
+            np.take(columns[suffix], input_rows[begin:end], axis=0, out=out, mode="clip")
+        origins[target] = original_positions(round_, number)[positions[begin:end]]
+    else:
+        for suffix, out in (targets | {".origins": origins[target]}).items():
+            read_slice(folder / f"{round_.run(number)}{suffix}.npy", begin, out)
+
+
+def fill_missing_columns(round_: ShuffleRound, number: int, rows: Rows, target: slice) -> None:
+    """Complete the rows of one input with columns that only other inputs have, and renumber its labels."""
+    source_file = round_.inputs[number]
+    if (
+        rows.loss_bits is not None and not source_file.loss
+    ):  # plain text: train on all of it, but not on padding
+        padding = padding_start_columns(rows.tokens[target], rows.starts[target], round_.filler)
+        rows.loss_bits[target] = pack_bits(np.arange(rows.tokens.shape[1]) < padding[:, None])
+    if rows.labels is not None:
+        numbers = np.array(source_file.labels, np.uint16)
+        rows.labels[target] = numbers[rows.labels[target]] if source_file.labels else 0
+
+
+def measure_shard(
+    origins: np.ndarray, sources: np.ndarray, first: int, counts: Sequence[int]
+) -> dict[str, float]:
+    """Sums over the rows of one shard, for `combine_measures`.
+
+    Row i is now at position `first` + i, and was at `origins[i]`. `counts` are the rows of each source in all
+    shards.
+
+    For a batch of b rows, k_i of them from source i with a share p_i of all rows, the distance is that of
+    Pearson's test, the sum of (k_i - b p_i)^2 / (b p_i)."""
+    total = sum(counts)
+    center = (total - 1) / 2
+    positions = first + np.arange(len(origins))
+    if np.count_nonzero(counts) > 1:
+        groups, group_sizes = sources.astype(np.int64), np.array(counts)
+    else:
+        segments = min(SEGMENTS, total)
+        groups = origins * segments // total
+        group_sizes = np.bincount(np.arange(total) * segments // total)
+    batch = max(1, min(BATCH, total // 8))
+    batches = len(origins) // batch
+    index = np.arange(batches * batch) // batch * len(group_sizes) + groups[: batches * batch]
+    table = np.bincount(index, minlength=batches * len(group_sizes)).reshape(batches, len(group_sizes))
+    observed, expected = table[:, group_sizes > 0], batch * group_sizes[group_sizes > 0] / total
+    return {
+        "rows": len(origins),
+        "total": total,
+        "products": float(((origins - center) * (positions - center)).sum()),
+        "moves": float(np.abs(origins - positions).sum()),
+        "batch": batch,
+        "batches": batches,
+        "groups": len(expected),
+        "distances": float(((observed - expected) ** 2 / expected).sum()),
+    }
+
+
+def combine_measures(measures: Iterable[dict[str, float]]) -> ShuffleQuality:
+    """Quality of the shuffle of one epoch, from the results of `measure_shard` for all its shards.
+
+    With s sources, and batches of b of n rows, the mean distance of `measure_shard` is (s - 1)(n - b)/(n - 1)
+    under a uniform permutation, and b (s - 1) if every batch has a single source. Mixing is 1 at the first, 0
+    at the second, linear between them, and at most 1. Tenths of the data stand for sources if there is only
+    one."""
+    parts = list(measures)
     total, batch, groups = (parts[0][name] for name in ("total", "batch", "groups"))
     sums = {name: sum(part[name] for part in parts) for name in ("products", "moves", "batches", "distances")}
     if total < 2:
-        return Quality(0.0, 1.0, None)  # nothing to mix
+        return ShuffleQuality(0.0, 1.0, None)  # nothing to mix
     uniform, worst = (groups - 1) * (total - batch) / (total - 1), batch * (groups - 1)
     mixing = None
     if worst > uniform and sums["batches"]:
         distance = sums["distances"] / sums["batches"]
         mixing = min(1.0, max(0.0, 1 - (distance - uniform) / (worst - uniform)))
-    return Quality(
+    return ShuffleQuality(
         rank_correlation=sums["products"] / (total * (total**2 - 1) / 12),
         displacement=sums["moves"] / ((total**2 - 1) / 3),
         mixing=mixing,
     )
 
 
-def generator(now: Round, purpose: str, number: int, *, every_epoch: bool = True) -> np.random.Generator:
-    """Random numbers of an input or a bucket: the same whoever asks, and in whatever order."""
-    when = (now.epoch, now.number) if every_epoch else ()
-    seed = (now.seed, SPLITS.index(now.split), PURPOSES.index(purpose), number, *when)
+def make_generator(
+    round_: ShuffleRound, purpose: Purpose, number: int, *, every_epoch: bool = True
+) -> np.random.Generator:
+    """Random generator for an input or a bucket: the same in all workers, whatever the order of the jobs.
+
+    With `every_epoch` each epoch and round has another one."""
+    when = (round_.epoch, round_.number) if every_epoch else ()
+    seed = (round_.seed, SPLITS.index(round_.split), PURPOSES.index(purpose), number, *when)
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence(seed)))
 
 
-def count(now: Round, number: int) -> int:
-    """How many rows of an input an epoch has: in each as many, so a rest is rounded by a draw for all."""
-    one = now.inputs[number]
-    more = (one.weight - int(one.weight)) * one.rows
-    return int(one.weight) * one.rows + int(
-        more + generator(now, "count", number, every_epoch=False).random()
-    )
+def count_rows(round_: ShuffleRound, number: int) -> int:
+    """Rows of an input in an epoch. All epochs have as many, so a fraction is rounded by one random
+    number."""
+    source_file = round_.inputs[number]
+    full_copies = int(source_file.weight)
+    extra = (source_file.weight - full_copies) * source_file.rows
+    random = make_generator(round_, "count", number, every_epoch=False)
+    return full_copies * source_file.rows + int(extra + random.random())
 
 
-def deal(now: Round, number: int) -> np.ndarray:
-    """Where the slices of a run begin and end, by bucket: each row draws its bucket, and they are alike."""
-    buckets = len(now.sizes)
-    sizes = generator(now, "deal", number).multinomial(now.counts[number], np.full(buckets, 1 / buckets))
+def bucket_bounds(round_: ShuffleRound, number: int) -> np.ndarray:
+    """Bounds of the slices of a run that go to each bucket, [buckets + 1].
+
+    Each row draws its bucket, all with the same chance."""
+    buckets = len(round_.sizes)
+    random = make_generator(round_, "deal", number)
+    sizes = random.multinomial(round_.counts[number], np.full(buckets, 1 / buckets))
     return np.concatenate([[0], np.cumsum(sizes)])
 
 
-def draw(now: Round, number: int) -> tuple[np.ndarray, np.ndarray]:
-    """A run: the rows of an input in random order, and the place of each if they were in order."""
-    one, size = now.inputs[number], now.counts[number]
-    more = size - int(one.weight) * one.rows
-    turns = generator(now, "turns", number, every_epoch=False).permutation(one.rows)
-    chosen = turns[(now.epoch * more + np.arange(more)) % one.rows]
-    chosen = np.sort(np.concatenate([np.tile(np.arange(one.rows), int(one.weight)), chosen]))
-    places = generator(now, "run", number).permutation(size)
-    return chosen[places], places
+def draw_run(round_: ShuffleRound, number: int) -> tuple[np.ndarray, np.ndarray]:
+    """The rows of an input in random order, and the position of each of them if they were in order.
+
+    Rows come as often as the weight says: those of the fractional part take turns from epoch to epoch."""
+    source_file, size = round_.inputs[number], round_.counts[number]
+    full_copies, rows = int(source_file.weight), source_file.rows
+    extra = size - full_copies * rows
+    turns = make_generator(round_, "turns", number, every_epoch=False).permutation(rows)
+    extra_rows = turns[(round_.epoch * extra + np.arange(extra)) % rows]
+    ordered = np.sort(np.concatenate([np.tile(np.arange(rows), full_copies), extra_rows]))
+    positions = make_generator(round_, "run", number).permutation(size)
+    return ordered[positions], positions
 
 
-def origins(now: Round, number: int) -> np.ndarray:
-    """Where the rows of an input stood before the first round."""
-    if now.number:
-        return np.load(Path(now.folder) / f"{now.inputs[number].name}.origins.npy")
-    return sum(now.counts[:number]) + np.arange(now.counts[number])
+def original_positions(round_: ShuffleRound, number: int) -> np.ndarray:
+    """Positions of the rows of an input before the first round."""
+    if round_.number:
+        return np.load(Path(round_.folder) / f"{round_.inputs[number].name}.origins.npy")
+    return sum(round_.counts[:number]) + np.arange(round_.counts[number])
 
 
-def room_for(size: int, like: Rows, *, loss: bool, labels: bool) -> Rows:
-    """Rows to be read into."""
-    tokens = np.empty((size, like.tokens.shape[1]), like.tokens.dtype)
-    starts = np.empty((size, like.starts.shape[1]), np.uint8)
-    learnt = np.empty_like(starts) if loss else None
-    told = np.empty(tokens.shape, np.uint16) if labels else None
-    return Rows(tokens, starts, learnt, np.empty(size, np.uint16), told)
+def allocate_rows(size: int, template: Rows, *, loss: bool, labels: bool) -> Rows:
+    """Uninitialized rows with the length and type of `template`, with or without loss bits and labels."""
+    tokens = np.empty((size, template.tokens.shape[1]), template.tokens.dtype)
+    starts = np.empty((size, template.starts.shape[1]), np.uint8)
+    return Rows(
+        tokens,
+        starts,
+        np.empty_like(starts) if loss else None,
+        np.empty(size, np.uint16),
+        np.empty(tokens.shape, np.uint16) if labels else None,
+    )
 
 
 def read_slice(path: Path, begin: int, out: np.ndarray) -> None:
-    """Rows of a .npy file from `begin` on, without a memory map: its pages would count as ours."""
+    """Read rows of a .npy file, from `begin` on, into `out`.
+
+    Not by a memory map, whose pages would count as memory of this process."""
     with path.open("rb", buffering=0) as file:
         np.lib.format.read_magic(file)
         shape, _, dtype = np.lib.format.read_array_header_1_0(file)
         assert shape[1:] == out.shape[1:] and dtype == out.dtype and begin + len(out) <= shape[0]
         file.seek(begin * out[:1].nbytes, 1)
-        left = out.reshape(-1).view(np.uint8).data
-        while left:  # one read gives at most 2 GiB
-            size = file.readinto(left)
+        remaining = out.reshape(-1).view(np.uint8).data
+        while remaining:  # one read returns at most 2 GiB
+            size = file.readinto(remaining)
             assert size, f"{path} ends too soon"
-            left = left[size:]
+            remaining = remaining[size:]
 
 
-def write_taken(folder: Path, name: str, rows: Rows, order: np.ndarray) -> Shard:
-    """shards.write_rows(folder, name, rows.take(order)), without a second copy in memory."""
+def write_reordered(folder: Path, name: str, rows: Rows, order: np.ndarray) -> Shard:
+    """Write rows in another order as a shard, without a second copy of them in memory."""
     step = max(1, BLOCK // max(1, rows.tokens[:1].nbytes))
-    blocks = (rows.take(order[begin : begin + step]) for begin in range(0, max(1, len(order)), step))
-    return write_blocks(folder, name, blocks, len(order))
+    blocks = (rows.select(order[begin : begin + step]) for begin in range(0, max(1, len(order)), step))
+    return write_shard(folder, name, blocks, len(order))
 
 
 def write_array(path: Path, array: np.ndarray) -> None:
-    with atomic(path) as file:
+    with open_atomic(path) as file:
         np.save(file, array)

@@ -1,0 +1,1 @@
+"""Checks of the machine, its devices and its cloud."""

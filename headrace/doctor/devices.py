@@ -1,5 +1,7 @@
-"""What JAX finds, asked in a process of its own: an accelerator that is broken or held by another may make it
-hang or die. The same process says how large a checkpoint of the recipe is."""
+"""The devices that JAX finds, and room on the disk for checkpoints.
+
+JAX starts in a process of its own: an accelerator that is broken, or used by another process, may make it
+hang or crash. That process also computes the size of a checkpoint of the recipe."""
 
 import dataclasses
 import json
@@ -8,118 +10,136 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from headrace.config import recipe, sections
-from headrace.storage import files as store
-from headrace.doctor.report import Line
-from headrace.doctor import machine as here
+from headrace.doctor import machine
 from headrace.doctor.gce import Instance
-from headrace.trackers.terminal import size
+from headrace.doctor.report import CheckResult
+from headrace.storage import files
+from headrace.trackers.terminal import format_bytes
 
-WAIT = 120.0  # seconds: large slices take one of them
+TIMEOUT = 120.0  # seconds; large slices take up to a minute
 
 
-def check(
-    cfg: sections.Run | None, path: str | None, overrides: Sequence[str], where: Instance | None
-) -> list[Line]:
+class DeviceInfo(TypedDict, total=False):
+    """The JSON that the other process prints."""
+
+    platform: str
+    kind: str
+    count: int
+    local: int  # devices of this host
+    processes: int
+    checkpoint: int | None  # bytes; None if not known yet
+
+
+def check_devices(
+    cfg: sections.TrainRecipe | None, path: str | None, overrides: Sequence[str], instance: Instance | None
+) -> list[CheckResult]:
+    """Check that JAX finds the devices of this machine, and that checkpoints fit on the disk."""
     command = [sys.executable, "-m", "headrace.doctor.devices", *([path, *overrides] if path else [])]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT)
+        result = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
     except subprocess.TimeoutExpired:
-        fix = "end other processes that use the chips; on a slice, run this on all hosts at once"
-        return [Line("fail", "devices", f"JAX did not find them within {WAIT:.0f} s", fix)]
-    answer = done.stdout.strip().splitlines()[-1:] or [""]
-    if done.returncode or not answer[0].startswith("{"):
-        said = " ".join((done.stderr.strip().splitlines() or ["it said nothing"])[-1].split())[:300]
-        return [Line("fail", "devices", f"JAX does not start: {said}", cure(said))]
-    found = json.loads(answer[0])
-    return [platform(found, where), *room(cfg, found.get("checkpoint"))]
+        fix = "stop other processes that use the chips; on a slice, run this on all hosts at the same time"
+        return [CheckResult("fail", "devices", f"JAX did not find them within {TIMEOUT:.0f} s", fix)]
+    last_line = (result.stdout.strip().splitlines() or [""])[-1]
+    if result.returncode or not last_line.startswith("{"):
+        error_lines = result.stderr.strip().splitlines() or ["no error message"]
+        error_text = " ".join(error_lines[-1].split())[:300]
+        return [CheckResult("fail", "devices", f"JAX does not start: {error_text}", suggest_fix(error_text))]
+    info: DeviceInfo = json.loads(last_line)
+    return [check_platform(info, instance), *check_disk(cfg, info.get("checkpoint"))]
 
 
-def cure(said: str) -> str:
-    if "already in use" in said:
-        return "end the process that holds the chips (`sudo lsof /dev/accel0 /dev/vfio/0`)"
-    return "look at `python -c 'import jax; jax.devices()'`"
+def suggest_fix(error_text: str) -> str:
+    """The command that shows or fixes why JAX does not start."""
+    if "already in use" in error_text:
+        return "end the process that uses the chips (`sudo lsof /dev/accel0 /dev/vfio/0`)"
+    return "run `python -c 'import jax; jax.devices()'`"
 
 
-def platform(found: dict[str, Any], where: Instance | None) -> Line:
-    told = f"{found['count']} x {found['kind']}"
-    if found["processes"] > 1:
-        told += f", {found['local']} of them on this host of {found['processes']}"
-    if found["platform"] != "cpu":
-        return Line("ok", "devices", told)
-    if has_tpu(where):
-        return Line(
-            "fail", "devices", "a TPU is here, and JAX does not see it", 'pip install "headrace[tpu]"'
-        )
-    if has_gpu():
-        return Line(
-            "fail", "devices", "a GPU is here, and JAX does not see it", 'pip install "headrace[gpu]"'
-        )
-    return Line("warn", "devices", f"{told}: no accelerator, so only small models train in reasonable time")
+def check_platform(info: DeviceInfo, instance: Instance | None) -> CheckResult:
+    """Check that JAX uses the accelerator of this machine and not its CPU."""
+    found = f"{info['count']} x {info['kind']}"
+    if info["processes"] > 1:
+        found += f", {info['local']} of them on this host of {info['processes']}"
+    if info["platform"] != "cpu":
+        return CheckResult("ok", "devices", found)
+    for name, is_present, extra in (("TPU", has_tpu(instance), "tpu"), ("GPU", has_gpu(), "gpu")):
+        if is_present:
+            message = f"this machine has a {name}, but JAX does not see it"
+            return CheckResult("fail", "devices", message, f'pip install "headrace[{extra}]"')
+    message = f"{found}: no accelerator, so only small models train in reasonable time"
+    return CheckResult("warn", "devices", message)
 
 
-def has_tpu(where: Instance | None) -> bool:
-    chips = any(Path("/dev").glob("accel[0-9]*"))
-    return chips or (where is not None and where.kind.startswith(("v", "tpu", "ct")))
+def has_tpu(instance: Instance | None) -> bool:
+    """Whether this machine has TPU chips, by its devices or its metadata."""
+    has_device = any(Path("/dev").glob("accel[0-9]*"))
+    return has_device or (instance is not None and instance.accelerator.startswith(("v", "tpu", "ct")))
 
 
 def has_gpu() -> bool:
-    return shutil.which("nvidia-smi") is not None and bool(here.gpus())
+    """Whether this machine has an NVIDIA GPU."""
+    return shutil.which("nvidia-smi") is not None and bool(machine.list_gpus())
 
 
-def room(cfg: sections.Run | None, checkpoint: int | None) -> list[Line]:
-    """For a checkpoint beside the newest one, as a run asks for, and for as many as are kept, one from
-    half-way and one that is being written."""
+def check_disk(cfg: sections.TrainRecipe | None, checkpoint_bytes: int | None) -> list[CheckResult]:
+    """Check that the run folder has room for the checkpoints that are kept, one from the middle of the run
+    and one that is being written."""
     if cfg is None:
         return []
-    if checkpoint is None:
-        return [Line("warn", "disk", "how much a checkpoint takes is not known until the data is there")]
-    kept, told = checkpoint * (cfg.checkpoint.keep + 2), f"a checkpoint takes {size(checkpoint)}"
-    beside = f"the {cfg.checkpoint.keep} that are kept, one from half-way and one being written"
-    if store.is_url(cfg.run):
-        return [Line("ok", "disk", f"{told}, {size(kept)} with {beside}")]
-    free = shutil.disk_usage(here.existing(Path(cfg.run))).free
-    said = f"{told}, and {size(free)} are free for {cfg.run}"
-    if free < checkpoint:
-        return [Line("fail", "disk", said, "make room, or put `run` on a larger disk")]
-    if free < kept:
-        fix = f"make room for {size(kept)} ({beside}), or keep fewer with checkpoint.keep"
-        return [Line("warn", "disk", said, fix)]
-    return [Line("ok", "disk", said)]
+    if checkpoint_bytes is None:
+        message = "the size of a checkpoint is not known until the data is prepared"
+        return [CheckResult("warn", "disk", message)]
+    total = checkpoint_bytes * (cfg.checkpoint.keep + 2)
+    required = f"a checkpoint takes {format_bytes(checkpoint_bytes)}"
+    scope = f"the {cfg.checkpoint.keep} that are kept, one from the middle of the run and one being written"
+    if files.is_url(cfg.run_dir):
+        return [CheckResult("ok", "disk", f"{required}, {format_bytes(total)} with {scope}")]
+    free = shutil.disk_usage(machine.nearest_existing(Path(cfg.run_dir))).free
+    message = f"{required}, and {format_bytes(free)} are free for {cfg.run_dir}"
+    if free < checkpoint_bytes:
+        return [CheckResult("fail", "disk", message, "make room, or put `run_dir` on a larger disk")]
+    if free < total:
+        fix = f"make room for {format_bytes(total)} ({scope}), or keep fewer with checkpoint.keep"
+        return [CheckResult("warn", "disk", message, fix)]
+    return [CheckResult("ok", "disk", message)]
 
 
 def main() -> None:
+    """Print the devices, and the size of a checkpoint of the recipe on the command line, as JSON."""
     cfg = recipe.load_train(sys.argv[1], sys.argv[2:]) if sys.argv[1:] else None
     import jax
 
-    found: dict[str, Any] = {
-        "platform": jax.default_backend(),
-        "kind": jax.devices()[0].device_kind,
-        "count": jax.device_count(),
-        "local": jax.local_device_count(),
-        "processes": jax.process_count(),
-    }
+    info = DeviceInfo(
+        platform=jax.default_backend(),
+        kind=jax.devices()[0].device_kind,
+        count=jax.device_count(),
+        local=jax.local_device_count(),
+        processes=jax.process_count(),
+    )
     if cfg is not None:
-        found["checkpoint"] = checkpoint_bytes(cfg)
-    print(json.dumps(found))
+        info["checkpoint"] = estimate_checkpoint_bytes(cfg)
+    print(json.dumps(info))
 
 
-def checkpoint_bytes(cfg: sections.Run) -> int | None:
-    """None where the model's size is not known yet: no vocabulary, or a module of torch."""
-    from headrace.nn import sharding as mesh
+def estimate_checkpoint_bytes(cfg: sections.TrainRecipe) -> int | None:
+    """The size of a checkpoint. None if the size of the model is not known: without a vocabulary, or for a
+    torch module."""
     from headrace.data.memory_map import open_folder, read_index
-    from headrace.plan import estimate as arithmetic
+    from headrace.nn import sharding
+    from headrace.plan.device_memory import count_state_bytes
 
     try:
         if not cfg.model.vocab:
             vocab = read_index(open_folder(cfg.data.path)).vocab
             cfg = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, vocab=vocab))
-        whole = arithmetic.held(cfg, dict.fromkeys(mesh.AXES, 1))
-    except Exception:  # whatever is wrong with the data is another check's to tell
+        state = count_state_bytes(cfg, dict.fromkeys(sharding.AXES, 1))
+    except Exception:  # another check reports what is wrong with the data
         return None
-    return whole.weights + whole.optimizer
+    return int(state.weights + state.optimizer)
 
 
 if __name__ == "__main__":

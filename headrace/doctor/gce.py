@@ -1,5 +1,7 @@
-"""Where a machine of Google's is, where buckets are, and what their clocks say. Traffic between regions is
-charged: one user tells of 2,500 dollars before the first alert."""
+"""Google's side of a run: where this machine and the buckets are, how long buckets keep what is deleted,
+clocks.
+
+Traffic between regions is charged: one user reports 2,500 dollars before the first alert."""
 
 import contextlib
 import json
@@ -7,140 +9,165 @@ import os
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Mapping
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from functools import partial
 from typing import Any
 
 from headrace.config import sections
-from headrace.storage import files as store
-from headrace.doctor.report import Line
+from headrace.doctor.report import CheckResult
 from headrace.errors import UserError
+from headrace.storage import files as storage_files
 
 METADATA = "169.254.169.254"
-WAIT = 1.0  # seconds: it answers at once or is not there
-SKEW, BROKEN = 5.0, 60.0  # seconds that clocks may differ, and from which certificates and tokens fail
+METADATA_TIMEOUT = 1.0  # seconds: the server answers at once or does not exist
+MAX_SKEW = 5.0  # seconds between two clocks
+BROKEN_SKEW = 60.0  # seconds from which tokens and certificates are refused
 
 
 @dataclass(frozen=True)
 class Instance:
-    """A virtual machine, by its metadata server. `skew` is how many seconds our clock is ahead of its."""
+    """This machine as a virtual machine of Google Cloud, by its metadata server."""
 
     zone: str
-    kind: str  # of accelerator, "" if none
-    skew: float | None
+    accelerator: str  # type of its TPU; empty without one
+    skew: float | None  # seconds by which its clock is ahead of the server's
 
     @property
     def region(self) -> str:
+        """The region of its zone."""
         return self.zone.rpartition("-")[0]
 
     @classmethod
     def find(cls) -> "Instance | None":
-        zone, skew = metadata("instance/zone")
+        """This machine, or None if it is not in Google Cloud."""
+        zone, skew = read_metadata("instance/zone")
         if zone is None:
             return None
-        kind, _ = metadata("instance/attributes/accelerator-type")
-        return cls(zone.rpartition("/")[2], kind or "", skew)
+        accelerator, _ = read_metadata("instance/attributes/accelerator-type")
+        return cls(zone.rpartition("/")[2], accelerator or "", skew)
 
 
-def metadata(name: str) -> tuple[str | None, float | None]:
-    """A value and how far our clock is ahead; nothing where there is no such server."""
+def read_metadata(name: str) -> tuple[str | None, float | None]:
+    """A value of the metadata server, and by how many seconds the local clock is ahead of it; None and None
+    if there is no such server."""
     host = os.environ.get("GCE_METADATA_HOST") or METADATA
     request = urllib.request.Request(
         f"http://{host}/computeMetadata/v1/{name}", headers={"Metadata-Flavor": "Google"}
     )
     try:
-        with urllib.request.urlopen(request, timeout=WAIT) as answer:
-            if answer.headers.get("Metadata-Flavor") != "Google":  # anybody may answer at such an address
+        with urllib.request.urlopen(request, timeout=METADATA_TIMEOUT) as response:
+            # Other networks may have another server at this address.
+            if response.headers.get("Metadata-Flavor") != "Google":
                 return None, None
-            return answer.read().decode().strip(), ahead(answer.headers.get("Date"))
+            return response.read().decode().strip(), clock_skew(response.headers.get("Date"))
     except (OSError, ValueError, urllib.error.URLError):
         return None, None
 
 
-def ahead(date: str | None) -> float | None:
-    """Servers tell the time in whole seconds."""
-    return time.time() - parsedate_to_datetime(date).timestamp() - 0.5 if date else None
+def clock_skew(date_header: str | None) -> float | None:
+    """Seconds by which the local clock is ahead of a server, whose header has no fractions of a second."""
+    if not date_header:
+        return None
+    return time.time() - parsedate_to_datetime(date_header).timestamp() - 0.5
 
 
-def buckets(cfg: sections.Run | None) -> list[str]:
-    """Those that a recipe names."""
-    paths = [] if cfg is None else [cfg.run, cfg.data.path, cfg.start or ""]
-    return sorted({bucket_of(path) for path in paths if store.is_bucket(path)})
+def buckets_of(cfg: sections.TrainRecipe | None) -> list[str]:
+    """The buckets that a recipe names."""
+    paths = [] if cfg is None else [cfg.run_dir, cfg.data.path, cfg.init_from or ""]
+    return sorted({bucket_of(path) for path in paths if storage_files.is_bucket(path)})
 
 
-def bucket_of(path: str) -> str:
-    return path.split("://")[1].partition("/")[0]
+def bucket_of(url: str) -> str:
+    """The name of the bucket of a URL."""
+    return url.split("://")[1].partition("/")[0]
 
 
-def regions(cfg: sections.Run | None, where: Instance | None) -> list[Line]:
-    named = buckets(cfg)
-    if where is None:
-        told = "this is no machine of Google Cloud, which charges for what leaves it"
-        return [Line("warn", "region", f"gs://{bucket}: {told}") for bucket in named]
-    if not named:
-        return [Line("ok", "region", f"this machine is in {where.zone}")]
-    return [region(bucket, where) for bucket in named]
+def check_regions(cfg: sections.TrainRecipe | None, instance: Instance | None) -> list[CheckResult]:
+    """Check that the buckets of a recipe are in the region of this machine."""
+    buckets = buckets_of(cfg)
+    if instance is None:
+        reason = "this machine is not in Google Cloud, which charges for data that leaves it"
+        return [CheckResult("warn", "region", f"gs://{bucket}: {reason}") for bucket in buckets]
+    if not buckets:
+        return [CheckResult("ok", "region", f"this machine is in {instance.zone}")]
+    return [check_region(bucket, instance) for bucket in buckets]
 
 
-def region(bucket: str, where: Instance) -> Line:
+def check_region(bucket: str, instance: Instance) -> CheckResult:
+    """Check that one bucket is in the region of this machine."""
     try:
-        location = about(bucket)["location"].lower()
+        location = read_bucket(bucket)["location"].lower()
     except UserError as error:
-        return Line("warn", "region", f"where {bucket} is could not be asked: {error}")
+        return CheckResult("warn", "region", f"gs://{bucket}: its location is unknown: {error}")
     except OSError as error:
         fix = "roles/storage.bucketViewer, or look with `gcloud storage buckets describe`"
-        return Line("warn", "region", f"where {bucket} is may not be asked ({error})", fix)
-    said = f"gs://{bucket} is in {location}, this machine in {where.zone}"
-    if location == where.region:
-        return Line("ok", "region", said)
-    fix = f"gcloud storage buckets create gs://NAME --location={where.region}, and copy what is needed there"
-    if location in ("us", "eu", "asia") and where.region.startswith({"eu": "europe"}.get(location, location)):
-        return Line(
-            "warn", "region", f"{said}: slower than a bucket in one region, and reading may cost", fix
+        return CheckResult(
+            "warn", "region", f"gs://{bucket}: you may not look up its location ({error})", fix
         )
-    return Line(
-        "fail", "region", f"{said}: all that is read or written is charged as traffic between regions", fix
-    )
+    message = f"gs://{bucket} is in {location}, this machine in {instance.zone}"
+    if location == instance.region:
+        return CheckResult("ok", "region", message)
+    fix = f"gcloud storage buckets create gs://NAME --location={instance.region}, and copy the data there"
+    continent = {"eu": "europe"}.get(location, location)
+    if location in ("us", "eu", "asia") and instance.region.startswith(continent):
+        message += ": slower than a bucket in one region, and reading may cost money"
+        return CheckResult("warn", "region", message, fix)
+    message += ": all reads and writes are charged as traffic between regions"
+    return CheckResult("fail", "region", message, fix)
 
 
-def removals(cfg: sections.Run | None) -> list[Line]:
-    """What a bucket makes of the checkpoints that a run removes, which are most of them."""
-    if cfg is None or not store.is_bucket(cfg.run):
+def check_soft_delete(cfg: sections.TrainRecipe | None) -> list[CheckResult]:
+    """Check that the bucket of a run does not keep deleted files: a run deletes most of its checkpoints."""
+    if cfg is None or not storage_files.is_bucket(cfg.run_dir):
         return []
-    bucket = bucket_of(cfg.run)
+    bucket = bucket_of(cfg.run_dir)
     try:
-        kept = int(about(bucket).get("softDeletePolicy", {}).get("retentionDurationSeconds", 0))
+        seconds = int(read_bucket(bucket).get("softDeletePolicy", {}).get("retentionDurationSeconds", 0))
     except (UserError, OSError):
-        return []  # told with its region
-    if not kept:
-        return [Line("ok", "bucket", f"what is removed from gs://{bucket} is gone")]
-    said = f"gs://{bucket} keeps what is removed for {kept / 86400:.0f} days, and charges for it: with every "
-    said += "checkpoint of that time, many times what checkpoint.keep says"
-    return [Line("warn", "bucket", said, f"gcloud storage buckets update gs://{bucket} --clear-soft-delete")]
+        return []  # `check_region` reports it
+    if not seconds:
+        return [CheckResult("ok", "bucket", f"gs://{bucket} does not keep deleted files")]
+    message = (
+        f"gs://{bucket} keeps deleted files for {seconds / 86400:.0f} days, and charges for them: for all "
+        "checkpoints of that time, many times the number in checkpoint.keep"
+    )
+    fix = f"gcloud storage buckets update gs://{bucket} --clear-soft-delete"
+    return [CheckResult("warn", "bucket", message, fix)]
 
 
-def about(bucket: str) -> dict[str, Any]:
-    files, _ = store.filesystem(f"gs://{bucket}")
-    return store.ask(f"gs://{bucket}", lambda: json.loads(files.call("GET", "b/{}", bucket)[1]))
+def read_bucket(bucket: str) -> dict[str, Any]:
+    """The metadata of a bucket."""
+    filesystem, _ = storage_files.open_filesystem(f"gs://{bucket}")
+    metadata: dict[str, Any] = storage_files.retry(
+        f"gs://{bucket}", lambda: json.loads(filesystem.call("GET", "b/{}", bucket)[1])
+    )
+    return metadata
 
 
-def clock(cfg: sections.Run | None, where: Instance | None) -> list[Line]:
-    """Against a bucket's or the metadata server's."""
-    skew, whose = (where.skew, "the metadata server's") if where is not None else (None, "")
-    for bucket in buckets(cfg)[:1]:
-        files, _ = store.filesystem(f"gs://{bucket}")
+def read_headers(bucket: str) -> Mapping[str, str]:
+    """The HTTP headers of the server of a bucket."""
+    filesystem, _ = storage_files.open_filesystem(f"gs://{bucket}")
+    call = partial(filesystem.call, "GET", "b/{}/o", bucket, maxResults="1")
+    headers: Mapping[str, str]
+    headers, _ = storage_files.retry(f"gs://{bucket}", call)
+    return headers
+
+
+def check_clock(cfg: sections.TrainRecipe | None, instance: Instance | None) -> list[CheckResult]:
+    """Check the clock against the server of a bucket, or else against the metadata server."""
+    skew, reference = (instance.skew, "the metadata server's") if instance is not None else (None, "")
+    for bucket in buckets_of(cfg)[:1]:
         with contextlib.suppress(UserError, OSError):
-            headers, _ = store.ask(
-                f"gs://{bucket}", partial(files.call, "GET", "b/{}/o", bucket, maxResults="1")
-            )
-            skew, whose = ahead(headers.get("Date")), "that of the bucket's server"
+            skew, reference = clock_skew(read_headers(bucket).get("Date")), "that of the bucket's server"
     if skew is None:
-        return [Line("ok", "clock", f"{time.strftime('%Y-%m-%d %H:%M:%S %Z')}; no server to compare with")]
-    said = f"{abs(skew):.0f} s {'ahead of' if skew > 0 else 'behind'} {whose}"
+        now = time.strftime("%Y-%m-%d %H:%M:%S %Z")
+        return [CheckResult("ok", "clock", f"{now}; no server to compare with")]
+    message = f"{abs(skew):.0f} s {'ahead of' if skew > 0 else 'behind'} {reference}"
     fix = "timedatectl set-ntp true"
-    if abs(skew) > BROKEN:
-        return [Line("fail", "clock", f"{said}: tokens and certificates are refused", fix)]
-    if abs(skew) > SKEW:
-        return [Line("warn", "clock", said, fix)]
-    return [Line("ok", "clock", f"within {SKEW:.0f} s of {whose}")]
+    if abs(skew) > BROKEN_SKEW:
+        return [CheckResult("fail", "clock", f"{message}: tokens and certificates are refused", fix)]
+    if abs(skew) > MAX_SKEW:
+        return [CheckResult("warn", "clock", message, fix)]
+    return [CheckResult("ok", "clock", f"within {MAX_SKEW:.0f} s of {reference}")]

@@ -1,0 +1,1 @@
+"""Tables of chips, prices and slice names."""

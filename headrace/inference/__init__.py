@@ -1,0 +1,1 @@
+"""Inference: generation, sampling, diffusion decoding, lm-eval, serving."""

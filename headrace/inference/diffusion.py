@@ -15,19 +15,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from headrace.inference.sampling import Sampling, draw
+from headrace.checkpoint.open_run import LoadedRun
 from headrace.errors import UserError
-from headrace.nn.stack import Execution, cast, own_products
-from headrace.checkpoint.open_run import Opened
-from headrace.nn.module import Array, axes
-from headrace.objectives import file
+from headrace.inference.sampling import Sampling, sample_token
+from headrace.low_precision.cast import cast
+from headrace.model_wrappers import load_family
+from headrace.models import fixed_matmul
 from headrace.nn.linear import project
+from headrace.nn.module import Array, axes
+from headrace.nn.stack import Execution
 
 Turns = list[tuple[np.ndarray, int]]
 
 
 @dataclass(frozen=True)
-class Reveal:
+class UnmaskSchedule:
     """How hidden tokens are told. Each step is one pass of the model over the whole text."""
 
     steps: int = 0  # 0: one for each token
@@ -41,18 +43,20 @@ class Reveal:
 
 
 @dataclass(frozen=True)
-class Fixed:
+class StepConstants:
     """What the compiled step knows."""
 
     model: Any
-    how: Execution
+    exec_opts: Execution
     sampling: Sampling
     soft_cap: float | None
     mask: int
     never: tuple[int, ...]  # special tokens, which are given and never told
 
 
-def sample(run: Opened, ids: list[int], tokens: int, sampling: Sampling, reveal: Reveal) -> Iterator[int]:
+def sample(
+    run: LoadedRun, ids: list[int], tokens: int, sampling: Sampling, reveal: UnmaskSchedule
+) -> Iterator[int]:
     """The tokens that follow `ids`, a block at a time. The text has exactly so many: where it ends is given
     to the model, in training too. What cannot be done is refused before the first is asked for."""
     assert run.tokenizer is not None
@@ -66,16 +70,18 @@ def sample(run: Opened, ids: list[int], tokens: int, sampling: Sampling, reveal:
     return _sample(run, ids, tokens, sampling, reveal)
 
 
-def _sample(run: Opened, ids: list[int], tokens: int, sampling: Sampling, reveal: Reveal) -> Iterator[int]:
+def _sample(
+    run: LoadedRun, ids: list[int], tokens: int, sampling: Sampling, reveal: UnmaskSchedule
+) -> Iterator[int]:
     assert run.tokenizer is not None
-    special, cfg = run.tokenizer.special, run.cfg.model
+    special, cfg = run.tokenizer.special, run.recipe.model
     assert special.mask is not None
-    how = Execution(run.cfg.attention, run.cfg.memory.compute, products=own_products(cfg))
+    exec_opts = Execution(run.recipe.attention, run.recipe.compute.dtype, matmul=fixed_matmul(cfg))
     named = (special.pad, special.bos, special.eos, special.mask)
     never = tuple(sorted({token for token in named if token is not None}))
-    fixed = Fixed(cfg, how, sampling, run.cfg.loss.soft_cap, special.mask, never)
-    names = axes(file("models", cfg).Model, cfg)
-    model = jax.jit(lambda params: cast(params, names, how))(run.params)
+    fixed = StepConstants(cfg, exec_opts, sampling, run.recipe.loss.soft_cap, special.mask, never)
+    names = axes(load_family(cfg).Model, cfg)
+    model = jax.jit(lambda params: cast(params, names, exec_opts))(run.params)
 
     width = min(reveal.block or tokens, tokens)
     blocks = math.ceil(tokens / width)
@@ -86,10 +92,10 @@ def _sample(run: Opened, ids: list[int], tokens: int, sampling: Sampling, reveal
     row = jax.device_put(np.array([text + [fixed.mask] * (length - len(text))], np.int32), home)
     segments = jax.device_put(np.array([[1] * len(text) + [0] * (length - len(text))], np.int32), home)
     key, rng, number = jax.random.key(sampling.seed), np.random.default_rng(sampling.seed), 0
-    for block, steps in enumerate(shares(reveal.steps or tokens, blocks)):
+    for block, steps in enumerate(even_split(reveal.steps or tokens, blocks)):
         first = len(ids) + block * width
         size = min(width, tokens - block * width)
-        for among, count in turns(reveal.order, size, steps, rng):
+        for among, count in unmask_plan(reveal.order, size, steps, rng):
             places = np.zeros(width, bool)
             places[:size] = among
             with jax.set_mesh(run.devices):
@@ -98,38 +104,45 @@ def _sample(run: Opened, ids: list[int], tokens: int, sampling: Sampling, reveal
         yield from np.asarray(row)[0, first : first + size].tolist()
 
 
-def turns(order: str, tokens: int, steps: int, rng: np.random.Generator) -> Turns:
+def unmask_plan(order: str, tokens: int, steps: int, rng: np.random.Generator) -> Turns:
     """For each step in which some of a block's tokens are told: among which, and how many. Whose turn it is
     does not hang on what the model says, unless it is that of the surest: steps that tell nothing never run
     it."""
     if order == "confident":
-        return [(np.ones(tokens, bool), count) for count in shares(tokens, steps) if count]
+        return [(np.ones(tokens, bool), count) for count in even_split(tokens, steps) if count]
     if order == "random":
-        turn = rng.permutation(np.repeat(np.arange(steps), shares(tokens, steps)))
+        turn = rng.permutation(np.repeat(np.arange(steps), even_split(tokens, steps)))
     else:
         turn = rng.integers(steps, size=tokens)
     return [(turn == number, int((turn == number).sum())) for number in np.unique(turn)]
 
 
-def shares(whole: int, parts: int) -> list[int]:
+def even_split(whole: int, parts: int) -> list[int]:
     """As equal as can be, the larger ones first."""
     return [whole // parts + (number < whole % parts) for number in range(parts)]
 
 
 @functools.partial(jax.jit, static_argnames="fixed", donate_argnames="row")
 def step(
-    model: Any, row: Array, segments: Array, first: Any, among: Any, count: Any, key: Array, fixed: Fixed
+    model: Any,
+    row: Array,
+    segments: Array,
+    first: Any,
+    among: Any,
+    count: Any,
+    key: Array,
+    fixed: StepConstants,
 ) -> Array:
     """A row [1 s] of which `count` more tokens are told, the surest of those hidden `among` the block's
     places from `first` on. A token is as sure as its probability, whichever is drawn."""
-    hidden = model(fixed.model, row, how=fixed.how, segments=segments)
+    hidden = model(fixed.model, row, exec_opts=fixed.exec_opts, segments=segments)
     hidden = jax.lax.dynamic_slice_in_dim(hidden[0], first, among.shape[0])
     logits = project(model.unembed, hidden, "sd,vd->sv").astype(jnp.float32)
     if fixed.soft_cap is not None:
         logits = fixed.soft_cap * jnp.tanh(logits / fixed.soft_cap)
     logits = logits.at[:, jnp.asarray(fixed.never)].set(-jnp.inf)
     keys = jax.random.split(key, len(logits))
-    drawn = jax.vmap(lambda logits, key: draw(logits, key, fixed.sampling))(logits, keys)
+    drawn = jax.vmap(lambda logits, key: sample_token(logits, key, fixed.sampling))(logits, keys)
     sure = jnp.take_along_axis(jax.nn.log_softmax(logits), drawn[:, None], axis=1)[:, 0]
     before = jax.lax.dynamic_slice_in_dim(row[0], first, among.shape[0])
     sure = jnp.where(among & (before == fixed.mask), sure, -jnp.inf)

@@ -1,5 +1,5 @@
 """Text from a trained decoder: the prompt once through the model, then token by token from the cache.
-Diffusion models tell theirs in another order (diffuse.py)."""
+Diffusion models tell theirs in another order (diffusion.py)."""
 
 import functools
 import math
@@ -10,21 +10,22 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from headrace.model_wrappers import classification_head as classifier
-from headrace.inference import diffusion as diffuse
-from headrace.data import pause_tokens as pauses
-from headrace.model_wrappers.recurrent_depth import Rounds
-from headrace.inference.sampling import Sampling, draw
+from headrace.checkpoint.open_run import LoadedRun
+from headrace.data import pause_tokens
 from headrace.errors import UserError
-from headrace.nn.stack import Execution, cast, own_products
-from headrace.checkpoint.open_run import Opened
-from headrace.nn.module import Array, axes
-from headrace.objectives import file
+from headrace.inference import diffusion
+from headrace.inference.sampling import Sampling, sample_token
+from headrace.low_precision.cast import cast
+from headrace.model_wrappers import classification_head, load_family
+from headrace.model_wrappers.recurrent_depth import RoundSchedule
+from headrace.models import fixed_matmul
 from headrace.nn.linear import project
+from headrace.nn.module import Array, axes
+from headrace.nn.stack import Execution
 
 
 def generate(
-    run: Opened,
+    run: LoadedRun,
     prompt: str,
     tokens: int,
     sampling: Sampling,
@@ -35,8 +36,8 @@ def generate(
     """Pieces of text as they come, the prompt left out. Ends early where the model ends its text. What cannot
     be continued is refused here, before the first piece is asked for. `reveal` says how a diffusion model
     tells its tokens, `exit` when recurrent depth goes no deeper; `pause` tokens follow the prompt."""
-    cfg, tokenizer = run.cfg, run.tokenizer
-    classifier.refuse(
+    cfg, tokenizer = run.recipe, run.tokenizer
+    classification_head.refuse_classifier(
         cfg, "`headrace eval` says how often it is right, `headrace export` hands it to transformers"
     )
     diffuses = cfg.objective.use == "diffusion"
@@ -58,15 +59,17 @@ def generate(
     special = tokenizer.special
     ids = ([] if special.bos is None else [special.bos]) + tokenizer.encode(prompt)
     if pause:
-        ids += [pauses.token_of(tokenizer, "--pause")] * pause
+        ids += [pause_tokens.find_pause_id(tokenizer, "--pause")] * pause
     if not ids:
         raise UserError("--prompt: expected some text, since this tokenizer has no begin-of-text token")
     if diffuses:
-        return pieces(run, ids, diffuse.sample(run, ids, tokens, sampling, diffuse.Reveal(**reveal or {})))
-    return pieces(run, ids, sample(run, ids, tokens, sampling, exit))
+        return decode_stream(
+            run, ids, diffusion.sample(run, ids, tokens, sampling, diffusion.UnmaskSchedule(**reveal or {}))
+        )
+    return decode_stream(run, ids, sample(run, ids, tokens, sampling, exit))
 
 
-def pieces(run: Opened, ids: list[int], following: Iterator[int]) -> Iterator[str]:
+def decode_stream(run: LoadedRun, ids: list[int], following: Iterator[int]) -> Iterator[str]:
     tokenizer, ids = run.tokenizer, list(ids)
     assert tokenizer is not None
     # With the prompt: tokenizers that mark the start of a word drop the space before the first.
@@ -82,36 +85,38 @@ def pieces(run: Opened, ids: list[int], following: Iterator[int]) -> Iterator[st
             shown = text
 
 
-def sample(run: Opened, ids: list[int], tokens: int, sampling: Sampling, exit: float = 0.0) -> Iterator[int]:
+def sample(
+    run: LoadedRun, ids: list[int], tokens: int, sampling: Sampling, exit: float = 0.0
+) -> Iterator[int]:
     """The tokens that follow `ids`, one by one, without end before there are `tokens` of them. With recurrent
     depth, rounds end where they change less than the share `exit`."""
-    cfg = run.cfg.model
-    how = Execution(run.cfg.attention, run.cfg.memory.compute, products=own_products(cfg))
+    cfg = run.recipe.model
+    exec_opts = Execution(run.recipe.attention, run.recipe.compute.dtype, matmul=fixed_matmul(cfg))
     if exit:
-        how = replace(how, rounds=Rounds(cfg.recurrence, exit=exit))
+        exec_opts = replace(exec_opts, rounds=RoundSchedule(cfg.recurrence, exit=exit))
     # Once and not in every step, which would read all weights in float32 for each token.
-    names = axes(file("models", cfg).Model, cfg)
-    model = jax.jit(lambda params: cast(params, names, how))(run.params)
+    names = axes(load_family(cfg).Model, cfg)
+    model = jax.jit(lambda params: cast(params, names, exec_opts))(run.params)
     # A round number, so that texts of about the same length share a program.
-    cache = model.cache(cfg, 1, 128 * math.ceil((len(ids) + tokens) / 128), how.dtype)
+    cache = model.init_cache(cfg, 1, 128 * math.ceil((len(ids) + tokens) / 128), exec_opts.dtype)
     given = jnp.asarray([ids], jnp.int32)
     for number in range(tokens):
         # Not around the loop: whoever takes the tokens would find the mesh set between them.
         with jax.set_mesh(run.devices):
-            logits, cache = step(model, given, cache, cfg, how)
-            logits = capped(logits, run.cfg.loss.soft_cap)
-            token = draw(logits, jax.random.fold_in(jax.random.key(sampling.seed), number), sampling)
+            logits, cache = step(model, given, cache, cfg, exec_opts)
+            logits = soft_cap_logits(logits, run.recipe.loss.soft_cap)
+            token = sample_token(logits, jax.random.fold_in(jax.random.key(sampling.seed), number), sampling)
         yield int(token)
         given = token[None, None]
 
 
-@functools.partial(jax.jit, static_argnames=("cfg", "how"), donate_argnames="cache")
-def step(model: Any, given: Array, cache: Any, cfg: Any, how: Execution) -> tuple[Array, Any]:
+@functools.partial(jax.jit, static_argnames=("cfg", "exec_opts"), donate_argnames="cache")
+def step(model: Any, given: Array, cache: Any, cfg: Any, exec_opts: Execution) -> tuple[Array, Any]:
     """The logits [v] after the given tokens [1 s], and the cache with these."""
-    hidden, cache = model.decode(cfg, given, cache, how=how)
+    hidden, cache = model.decode(cfg, given, cache, exec_opts=exec_opts)
     return project(model.unembed, hidden[:, -1], "bd,vd->bv").astype(jnp.float32)[0], cache
 
 
-def capped(logits: Array, cap: float | None) -> Array:
+def soft_cap_logits(logits: Array, cap: float | None) -> Array:
     """Logits as the recipe's `loss.soft_cap` has them."""
     return logits if cap is None else cap * jnp.tanh(logits / cap)

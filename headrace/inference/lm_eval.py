@@ -10,16 +10,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from headrace.checkpoint.open_run import LoadedRun
+from headrace.errors import UserError
 from headrace.inference import generate
 from headrace.inference.sampling import Sampling
-from headrace.errors import UserError
-from headrace.nn.stack import Execution, cast, own_products
-from headrace.convert.to_huggingface import plain_run
-from headrace.checkpoint.open_run import Opened
-from headrace.nn.module import Array, axes
-from headrace.objectives import file
+from headrace.inference.serve.engine import BatchEngine
+from headrace.low_precision.cast import cast
+from headrace.model_wrappers import load_family
+from headrace.models import fixed_matmul
 from headrace.nn.linear import project
-from headrace.inference.serve.engine import Engine
+from headrace.nn.module import Array, axes
+from headrace.nn.stack import Execution
 
 try:
     from lm_eval import simple_evaluate
@@ -34,7 +35,7 @@ POSITIONS = 64  # of a text, whose logits are held at a time
 SLOTS = 8  # texts that are continued at once
 
 
-def evaluate(run: Opened, tasks: list[str], *, limit: int | None, batch: int) -> str:
+def evaluate(run: LoadedRun, tasks: list[str], *, limit: int | None, batch: int) -> str:
     """A table. A task is a name that the harness knows, or a file of one's own."""
     files = [Path(task) for task in tasks if task.endswith((".yaml", ".yml"))]
     for path in files:
@@ -45,7 +46,7 @@ def evaluate(run: Opened, tasks: list[str], *, limit: int | None, batch: int) ->
     for name in names:
         if name not in known.all_tasks:
             raise UserError(f"--tasks: found {name}, which is no task of lm-evaluation-harness, nor a file")
-    run = plain_run(run)
+    run = run.merged()
     with jax.set_mesh(run.devices):
         result = simple_evaluate(
             model=Model(run, batch), tasks=names, task_manager=known, limit=limit, bootstrap_iters=1000
@@ -56,18 +57,18 @@ def evaluate(run: Opened, tasks: list[str], *, limit: int | None, batch: int) ->
 class Model(TemplateLM):
     """Texts begin with the token that texts began with in training, as in `headrace generate`."""
 
-    def __init__(self, run: Opened, batch: int = 8) -> None:
+    def __init__(self, run: LoadedRun, batch: int = 8) -> None:
         super().__init__()
-        if not run.cfg.model.causal or run.cfg.objective.use == "classify":
-            raise UserError(f"--tasks: {run.cfg.run} does not continue text, expected a decoder")
+        if not run.recipe.model.causal or run.recipe.objective.use == "classify":
+            raise UserError(f"--tasks: {run.recipe.run_dir} does not continue text, expected a decoder")
         if run.tokenizer is None:
-            raise UserError(f"--tasks: {run.cfg.run} has no tokenizer.json")
+            raise UserError(f"--tasks: {run.recipe.run_dir} has no tokenizer.json")
         self.run, self.inner, self.rows = run, run.tokenizer, batch
-        self.length = run.cfg.data.sequence_length  # no longer than it was trained on
-        cfg = run.cfg.model
-        self.how = Execution(run.cfg.attention, run.cfg.memory.compute, products=own_products(cfg))
-        names = axes(file("models", cfg).Model, cfg)
-        self.model = jax.jit(lambda params: cast(params, names, self.how))(run.params)
+        self.length = run.recipe.data.sequence_length  # no longer than it was trained on
+        cfg = run.recipe.model
+        self.exec_opts = Execution(run.recipe.attention, run.recipe.compute.dtype, matmul=fixed_matmul(cfg))
+        names = axes(load_family(cfg).Model, cfg)
+        self.model = jax.jit(lambda params: cast(params, names, self.exec_opts))(run.params)
 
     @property
     def eot_token_id(self) -> int:
@@ -93,11 +94,11 @@ class Model(TemplateLM):
         found: list[tuple[float, bool]] = [(0.0, True)] * len(texts)
         for first in range(0, len(order), self.rows):
             some = order[first : first + self.rows]
-            for number, told in zip(some, self.told([texts[number] for number in some]), strict=True):
+            for number, told in zip(some, self.to_output([texts[number] for number in some]), strict=True):
                 found[number] = told
         return found
 
-    def told(self, texts: list[tuple[list[int], int]]) -> list[tuple[float, bool]]:
+    def to_output(self, texts: list[tuple[list[int], int]]) -> list[tuple[float, bool]]:
         longest = max(len(whole) - 1 for whole, _ in texts)
         width = ROUND * math.ceil(max(longest, 1) / ROUND)
         tokens, counts = np.zeros((2, self.rows, width + 1), np.int32)
@@ -106,7 +107,7 @@ class Model(TemplateLM):
             counts[row, len(whole) - many - 1 : len(whole) - 1] = 1
         filled = np.array([len(whole) - 1 for whole, _ in texts] + [0] * (self.rows - len(texts)))
         segments = (np.arange(width) < filled[:, None]).astype(np.int32)
-        cap, cfg = self.run.cfg.loss.soft_cap, self.run.cfg.model
+        cap, cfg = self.run.recipe.loss.soft_cap, self.run.recipe.model
         sums, likeliest = likelihoods(
             self.model,
             tokens[:, :-1],
@@ -114,7 +115,7 @@ class Model(TemplateLM):
             counts[:, :-1],
             segments,
             cfg=cfg,
-            how=self.how,
+            exec_opts=self.exec_opts,
             cap=cap,
         )
         return [(float(sums[row]), bool(likeliest[row])) for row in range(len(texts))]
@@ -134,12 +135,12 @@ class Model(TemplateLM):
         """As they are: a window in the middle of a text does not begin one."""
         texts = [(before + following, len(following)) for _, before, following in parts]
         batches = [texts[n : n + self.rows] for n in range(0, len(texts), self.rows)]
-        return [told for some in batches for told in self.told(some)]
+        return [told for some in batches for told in self.to_output(some)]
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         special = self.inner.special
         ends = frozenset(id for id in (special.eos, special.bos) if id is not None)
-        engine = Engine(self.run, slots=min(SLOTS, len(requests)), length=self.length)
+        engine = BatchEngine(self.run, slots=min(SLOTS, len(requests)), length=self.length)
         engine.start()
         try:
             jobs = []
@@ -157,7 +158,7 @@ class Model(TemplateLM):
 
     def answer(self, job: Any, ids: list[int], until: list[str]) -> str:
         text = ""
-        for piece in generate.pieces(self.run, ids, iter(job)):
+        for piece in generate.decode_stream(self.run, ids, iter(job)):
             text += piece
             ends = [text.index(mark) for mark in until if mark and mark in text]
             if ends:
@@ -166,19 +167,27 @@ class Model(TemplateLM):
         return text
 
 
-@functools.partial(jax.jit, static_argnames=("cfg", "how", "cap"))
+@functools.partial(jax.jit, static_argnames=("cfg", "exec_opts", "cap"))
 def likelihoods(
-    model: Any, inputs: Array, targets: Array, counts: Array, segments: Array, *, cfg: Any, how: Any, cap: Any
+    model: Any,
+    inputs: Array,
+    targets: Array,
+    counts: Array,
+    segments: Array,
+    *,
+    cfg: Any,
+    exec_opts: Any,
+    cap: Any,
 ) -> tuple[Array, Array]:
     """Of each row [b s]: the sum of the log-likelihoods of the targets that count, and whether each of them
     is the likeliest. Logits of a few positions are held at a time."""
     positions = jnp.broadcast_to(jnp.arange(inputs.shape[1], dtype=jnp.int32), inputs.shape)
-    hidden = model(cfg, inputs, how=how, segments=segments, positions=positions)
+    hidden = model(cfg, inputs, exec_opts=exec_opts, segments=segments, positions=positions)
 
     def some(part: tuple[Array, Array]) -> tuple[Array, Array]:
         states, wanted = part
         logits = project(model.unembed, states, "bsd,vd->bsv").astype(jnp.float32)
-        logits = generate.capped(logits, cap)
+        logits = generate.soft_cap_logits(logits, cap)
         own = jnp.take_along_axis(logits, wanted[..., None], axis=-1)[..., 0]
         return own - jax.nn.logsumexp(logits, axis=-1), logits.argmax(axis=-1) == wanted
 

@@ -32,13 +32,13 @@ class Sampling:
             raise UserError("--top-p: expected a number above 0 and at most 1")
 
 
-def draw(logits: Array, key: Array, sampling: Sampling) -> Array:
+def sample_token(logits: Array, key: Array, sampling: Sampling) -> Array:
     """One token from logits [v]: of the `top_k` likeliest, the fewest whose chances reach `top_p`."""
-    return drawn(logits, key, sampling.temperature, sampling.top_k, sampling.top_p)
+    return sample_token_dynamic(logits, key, sampling.temperature, sampling.top_k, sampling.top_p)
 
 
 @jax.jit
-def drawn(logits: Array, key: Array, temperature: Any, top_k: Any, top_p: Any) -> Array:
+def sample_token_dynamic(logits: Array, key: Array, temperature: Any, top_k: Any, top_p: Any) -> Array:
     """The same by numbers, which are no part of what is compiled: a server has others with every request."""
 
     def by_chance() -> Array:

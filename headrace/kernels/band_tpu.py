@@ -17,9 +17,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from headrace.attention.xla import HIDDEN
 from headrace.kernels.tpu_lanes import LANES, dot
-from headrace.nn.compile_target import OLD_TPUS, complaint, device
+from headrace.nn.attention_mask import HIDDEN
+from headrace.nn.compile_target import OLD_TPUS, compile_error, device
 
 Array = jax.Array
 
@@ -45,12 +45,12 @@ def keys(length: int, before: int, after: int) -> int:
     return min(length, LANES + sum(-(-reach // LANES) * LANES for reach in (before, after)))
 
 
-def bundles(kind: str) -> tuple[int, int]:
+def vliw_bundles(kind: str) -> tuple[int, int]:
     """Of instructions for each 1,024 scores on a kind of TPU, forward and backward."""
     return SCHEDULED.get(kind, SCHEDULED[""])
 
 
-def refuses(q: Any, k: Any, reach: tuple[int, int], segments: bool) -> str | None:
+def unsupported_reason(q: Any, k: Any, reach: tuple[int, int], segments: bool) -> str | None:
     """Why the kernels cannot be used for one device's queries and keys [b s n h], if they cannot."""
     one = (jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype) for x in (q, k))
     return known_against(device().device_kind, q) or _try(*one, reach, segments)
@@ -76,13 +76,13 @@ def _try(q: Any, k: Any, reach: tuple[int, int], segments: bool) -> str | None:
     ids = jax.ShapeDtypeStruct(q.shape[:2], jnp.int32) if segments else None
 
     def both(q: Array, k: Array, v: Array, ids: Array | None) -> Any:
-        out, pull = jax.vjp(lambda q, k, v: mix(q, k, v, ids, reach=reach, scale=1.0), q, k, v)
+        out, pull = jax.vjp(lambda q, k, v: attend(q, k, v, ids, reach=reach, scale=1.0), q, k, v)
         return out, pull(out)
 
-    return complaint("tpu", both, q, k, k, ids)
+    return compile_error("tpu", both, q, k, k, ids)
 
 
-def mix(
+def attend(
     q: Array, k: Array, v: Array, segments: Array | None, *, reach: tuple[int, int], scale: float
 ) -> Array:
     """The values [b s n h] that queries get."""
@@ -142,8 +142,9 @@ def _call(
         transcendentals=scores,
         bytes_accessed=sum(x.size * x.dtype.itemsize for x, _ in (*inputs, *outputs)),
     )
-    each = bundles(device().device_kind)[d is not None]
-    notes = {"tiles": math.prod(grid), "bundles": scores * each // 1024}  # for headrace/plan/work.py
+    each = vliw_bundles(device().device_kind)[d is not None]
+    # For headrace/plan/instruction_cost.py
+    notes = {"tiles": math.prod(grid), "bundles": scores * each // 1024}
     return pl.pallas_call(
         partial(_forward_body if d is None else _backward_body, shape),
         [jax.ShapeDtypeStruct(x.shape, x.dtype) for x, _ in outputs],

@@ -1,5 +1,5 @@
-"""Attention with distances (layers/disentangled.py) in kernels for TPUs (Pallas' Mosaic): neither scores nor
-products with the vectors of distances leave the chip.
+"""Attention with distances (attention/_disentangled.py) in kernels for TPUs (Pallas' Mosaic): neither scores
+nor products with the vectors of distances leave the chip.
 
 Scores by distance run along diagonals. A block of 128 rows is multiplied by the vectors of all distances that
 it meets, in their order; then row i of the product has to move by i, which is one instruction of a TPU (a
@@ -21,9 +21,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from headrace.attention.xla import HIDDEN
 from headrace.kernels.tpu_lanes import LANES, dot, heads_of, only, unfit
-from headrace.nn.compile_target import complaint, device
+from headrace.nn.attention_mask import HIDDEN
+from headrace.nn.compile_target import compile_error, device
 
 Array = jax.Array
 
@@ -37,7 +37,7 @@ SCHEDULED = {STRIDELESS: (50, 108), "TPU v6 lite": (15, 44), "TPU7x": (15, 40), 
 ONCE = pl.Buffered(1)  # what stays for all rows of the batch is not fetched ahead
 
 
-class Given(NamedTuple):
+class KernelInputs(NamedTuple):
     """Arrays of a kernel, heads side by side in the last axis: queries [b s nh], keys and values [b t nh],
     the vectors of distances from s to 1 - t [s+t nh] for queries, and from -t to s - 1 for keys."""
 
@@ -58,7 +58,7 @@ class Shape(NamedTuple):
     interpret: bool
 
 
-def refuses(q: Any, k: Any, segments: bool) -> str | None:
+def unsupported_reason(q: Any, k: Any, segments: bool) -> str | None:
     """Why the kernels cannot be used for one device's queries and keys [b s n h], if they cannot."""
     if device().platform != "tpu":
         return "they are for TPUs"
@@ -73,7 +73,7 @@ def known_against(kind: str, q: Any, k: Any) -> str | None:
     return unfit(kind, q, k)
 
 
-def bundles(kind: str) -> tuple[int, int]:
+def vliw_bundles(kind: str) -> tuple[int, int]:
     """Of instructions for each 1,024 scores on a kind of TPU, forward and backward."""
     return SCHEDULED.get(kind, SCHEDULED[""])
 
@@ -84,14 +84,14 @@ def _try(q: Any, k: Any, segments: bool) -> str | None:
     ids = [jax.ShapeDtypeStruct(x.shape[:2], jnp.int32) if segments else None for x in (q, k)]
 
     def both(q: Array, k: Array, v: Array, for_queries: Array, for_keys: Array, *ids: Array | None) -> Any:
-        mixed = lambda *given: mix(1.0, *given, *ids)
+        mixed = lambda *given: attend(1.0, *given, *ids)
         out, pull = jax.vjp(mixed, q, k, v, for_queries, for_keys)
         return out, pull(out)
 
-    return complaint("tpu", both, q, k, k, table, table, *ids)
+    return compile_error("tpu", both, q, k, k, table, table, *ids)
 
 
-def mix(
+def attend(
     scale: float,
     q: Array,
     k: Array,
@@ -103,7 +103,7 @@ def mix(
 ) -> Array:
     """The values [b s n h] that queries get of v [b t n h]. The vectors of distances [s+t n h]: number r of
     `for_queries` is of s - r, number r of `for_keys` of r - t, both counted from the first query and key."""
-    flat = Given(*(x.reshape(*x.shape[:-2], -1) for x in (q, k, v, for_queries, for_keys)))
+    flat = KernelInputs(*(x.reshape(*x.shape[:-2], -1) for x in (q, k, v, for_queries, for_keys)))
     ids = None
     if q_segments is not None and kv_segments is not None:
         ids = q_segments, kv_segments
@@ -120,7 +120,7 @@ def mix(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _mix(shape: Shape, given: Given, ids: Any) -> Array:
+def _mix(shape: Shape, given: KernelInputs, ids: Any) -> Array:
     at = Places(shape, given)
     inputs = at.inputs(given)
     if ids is not None:
@@ -131,7 +131,7 @@ def _mix(shape: Shape, given: Given, ids: Any) -> Array:
     return call(inputs, [(given.q, at.tile)], scratch)[0]
 
 
-def _forward(shape: Shape, given: Given, ids: Any) -> tuple[Array, Any]:
+def _forward(shape: Shape, given: KernelInputs, ids: Any) -> tuple[Array, Any]:
     return _mix(shape, given, ids), (given, ids)
 
 
@@ -150,7 +150,7 @@ def _backward(shape: Shape, kept: Any, d: Array) -> Any:
     products = 5 + 3 * (at.by_query + at.by_key) + 2
     call = partial(at.call, "disentangled_backward", _backward_body, 1, products)
     d_q, d_k, d_v, *tables = call([*inputs, (d, at.tile)], outputs, scratch)
-    return Given(d_q, d_k, d_v, *(x.T.astype(d.dtype) for x in tables)), None
+    return KernelInputs(d_q, d_k, d_v, *(x.T.astype(d.dtype) for x in tables)), None
 
 
 _mix.defvjp(_forward, _backward)
@@ -160,7 +160,7 @@ class Places:
     """Which parts of its arrays a kernel has on the chip. It goes over heads, rows of the batch and tiles of
     queries, in this order, so that what belongs to heads stays there meanwhile."""
 
-    def __init__(self, shape: Shape, given: Given) -> None:
+    def __init__(self, shape: Shape, given: KernelInputs) -> None:
         self.shape, (self.batch, self.length, self.width) = shape, given.q.shape
         self.keys, self.distances = given.k.shape[1], len(given.for_queries)
         self.tile = pl.BlockSpec((None, shape.queries, LANES), lambda n, b, i: (b, i, n))
@@ -170,7 +170,7 @@ class Places:
         self.by_query = (self.keys + LANES) / self.keys
         self.by_key = (shape.queries + LANES) / shape.queries
 
-    def inputs(self, given: Given) -> list[tuple[Array, Any]]:
+    def inputs(self, given: KernelInputs) -> list[tuple[Array, Any]]:
         return list(zip(given, (self.tile, self.row, self.row, self.table, self.table), strict=True))
 
     def across(self, ids: Array, *, all_of_it: bool) -> tuple[Array, Any]:
@@ -199,8 +199,9 @@ class Places:
             transcendentals=scores,
             bytes_accessed=sum(x.size * x.dtype.itemsize for x, _ in (*inputs, *outputs)),
         )
-        each = bundles(device().device_kind)[way]
-        notes = {"tiles": math.prod(grid), "bundles": scores * each // 1024}  # for headrace/plan/work.py
+        each = vliw_bundles(device().device_kind)[way]
+        # For headrace/plan/instruction_cost.py
+        notes = {"tiles": math.prod(grid), "bundles": scores * each // 1024}
         return pl.pallas_call(
             partial(body, shape),
             [jax.ShapeDtypeStruct(x.shape, x.dtype) for x, _ in outputs],

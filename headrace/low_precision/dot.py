@@ -8,11 +8,13 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from headrace.nn.remat import SAVED_PRODUCT
+
 Array = jax.Array
 
 
 @dataclass(frozen=True)
-class How:
+class MatmulSpec:
     """How a weight is multiplied. Its first `inputs` dimensions are summed over with the last ones of x."""
 
     format: str
@@ -20,7 +22,6 @@ class How:
     inputs: int
 
 
-KEPT = "product"  # the name of what `memory.remat: dots` keeps beside plain products
 LEAST = 2.0**-60  # of a scale: that of zeros, and such that no two of them multiply to zero
 
 
@@ -35,18 +36,20 @@ def largest(x: Array, axis: tuple[int, ...]) -> Array:
 def kept(x: Array) -> Array:
     """Marks what the backward pass may find in memory: products in 8 bits, which a rule for products does not
     see, and scales, without which the largest number would be looked for again."""
-    return checkpoint_name(x, KEPT)
+    return checkpoint_name(x, SAVED_PRODUCT)
 
 
-def dot(how: How, a: Array, b: Array, over: tuple[Any, Any], dtype: Any, *, precise: bool = False) -> Array:
+def dot(
+    spec: MatmulSpec, a: Array, b: Array, over: tuple[Any, Any], dtype: Any, *, precise: bool = False
+) -> Array:
     """In `dtype`; of integers in float32. Without a unit for 8 bits the numbers are multiplied in `dtype`,
     which holds each of them exactly: the result is the same but for the order of sums."""
     wanted = jnp.float32 if a.dtype == jnp.int8 else dtype
-    if not how.native:
+    if not spec.native:
         a, b = a.astype(dtype), b.astype(dtype)
     elif a.dtype == jnp.int8:
         wanted = jnp.int32
-    precision = jax.lax.Precision.HIGHEST if precise and how.native else None
+    precision = jax.lax.Precision.HIGHEST if precise and spec.native else None
     product = jax.lax.dot_general(a, b, (over, ((), ())), precision=precision, preferred_element_type=wanted)
     return product.astype(jnp.float32) if wanted == jnp.int32 else product
 

@@ -11,8 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from headrace.low_precision.dot import LEAST, MatmulSpec, dot, first, kept, largest, last
 from headrace.nn.module import Axes
-from headrace.low_precision.dot import LEAST, How, dot, first, kept, largest, last
 
 Array = jax.Array
 
@@ -45,28 +45,28 @@ def power_of_two(x: Array) -> Array:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def multiply(how: How, x: Array, w: Array, x8: tuple[Array, Array], w8: tuple[Array, Array]) -> Array:
+def multiply(spec: MatmulSpec, x: Array, w: Array, x8: tuple[Array, Array], w8: tuple[Array, Array]) -> Array:
     """x and w are here for their gradients alone; what is multiplied is x8 and w8."""
     (x_values, x_scale), (w_values, w_scale) = x8, w8
-    over = last(x_values, how.inputs), first(how.inputs)
-    return _scaled(dot(how, x_values, w_values, over, x.dtype), x_scale * w_scale)
+    over = last(x_values, spec.inputs), first(spec.inputs)
+    return _scaled(dot(spec, x_values, w_values, over, x.dtype), x_scale * w_scale)
 
 
-def _forward(how: How, x: Array, w: Array, x8: Any, w8: Any) -> tuple[Array, Any]:
-    return multiply(how, x, w, x8, w8), (x8, w8)
+def _forward(spec: MatmulSpec, x: Array, w: Array, x8: Any, w8: Any) -> tuple[Array, Any]:
+    return multiply(spec, x, w, x8, w8), (x8, w8)
 
 
-def _backward(how: How, held: Any, d: Array) -> tuple[Array, Array, None, None]:
+def _backward(spec: MatmulSpec, held: Any, d: Array) -> tuple[Array, Array, None, None]:
     (x_values, x_scale), (w_values, w_scale) = held
     d_values, d_scale = rounded(d, GRADIENT, axis=tuple(range(d.ndim)))
     d_scale = d_scale.reshape(())
-    outputs = w_values.ndim - how.inputs
+    outputs = w_values.ndim - spec.inputs
     # `precise`: Hopper's quick sums keep 14 bits, which is enough forward; Transformer Engine and Flax, too,
     # take the exact ones for gradients.
     over = last(d_values, outputs), last(w_values, outputs)
-    d_x = _scaled(dot(how, d_values, w_values, over, d.dtype, precise=True), d_scale * w_scale)
+    d_x = _scaled(dot(spec, d_values, w_values, over, d.dtype, precise=True), d_scale * w_scale)
     tokens = first(d.ndim - outputs)
-    d_w = _scaled(dot(how, x_values, d_values, (tokens, tokens), d.dtype, precise=True), x_scale * d_scale)
+    d_w = _scaled(dot(spec, x_values, d_values, (tokens, tokens), d.dtype, precise=True), x_scale * d_scale)
     return d_x, d_w, None, None
 
 

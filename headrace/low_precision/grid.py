@@ -31,37 +31,37 @@ def grouped(w: Array, group: int) -> Array:
     return jnp.pad(w, [(0, count * each - w.shape[0]), (0, 0)]).reshape(count, each, -1)
 
 
-def spread(scales: Array, inputs: int, group: int) -> Array:
+def expand_scales(scales: Array, inputs: int, group: int) -> Array:
     """[groups outputs] for each of the inputs."""
     return jnp.repeat(
         scales, group or inputs, axis=0, total_repeat_length=scales.shape[0] * (group or inputs)
     )[:inputs]
 
 
-def kept(scales: Array) -> Array:
+def store_scales(scales: Array) -> Array:
     """As they are stored."""
     return jnp.maximum(scales, LEAST).astype(jnp.float16).astype(jnp.float32)
 
 
-def largest(w: Array, bits: int, group: int) -> Array:
+def absmax_scales(w: Array, bits: int, group: int) -> Array:
     """Scales [groups outputs] by which the largest weight of a group is at the end of the grid."""
-    return kept(jnp.max(jnp.abs(grouped(w.astype(jnp.float32), group)), axis=1) / ends(bits)[1])
+    return store_scales(jnp.max(jnp.abs(grouped(w.astype(jnp.float32), group)), axis=1) / ends(bits)[1])
 
 
 @partial(jax.jit, static_argnames=("bits", "group"))
-def searched(w: Array, bits: int, group: int) -> Array:
+def search_scales(w: Array, bits: int, group: int) -> Array:
     """Scales [groups outputs] with the smallest error among shares of the largest weight's."""
     parts = grouped(w.astype(jnp.float32), group)
     most = jnp.max(jnp.abs(parts), axis=1) / ends(bits)[1]
 
     def attempt(number: int, best: tuple[Array, Array]) -> tuple[Array, Array]:
-        scale = kept(most * (number / CANDIDATES))
+        scale = store_scales(most * (number / CANDIDATES))
         error = jnp.abs(parts - scale[:, None] * integers(parts / scale[:, None], bits))
         error = jnp.sum(error ** NORMS[bits], axis=1)
         better = error < best[0]
         return jnp.where(better, error, best[0]), jnp.where(better, scale, best[1])
 
-    begin = jnp.full_like(most, jnp.inf), kept(most)
+    begin = jnp.full_like(most, jnp.inf), store_scales(most)
     return jax.lax.fori_loop(1, CANDIDATES + 1, attempt, begin)[1]
 
 

@@ -13,8 +13,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from headrace.low_precision.dot import LEAST, MatmulSpec, dot, first, kept, largest, last
 from headrace.nn.module import Axes
-from headrace.low_precision.dot import LEAST, How, dot, first, kept, largest, last
 
 Array = jax.Array
 
@@ -23,7 +23,7 @@ MOST = 127  # -128 is left out: what is symmetric has no bias
 
 def round_weight(w: Array, axes: Axes) -> tuple[Array, Array]:
     """In 8 bits, and the scale of each layer's outputs."""
-    inputs = tuple(range(axes.stacked, axes.stacked + axes.inputs))
+    inputs = tuple(range(axes.stacked, axes.stacked + axes.num_input_axes))
     values, scale = rounded(w, axis=inputs)
     return values, scale.squeeze(inputs)
 
@@ -43,23 +43,23 @@ def rounded(x: Array, axis: tuple[int, ...]) -> tuple[Array, Array]:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def multiply(how: How, x: Array, w: Array, x8: tuple[Array, Array], w8: tuple[Array, Array]) -> Array:
+def multiply(spec: MatmulSpec, x: Array, w: Array, x8: tuple[Array, Array], w8: tuple[Array, Array]) -> Array:
     """w is here for its gradient alone, x for that of w besides; what is multiplied is x8 and w8."""
     (x_values, x_scale), (w_values, w_scale) = x8, w8
-    over = last(x_values, how.inputs), first(how.inputs)
-    product = dot(how, x_values, w_values, over, x.dtype)
+    over = last(x_values, spec.inputs), first(spec.inputs)
+    product = dot(spec, x_values, w_values, over, x.dtype)
     return (product * _widened(x_scale, product.ndim) * w_scale).astype(x.dtype)
 
 
-def _forward(how: How, x: Array, w: Array, x8: Any, w8: Any) -> tuple[Array, Any]:
-    return multiply(how, x, w, x8, w8), (x, w8)
+def _forward(spec: MatmulSpec, x: Array, w: Array, x8: Any, w8: Any) -> tuple[Array, Any]:
+    return multiply(spec, x, w, x8, w8), (x, w8)
 
 
-def _backward(how: How, held: Any, d: Array) -> tuple[Array, Array, None, None]:
+def _backward(spec: MatmulSpec, held: Any, d: Array) -> tuple[Array, Array, None, None]:
     x, (w_values, w_scale) = held
-    outputs = w_values.ndim - how.inputs
+    outputs = w_values.ndim - spec.inputs
     d_values, d_scale = rounded(d.astype(jnp.float32) * w_scale, axis=last(d, outputs))
-    d_x = dot(how, d_values, w_values, (last(d, outputs), last(w_values, outputs)), d.dtype)
+    d_x = dot(spec, d_values, w_values, (last(d, outputs), last(w_values, outputs)), d.dtype)
     d_x = d_x * _widened(d_scale.squeeze(last(d, outputs)), d_x.ndim)
     tokens = first(d.ndim - outputs)
     d_w = jnp.tensordot(x, d, (tokens, tokens))

@@ -12,11 +12,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from headrace.low_precision import grid
 from headrace.errors import UserError
-from headrace.nn.module import Array
-from headrace.nn.split_matrix import Declared
+from headrace.low_precision import grid
 from headrace.nn.linear import project
+from headrace.nn.module import Array
+from headrace.nn.split_matrix import MatrixSpec
 
 GROUP = 64
 
@@ -32,7 +32,7 @@ MIDDLES = tuple((low + high) / 2 for low, high in zip(NORMAL, NORMAL[1:], strict
 
 @partial(jax.tree_util.register_dataclass, data_fields=["codes", "scale"], meta_fields=["bits", "inputs"])
 @dataclass(frozen=True)
-class Frozen:
+class NF4Weight:
     """A weight of one layer or of a stack. In 4 bits, two codes share a byte along the last of the inputs."""
 
     codes: Any
@@ -40,7 +40,7 @@ class Frozen:
     bits: int
     inputs: int
 
-    def whole(self) -> Array:
+    def to_dense(self) -> Array:
         """Of one layer."""
         codes, last = self.codes, self.inputs - 1
         if self.bits == 4:
@@ -51,48 +51,50 @@ class Frozen:
             values = codes.astype(jnp.float32)
         flat = values.reshape(math.prod(values.shape[: self.inputs]), -1)
         scale = self.scale.astype(jnp.float32).reshape(self.scale.shape[0], -1)
-        return (flat * grid.spread(scale, flat.shape[0], GROUP)).reshape(values.shape)
+        return (flat * grid.expand_scales(scale, flat.shape[0], GROUP)).reshape(values.shape)
 
 
 @project.register
-def _(w: Frozen, x: Array, spec: str) -> Array:
-    return jax.checkpoint(lambda w, x: project(w.whole().astype(x.dtype), x, spec))(w, x)
+def _(w: NF4Weight, x: Array, spec: str) -> Array:
+    return jax.checkpoint(lambda w, x: project(w.to_dense().astype(x.dtype), x, spec))(w, x)
 
 
-def declared(matrix: Declared, bits: int) -> Frozen:
-    (names, sizes), outs = matrix.ins, matrix.outs
+def declare(matrix: MatrixSpec, bits: int) -> NF4Weight:
+    (names, sizes), outs = matrix.inputs, matrix.outputs
     if bits == 4 and sizes[-1] % 2:
         raise UserError(
-            f"model.lora_bits: found 4, expected 8, 16 or 0, since {matrix.path} has {sizes[-1]} along "
+            f"lora.base_bits: found 4, expected 8, 16 or 0, since {matrix.path} has {sizes[-1]} along "
             f"{names[-1]}, and two weights share a byte"
         )
     held = names, ((*sizes[:-1], sizes[-1] // 2) if bits == 4 else sizes)
     groups = ("groups",), (grid.groups(math.prod(sizes), GROUP),)
     dtype = jnp.uint8 if bits == 4 else jnp.int8
-    return Frozen(
-        codes=matrix.part("codes", held, outs, still=True, exact=True, dtype=dtype),
-        scale=matrix.part("scale", groups, outs, still=True, exact=True, inputs=0, dtype=jnp.float16),
+    return NF4Weight(
+        codes=matrix.part("codes", held, outs, frozen=True, keep_float32=True, dtype=dtype),
+        scale=matrix.part(
+            "scale", groups, outs, frozen=True, keep_float32=True, num_input_axes=0, dtype=jnp.float16
+        ),
         bits=bits,
-        inputs=matrix.axes.inputs,
+        inputs=matrix.axes.num_input_axes,
     )
 
 
-def made(w: Array, bits: int, inputs: int) -> Frozen:
+def from_dense(w: Array, bits: int, inputs: int) -> NF4Weight:
     """Of a weight [layers ...]."""
 
     def one(w: Array) -> tuple[Array, Array]:
         flat = w.astype(jnp.float32).reshape(math.prod(w.shape[:inputs]), -1)
         if bits == 8:
-            scale = grid.largest(flat, 8, GROUP)
-            codes = grid.integers(flat / grid.spread(scale, flat.shape[0], GROUP), 8).astype(jnp.int8)
+            scale = grid.absmax_scales(flat, 8, GROUP)
+            codes = grid.integers(flat / grid.expand_scales(scale, flat.shape[0], GROUP), 8).astype(jnp.int8)
             codes = codes.reshape(w.shape)
         else:
-            scale = grid.kept(jnp.max(jnp.abs(grid.grouped(flat, GROUP)), axis=1))
-            shares = flat / grid.spread(scale, flat.shape[0], GROUP)
+            scale = grid.store_scales(jnp.max(jnp.abs(grid.grouped(flat, GROUP)), axis=1))
+            shares = flat / grid.expand_scales(scale, flat.shape[0], GROUP)
             nearest = jnp.searchsorted(jnp.asarray(MIDDLES), shares).astype(jnp.uint8).reshape(w.shape)
             low, high = (jax.lax.slice_in_dim(nearest, n, None, 2, axis=inputs - 1) for n in (0, 1))
             codes = low | high << 4
         return codes, scale.astype(jnp.float16).reshape(scale.shape[0], *w.shape[inputs:])
 
     codes, scale = jax.lax.map(one, w)
-    return Frozen(codes, scale, bits, inputs)
+    return NF4Weight(codes, scale, bits, inputs)

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from headrace.hardware.chips import of_device
+from headrace.hardware.chips import find_chip
 
 # Rows and columns of the product that is tried: on TPUs so many that matrix units, not memory, set its time.
 SIZE = 4096
@@ -18,7 +18,7 @@ GAIN = 0.85
 TRIED = {"fp8": (jnp.float8_e4m3fn, jnp.bfloat16), "int8": (jnp.int8, jnp.int32)}
 
 
-def multiplies(device: Any, format: str) -> bool:
+def has_fast_matmul(device: Any, format: str) -> bool:
     """Whether the chip gains by the format. The device need not be attached."""
     format = "int8" if format == "ternary" else format  # in which -1, 0 and 1 are multiplied
     if device.platform not in ("tpu", "gpu") or (device.platform, format) == ("gpu", "int8"):
@@ -26,11 +26,11 @@ def multiplies(device: Any, format: str) -> bool:
     return _tried(_Device(device), format)
 
 
-def emulated(key: str, format: str, device: Any) -> str:
+def emulation_warning(key: str, format: str, device: Any) -> str:
     """What is to be said of a format, the value of a key, that the chip does not multiply."""
-    better = "loss.split=auto"
-    if key == "memory.products":
-        better = f"{key}={next((other for other in TRIED if multiplies(device, other)), 'compute')}"
+    better = "loss.backend=auto"
+    if key == "compute.matmul":
+        better = f"{key}={next((other for other in TRIED if has_fast_matmul(device, other)), 'compute')}"
     return (
         f"{key}: {format} brings nothing here: {device.device_kind} does not multiply it faster. "
         f"Numbers are rounded to {format} and multiplied in the compute dtype, which is slower than {better}"
@@ -60,8 +60,8 @@ def _tried(one: _Device, format: str) -> bool:
     narrow = _cycles(_compiled(one.device, dtype, wanted))
     wide = _cycles(_compiled(one.device, jnp.bfloat16, jnp.bfloat16))
     if not narrow or not wide:  # a compiler that tells no cycles: by the table, then
-        chip = of_device(one.device.device_kind)
-        return chip is not None and chip.rate(format) is not None
+        chip = find_chip(one.device.device_kind)
+        return chip is not None and chip.matmul_flops(format) is not None
     return narrow < GAIN * wide
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from headrace.low_precision.dot import MatmulSpec, dot, first, kept, largest, last
 from headrace.nn.module import Axes
-from headrace.low_precision.dot import How, dot, first, kept, largest, last
 
 Array = jax.Array
 
@@ -38,20 +38,20 @@ def _at_least(size: Array) -> Array:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def multiply(how: How, x: Array, w: Array, x8: tuple[Array, Array], w8: tuple[Array, Array]) -> Array:
+def multiply(spec: MatmulSpec, x: Array, w: Array, x8: tuple[Array, Array], w8: tuple[Array, Array]) -> Array:
     """x and w are here for their gradients alone; what is multiplied is x8 and w8, whose sums are exact."""
     (x_values, x_scale), (w_values, w_scale) = x8, w8
-    product = dot(how, x_values, w_values, (last(x_values, how.inputs), first(how.inputs)), x.dtype)
+    product = dot(spec, x_values, w_values, (last(x_values, spec.inputs), first(spec.inputs)), x.dtype)
     return (product * _widened(x_scale, product.ndim) * w_scale).astype(x.dtype)
 
 
-def _forward(how: How, x: Array, w: Array, x8: Any, w8: Any) -> tuple[Array, Any]:
-    return multiply(how, x, w, x8, w8), (x8, w8)
+def _forward(spec: MatmulSpec, x: Array, w: Array, x8: Any, w8: Any) -> tuple[Array, Any]:
+    return multiply(spec, x, w, x8, w8), (x8, w8)
 
 
-def _backward(how: How, held: Any, d: Array) -> tuple[Array, Array, None, None]:
+def _backward(spec: MatmulSpec, held: Any, d: Array) -> tuple[Array, Array, None, None]:
     (x_values, x_scale), (w_values, w_scale) = held
-    outputs = w_values.ndim - how.inputs
+    outputs = w_values.ndim - spec.inputs
     over = last(d, outputs), last(w_values, outputs)
     d_x = jnp.tensordot(d, w_values.astype(d.dtype), over) * w_scale.astype(d.dtype)
     tokens = first(d.ndim - outputs)

@@ -6,29 +6,29 @@ from typing import Any
 
 import jax
 
-from headrace.nn.module import Axes
 from headrace.low_precision import fp8, int8, ternary
-from headrace.low_precision.dot import How, kept
-from headrace.nn.linear import prepared, project
+from headrace.low_precision.dot import MatmulSpec, kept
+from headrace.nn.linear import project, quantize_input
+from headrace.nn.module import Axes
 
 Array = jax.Array
 FORMATS: dict[str, Any] = {"fp8": fp8, "int8": int8, "ternary": ternary}
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["w", "values", "scale"], meta_fields=["how"])
+@partial(jax.tree_util.register_dataclass, data_fields=["w", "values", "scale"], meta_fields=["spec"])
 @dataclass(frozen=True)
-class Weight:
+class LowPrecisionWeight:
     """`w`, in the compute dtype, is read by nobody, so that no memory is spent on it: its gradient is the
     weight's."""
 
     w: Array
     values: Array
     scale: Array
-    how: How
+    spec: MatmulSpec
 
 
 @dataclass(frozen=True)
-class Input:
+class LowPrecisionInput:
     """An activation, rounded once for all products that read it."""
 
     x: Array
@@ -36,21 +36,21 @@ class Input:
     scale: Array
 
 
-def round_weight(w: Array, axes: Axes, *, dtype: Any, format: str, native: bool) -> Weight:
+def round_weight(w: Array, axes: Axes, *, dtype: Any, format: str, native: bool) -> LowPrecisionWeight:
     values, scale = FORMATS[format].round_weight(jax.lax.stop_gradient(w), axes)
-    return Weight(w.astype(dtype), values, scale, How(format, native, axes.inputs))
+    return LowPrecisionWeight(w.astype(dtype), values, scale, MatmulSpec(format, native, axes.num_input_axes))
 
 
-@prepared.register
-def _(w: Weight, x: Array) -> Input:
-    return Input(x, *FORMATS[w.how.format].round_input(jax.lax.stop_gradient(x), w.how.inputs))
+@quantize_input.register
+def _(w: LowPrecisionWeight, x: Array) -> LowPrecisionInput:
+    return LowPrecisionInput(x, *FORMATS[w.spec.format].round_input(jax.lax.stop_gradient(x), w.spec.inputs))
 
 
 @project.register
-def _(w: Weight, x: Array | Input, spec: str) -> Array:
-    assert _is_matrix_product(spec, w.how.inputs), spec
-    x = x if isinstance(x, Input) else prepared(w, x)
-    return kept(FORMATS[w.how.format].multiply(w.how, x.x, w.w, (x.values, x.scale), (w.values, w.scale)))
+def _(w: LowPrecisionWeight, x: Array | LowPrecisionInput, spec: str) -> Array:
+    assert _is_matrix_product(spec, w.spec.inputs), spec
+    x = x if isinstance(x, LowPrecisionInput) else quantize_input(w, x)
+    return kept(FORMATS[w.spec.format].multiply(w.spec, x.x, w.w, (x.values, x.scale), (w.values, w.scale)))
 
 
 def _is_matrix_product(spec: str, inputs: int) -> bool:

@@ -1,0 +1,1 @@
+"""How others name and store weights: Hugging Face, GPTQ, VPTQ, GGUF."""

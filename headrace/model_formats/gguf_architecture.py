@@ -17,7 +17,7 @@ class Architecture:
     keys: dict[str, Any] = field(default_factory=dict)  # what only this family has, after "NAME."
 
 
-def refuse(key: str, found: Any, name: str, wanted: str) -> None:
+def refuse_export(key: str, found: Any, name: str, wanted: str) -> None:
     """For what a recipe can say and an architecture of llama.cpp cannot compute."""
     raise UserError(
         f"{key}: found {found}, and llama.cpp's {name} has only {wanted}; export a folder instead"

@@ -7,9 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from headrace.low_precision import bitpack as packing
-from headrace.low_precision import grid
 from headrace.errors import UserError
+from headrace.low_precision import bitpack, grid
 
 Array = jax.Array
 
@@ -19,7 +18,7 @@ TENSORS = {"qweight": "qweight", "qzeros": "qzeros", "scales": "scales", "g_idx"
 
 @partial(jax.tree_util.register_dataclass, data_fields=list(TENSORS), meta_fields=["bits"])
 @dataclass(frozen=True)
-class Integers:
+class GPTQMatrix:
     """`qweight` has the numbers of an output, from 0 and packed along its inputs: [inputs x bits / 32,
     outputs]. `qzeros` [groups, outputs x bits / 32] says which of them is 0, less 1, as AutoGPTQ had it at
     first; `scales` are [groups outputs], and `g_idx` is the group of each input."""
@@ -30,28 +29,28 @@ class Integers:
     g_idx: Array
     bits: int
 
-    def whole(self) -> Array:
+    def to_dense(self) -> Array:
         """The matrix as files of Hugging Face have it, [outputs inputs], in float32."""
-        values = packing.unpack(_words(self.qweight).T, self.bits, self.g_idx.shape[0])
-        zeros = packing.unpack(_words(self.qzeros), self.bits, self.scales.shape[1]) + 1
+        values = bitpack.unpack(_words(self.qweight).T, self.bits, self.g_idx.shape[0])
+        zeros = bitpack.unpack(_words(self.qzeros), self.bits, self.scales.shape[1]) + 1
         numbers = values.astype(jnp.int32) - zeros.astype(jnp.int32)[self.g_idx].T
         return numbers.astype(jnp.float32) * self.scales.astype(jnp.float32)[self.g_idx].T
 
 
-def store(numbers: Array, scales: Array, bits: int, group: int) -> Integers:
+def store(numbers: Array, scales: Array, bits: int, group: int) -> GPTQMatrix:
     """Of numbers [inputs outputs] of the grid and scales [groups outputs]."""
     inputs, outputs = numbers.shape
     for name, size in (("inputs", inputs), ("outputs", outputs)):
-        if size * bits % packing.WORD:
+        if size * bits % bitpack.WORD:
             raise UserError(
-                f"quantize: found a matrix of {size} {name}, expected a multiple of {packing.turn(bits)}, "
+                f"quantize: found a matrix of {size} {name}, expected a multiple of {bitpack.turn(bits)}, "
                 f"since in GPTQ's files {bits} bits of each fill whole words; vptq has no such bound"
             )
     zero = -grid.ends(bits)[0]
     zeros = jnp.full((scales.shape[0], outputs), zero - 1, jnp.uint32)
-    return Integers(
-        qweight=_int32(packing.pack((numbers.astype(jnp.int32) + zero).T, bits)).T,
-        qzeros=_int32(packing.pack(zeros, bits)),
+    return GPTQMatrix(
+        qweight=_int32(bitpack.pack((numbers.astype(jnp.int32) + zero).T, bits)).T,
+        qzeros=_int32(bitpack.pack(zeros, bits)),
         scales=scales.astype(jnp.float16),
         g_idx=(jnp.arange(inputs) // (group or inputs)).astype(jnp.int32),
         bits=bits,
@@ -73,8 +72,8 @@ def settings(bits: int, group: int) -> dict[str, Any]:
     }
 
 
-def read(tensors: dict[str, Any], bits: int) -> Integers:
-    return Integers(**{name: tensors[name] for name in TENSORS}, bits=bits)
+def read(tensors: dict[str, Any], bits: int) -> GPTQMatrix:
+    return GPTQMatrix(**{name: tensors[name] for name in TENSORS}, bits=bits)
 
 
 def size(inputs: int, outputs: int, *, bits: int, group: int) -> int:

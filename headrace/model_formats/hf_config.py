@@ -9,6 +9,8 @@ from typing import Any
 
 from headrace.errors import UserError
 
+HFSettings = dict[str, Any]  # the settings of a config.json
+
 ACTIVATIONS = {"swiglu": "silu", "geglu": "gelu_pytorch_tanh", "reglu": "relu", "relu2": "relu2"}
 
 # What else config.json may say about a kind of scaling, and the only values we have of it.
@@ -23,7 +25,7 @@ BOUNDS: dict[str, dict[str, Any]] = {
 def write(cfg: Any, sequence: int) -> dict[str, Any]:
     """Their settings for a model section of ours that was trained on `sequence` tokens at a time."""
     scaled = cfg.rope_scaling in ("yarn", "llama3")
-    length = max(sequence, round(cfg.rope_factor * cfg.rope_original)) if scaled else sequence
+    length = max(sequence, round(cfg.rope_factor * cfg.rope_original_length)) if scaled else sequence
     return {
         "vocab_size": cfg.vocab,
         "hidden_size": cfg.embed,
@@ -35,7 +37,7 @@ def write(cfg: Any, sequence: int) -> dict[str, Any]:
         "hidden_act": ACTIVATIONS[cfg.activation],
         "max_position_embeddings": length,
         "rms_norm_eps": cfg.norm_eps,
-        "tie_word_embeddings": cfg.tied,
+        "tie_word_embeddings": cfg.tie_embeddings,
         "attention_bias": False,
         "mlp_bias": False,
     } | write_rope(cfg)
@@ -52,7 +54,7 @@ def write_rope(cfg: Any) -> dict[str, Any]:
         return {"rope_theta": theta, "rope_scaling": None, "rope_parameters": default}
     scaling = {"rope_type": kind, "factor": cfg.rope_factor}
     if kind != "linear":
-        scaling["original_max_position_embeddings"] = cfg.rope_original
+        scaling["original_max_position_embeddings"] = cfg.rope_original_length
     if kind == "llama3":
         scaling |= BOUNDS[kind]
     both = {"rope_scaling": scaling, "rope_parameters": scaling | {"rope_theta": theta}}
@@ -62,18 +64,18 @@ def write_rope(cfg: Any) -> dict[str, Any]:
 def read(settings: dict[str, Any], config: type, **own: Any) -> dict[str, Any]:
     """The recipe's model section for their settings and the family's `own` keys. `config` is the family's
     Config; UserError where the settings say what it cannot be."""
-    heads, embed = whole(settings, "num_attention_heads"), whole(settings, "hidden_size")
+    heads, embed = get_int(settings, "num_attention_heads"), get_int(settings, "hidden_size")
     found = {
-        "vocab": whole(settings, "vocab_size"),
-        "layers": whole(settings, "num_hidden_layers"),
+        "vocab": get_int(settings, "vocab_size"),
+        "layers": get_int(settings, "num_hidden_layers"),
         "embed": embed,
         "heads": heads,
-        "kv_heads": whole(settings, "num_key_value_heads", heads),
-        "head_dim": whole(settings, "head_dim", embed // heads),
-        "mlp": whole(settings, "intermediate_size"),
+        "kv_heads": get_int(settings, "num_key_value_heads", heads),
+        "head_dim": get_int(settings, "head_dim", embed // heads),
+        "mlp": get_int(settings, "intermediate_size"),
         "norm_eps": number(settings, "rms_norm_eps", 1e-6),
         "activation": read_activation(settings),
-        "tied": truth(settings, "tie_word_embeddings"),
+        "tie_embeddings": get_bool(settings, "tie_word_embeddings"),
     }
     return section(found | read_rope(settings) | own, settings, config)
 
@@ -98,9 +100,11 @@ def section(found: dict[str, Any], settings: dict[str, Any], config: type) -> di
 
 def read_activation(settings: dict[str, Any]) -> str:
     by_name = {theirs: ours for ours, theirs in ACTIVATIONS.items()}
-    name = need(settings, "hidden_act")
+    name = require(settings, "hidden_act")
     if not isinstance(name, str) or name not in by_name:
-        raise UserError(f"config.json: hidden_act: found {shown(name)}, expected one of {', '.join(by_name)}")
+        raise UserError(
+            f"config.json: hidden_act: found {short_value(name)}, expected one of {', '.join(by_name)}"
+        )
     return by_name[name]
 
 
@@ -108,12 +112,14 @@ def read_rope(settings: dict[str, Any]) -> dict[str, Any]:
     """Both spellings: `rope_parameters` (transformers 5) and `rope_theta` with `rope_scaling` (4)."""
     rope = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
     if not isinstance(rope, dict):
-        raise UserError(f"config.json: rope_scaling: found {shown(rope)}, expected values in braces")
+        raise UserError(f"config.json: rope_scaling: found {short_value(rope)}, expected values in braces")
     kind = rope.get("rope_type") or rope.get("type") or "default"
     theta = number(rope, "rope_theta", number(settings, "rope_theta", 10_000.0))
     out: dict[str, Any] = {"rope_theta": theta}
     if not isinstance(kind, str) or kind not in BOUNDS:
-        raise UserError(f"config.json: rope_type: found {shown(kind)}, expected one of {', '.join(BOUNDS)}")
+        raise UserError(
+            f"config.json: rope_type: found {short_value(kind)}, expected one of {', '.join(BOUNDS)}"
+        )
     known = {"rope_type": ..., "type": ..., "rope_theta": ..., "partial_rotary_factor": 1.0} | BOUNDS[kind]
     if kind != "default":
         factor = number(rope, "factor")
@@ -121,15 +127,15 @@ def read_rope(settings: dict[str, Any]) -> dict[str, Any]:
         known |= {"factor": ..., "original_max_position_embeddings": ...}
         if kind != "linear":  # which is the same whatever the context was
             name = "original_max_position_embeddings"
-            length = rope.get(name) or need(settings, "max_position_embeddings")
-            out["rope_original"] = whole({name: length}, name)
+            length = rope.get(name) or require(settings, "max_position_embeddings")
+            out["rope_original_length"] = get_int({name: length}, name)
         if kind == "yarn":
             known["attention_factor"] = 0.1 * math.log(max(factor, 1.0)) + 1.0
     for name, value in rope.items():
         usual = known.get(name)
         if usual is not ... and value is not None and value != usual:
             said = f"only {usual}" if name in known else f"no {kind} scaling with it"
-            raise UserError(f"config.json: rope: {name}: found {shown(value)}, {said} can be imported")
+            raise UserError(f"config.json: rope: {name}: found {short_value(value)}, {said} can be imported")
     return out
 
 
@@ -143,7 +149,7 @@ def write_kinds(cfg: Any, sees_all: Callable[[int, int], bool]) -> dict[str, Any
 
 def read_kinds(settings: dict[str, Any], usual: int, sees_all: Callable[[int, int], bool]) -> int:
     """Our `global_every`. `usual` is what it is where nothing is said."""
-    kinds, layers = settings.get("layer_types"), whole(settings, "num_hidden_layers")
+    kinds, layers = settings.get("layer_types"), get_int(settings, "num_hidden_layers")
     if kinds is None:
         return usual
     is_complete = isinstance(kinds, list) and len(kinds) == layers
@@ -151,13 +157,13 @@ def read_kinds(settings: dict[str, Any], usual: int, sees_all: Callable[[int, in
         if kinds == [KINDS[sees_all(layer, every)] for layer in range(layers)]:
             return every
     raise UserError(
-        f"config.json: layer_types: found {shown(kinds)}, expected {KINDS[True]} at every n-th layer"
+        f"config.json: layer_types: found {short_value(kinds)}, expected {KINDS[True]} at every n-th layer"
     )
 
 
 def write_two_ropes(cfg: Any) -> dict[str, Any]:
     """Positions where the layers with a window have a base of their own."""
-    whole_text, local = write_rope(cfg), {"rope_type": "default", "rope_theta": cfg.local_theta}
+    whole_text, local = write_rope(cfg), {"rope_type": "default", "rope_theta": cfg.rope_local_theta}
     both = {KINDS[True]: whole_text["rope_parameters"], KINDS[False]: local}
     return whole_text | {"rope_parameters": both}
 
@@ -171,7 +177,7 @@ def read_two_ropes(settings: dict[str, Any], **usual: float) -> tuple[dict[str, 
     found = both if nested else {KINDS[True]: settings.get("rope_scaling") or both}
     ropes = [(found or {}).get(KINDS[sees_all]) or {} for sees_all in (True, False)]
     if not all(isinstance(rope, dict) for rope in ropes):
-        raise UserError(f"config.json: rope_parameters: found {shown(both)}, expected values in braces")
+        raise UserError(f"config.json: rope_parameters: found {short_value(both)}, expected values in braces")
     far, near = (base | rope for base, rope in zip(bases, ropes, strict=True))
     local = read_rope({"rope_parameters": near})
     if "rope_scaling" in local:
@@ -183,7 +189,7 @@ def read_two_ropes(settings: dict[str, Any], **usual: float) -> tuple[dict[str, 
 def refuse_extras(settings: dict[str, Any]) -> None:
     """Settings that change what a model computes, and of which our models have only the usual value."""
     for name in ("attention_bias", "mlp_bias"):
-        if truth(settings, name):
+        if get_bool(settings, name):
             raise UserError(f"config.json: {name}: found true, but weights with biases cannot be imported")
     windows = "sliding_attention" in str(settings.get("layer_types"))
     if windows or settings.get("use_sliding_window"):
@@ -194,38 +200,40 @@ def refuse_extras(settings: dict[str, Any]) -> None:
         raise UserError("config.json: quantization_config: quantised weights cannot be imported")
 
 
-def need(settings: dict[str, Any], name: str) -> Any:
+def require(settings: dict[str, Any], name: str) -> Any:
     if settings.get(name) is None:
         raise UserError(f"config.json: {name}: found nothing, and there is no model without it")
     return settings[name]
 
 
-def whole(settings: dict[str, Any], name: str, usual: int | None = None) -> int:
+def get_int(settings: dict[str, Any], name: str, usual: int | None = None) -> int:
     """A size. Null, and the 0 that some write for it, mean the usual where there is one."""
     if usual is not None and settings.get(name) in (None, 0):
         return usual
-    value = need(settings, name)
+    value = require(settings, name)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise UserError(f"config.json: {name}: found {shown(value)}, expected a whole number of 1 or more")
+        raise UserError(
+            f"config.json: {name}: found {short_value(value)}, expected a whole number of 1 or more"
+        )
     return value
 
 
 def number(settings: dict[str, Any], name: str, usual: float | None = None) -> float:
     if usual is not None and settings.get(name) is None:
         return usual
-    value = need(settings, name)
+    value = require(settings, name)
     if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
-        raise UserError(f"config.json: {name}: found {shown(value)}, expected a number")
+        raise UserError(f"config.json: {name}: found {short_value(value)}, expected a number")
     return float(value)
 
 
-def truth(settings: dict[str, Any], name: str) -> bool:
+def get_bool(settings: dict[str, Any], name: str) -> bool:
     value = settings.get(name)
     if not isinstance(value, bool | None):
-        raise UserError(f"config.json: {name}: found {shown(value)}, expected true or false")
+        raise UserError(f"config.json: {name}: found {short_value(value)}, expected true or false")
     return bool(value)
 
 
-def shown(value: Any) -> str:
+def short_value(value: Any) -> str:
     """As it stands in the file, in few characters."""
     return json.dumps(value)[:60]

@@ -5,16 +5,16 @@ import math
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from headrace.nn import module
 from headrace.errors import UserError
-from headrace.model_formats import hf_ternary as ternary
+from headrace.model_formats import hf_ternary
+from headrace.nn import module
 
 TIED = ("lm_head.weight", "decoder.weight")  # often stored beside the embedding that they equal
 
@@ -24,36 +24,42 @@ TIED = ("lm_head.weight", "decoder.weight")  # often stored beside the embedding
 Table = dict[str, tuple[str, str]]
 
 
-def table_of(family: Any, cfg: Any) -> Table:
-    """A family's table; its `HF` is a function where names depend on settings."""
-    return family.HF(cfg) if callable(family.HF) else family.HF
+class TensorFamily(Protocol):
+    """What naming tensors needs of a model family (`models.Family`)."""
+
+    @property
+    def Model(self) -> module.ModelClass: ...
+
+    def tensor_table(self, cfg: Any) -> Table: ...
 
 
 def to_tensors(table: Table, params: Any, dtype: str) -> Iterator[tuple[str, np.ndarray]]:
     """Their names and tensors, one stacked weight in memory at a time, or those that are one tensor there."""
-    weights = [(*part_of(table[path][0]), table[path][1], leaf) for path, leaf in module.named(params)]
+    weights = [
+        (*split_spec(table[path][0]), table[path][1], leaf) for path, leaf in module.named_leaves(params)
+    ]
     for theirs in dict.fromkeys(name for name, *_ in weights):
         same = [(part, pattern, leaf) for name, part, _, pattern, leaf in weights if name == theirs]
         parts = sorted(same, key=lambda one: one[0])
         arrays = [np.asarray(jax.device_get(leaf.astype(jnp.dtype(dtype)))) for *_, leaf in parts]
         for place in np.ndindex(arrays[0].shape[: theirs.count("{")]):
-            made = [theirs_of(array[place], part[1]) for array, part in zip(arrays, parts, strict=True)]
+            made = [to_hf_layout(array[place], part[1]) for array, part in zip(arrays, parts, strict=True)]
             whole = np.concatenate(made) if made[1:] else made[0]  # a number alone has no axis to join
-            yield in_place(theirs, place), np.asarray(whole, order="C")
+            yield layer_name(theirs, place), np.asarray(whole, order="C")
 
 
-def theirs_of(array: np.ndarray, pattern: str) -> np.ndarray:
+def to_hf_layout(array: np.ndarray, pattern: str) -> np.ndarray:
     left, right = pattern.split(" -> ")
     return rearrange(array, f"{right} -> {left}", dict(zip(right.split(), array.shape, strict=True)))
 
 
-def part_of(theirs: str) -> tuple[str, int, int]:
+def split_spec(theirs: str) -> tuple[str, int, int]:
     """A name of the table without its part, which part it is and of how many."""
     found = re.fullmatch(r"(.*)\[(\d+)/(\d+)\]", theirs)
     return (found[1], int(found[2]), int(found[3])) if found else (theirs, 0, 1)
 
 
-def in_place(theirs: str, place: Iterable[int]) -> str:
+def layer_name(theirs: str, place: Iterable[int]) -> str:
     """The name for a layer, and an expert where there is one."""
     numbers = iter(place)
     return re.sub(r"{(\+\d+)?}", lambda found: str(next(numbers) + int(found[1] or 0)), theirs)
@@ -107,15 +113,15 @@ class Tensors:
 
     def weight(self, theirs: str, pattern: str, shape: tuple[int, ...]) -> np.ndarray:
         """A weight of ours, all layers of it, by what the table says of it."""
-        name, *part = part_of(theirs)
+        name, *part = split_spec(theirs)
         lead = name.count("{")
         stack, shape_of_one = shape[:lead], shape[lead:]
         # The last of them before there is room for all: config.json may tell of sizes that no memory has.
-        last = self.read(in_place(name, [size - 1 for size in stack]), pattern, shape_of_one, *part)
+        last = self.read(layer_name(name, [size - 1 for size in stack]), pattern, shape_of_one, *part)
         array = np.empty(shape, np.float32)
         array[(-1,) * lead] = last
         for place in list(np.ndindex(stack))[:-1]:
-            array[place] = self.read(in_place(name, place), pattern, shape_of_one, *part)
+            array[place] = self.read(layer_name(name, place), pattern, shape_of_one, *part)
         return array
 
     def take(self, name: str) -> np.ndarray:
@@ -131,19 +137,19 @@ class Tensors:
     def unpack(self, name: str, tensor: np.ndarray) -> np.ndarray:
         if self.stored not in ("multiplies", "divides"):
             raise UserError(f"{self.folder}: {name} is packed, and its config.json does not say how")
-        scales = self.take(ternary.scale_name(name))
+        scales = self.take(hf_ternary.scale_name(name))
         if scales.size != 1:
             raise UserError(
-                f"{self.folder}: {ternary.scale_name(name)} is of shape {scales.shape}, not one number"
+                f"{self.folder}: {hf_ternary.scale_name(name)} is of shape {scales.shape}, not one number"
             )
         scale = float(scales.reshape(()))
-        return ternary.unpacked(tensor, scale if self.stored == "multiplies" else 1 / scale)
+        return hf_ternary.unpacked(tensor, scale if self.stored == "multiplies" else 1 / scale)
 
     def pass_over(self, theirs: str) -> None:
         """A weight that nobody asks for is no tensor too many."""
-        parts = re.split(r"{(?:\+\d+)?}", part_of(theirs)[0])
+        parts = re.split(r"{(?:\+\d+)?}", split_spec(theirs)[0])
         name = r"\d+".join(map(re.escape, parts))
-        like = re.compile(f"{name}|{ternary.scale_name(name)}")
+        like = re.compile(f"{name}|{hf_ternary.scale_name(name)}")
         self.unread = {name for name in self.unread if not like.fullmatch(name)}
 
     def check_all_read(self) -> None:

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from headrace.nn import module
 from headrace.errors import UserError
+from headrace.nn import module
 
 METHOD = {"quant_method": "bitnet", "linear_class": "autobitlinear"}
 ONLINE = METHOD | {"quantization_mode": "online"}
@@ -47,14 +47,14 @@ def stored(settings: dict[str, Any]) -> str | None:
 
 
 def round_weight(w: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """-1, 0 and 1, and the scale, as products/ternary.py has them."""
+    """-1, 0 and 1, and the scale, as low_precision/ternary.py has them."""
     scale = np.maximum(np.abs(w).mean(dtype=np.float32), np.float32(1e-5))
     return np.clip(np.round(w / scale), -1, 1).astype(np.int8), scale
 
 
 def matrices(table: dict[str, tuple[str, str]], axes: Any, layers: int) -> set[str]:
     """Their names of the matrices that are ternary: those of the layers."""
-    ours = [path for path, one in module.named(axes) if one.is_hidden_matrix]
+    ours = [path for path, one in module.named_leaves(axes) if one.is_hidden_matrix]
     return {table[path][0].format(number) for path in ours for number in range(layers)}
 
 

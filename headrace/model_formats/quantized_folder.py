@@ -12,20 +12,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from headrace.nn import module
-from headrace.model_formats import gptq as integers, vptq as vectors
-from headrace.model_formats.gptq import Integers
-from headrace.model_formats.vptq import Vectors
 from headrace.errors import UserError
-from headrace.model_formats.hf_tensors import Table, Tensors, in_place, part_of, rearrange, table_of
-from headrace.nn.module import Array
+from headrace.model_formats import gptq, vptq
+from headrace.model_formats.gptq import GPTQMatrix
+from headrace.model_formats.hf_tensors import Table, TensorFamily, Tensors, layer_name, rearrange, split_spec
+from headrace.model_formats.vptq import VPTQMatrix
+from headrace.nn import module
 from headrace.nn.linear import project
+from headrace.nn.module import Array
 
-READ: dict[str, Any] = {"gptq": integers, "vptq": vectors}
+READ: dict[str, Any] = {"gptq": gptq, "vptq": vptq}
 
 
 @dataclass(frozen=True)
-class Place:
+class SubMatrix:
     """Which of the equal parts of a matrix of theirs a weight of ours is, and how its axes lie there."""
 
     pattern: str
@@ -36,22 +36,22 @@ class Place:
 
 @partial(jax.tree_util.register_dataclass, data_fields=["stored"], meta_fields=["place"])
 @dataclass(frozen=True)
-class Part:
+class QuantizedWeight:
     """A weight that is made whole where it meets an activation."""
 
-    stored: Integers | Vectors
-    place: Place
+    stored: GPTQMatrix | VPTQMatrix
+    place: SubMatrix
 
-    def whole(self) -> Array:
+    def to_dense(self) -> Array:
         place = self.place
-        own = jnp.split(self.stored.whole(), place.parts)[place.part]
+        own = jnp.split(self.stored.to_dense(), place.parts)[place.part]
         sizes = dict(zip(place.pattern.split(" -> ")[1].split(), place.shape, strict=True))
         return rearrange(own, place.pattern, sizes)  # type: ignore[arg-type,return-value]
 
 
 @project.register
-def _(w: Part, x: Array, spec: str) -> Array:
-    return project(w.whole().astype(x.dtype), x, spec)
+def _(w: QuantizedWeight, x: Array, spec: str) -> Array:
+    return project(w.to_dense().astype(x.dtype), x, spec)
 
 
 @dataclass(frozen=True)
@@ -60,31 +60,35 @@ class Linear:
 
     name: str
     paths: tuple[str, ...]
-    places: tuple[Place, ...]
+    places: tuple[SubMatrix, ...]
     inputs: int
     outputs: int
 
-    def parts(self, stored: Any) -> dict[str, Part]:
+    def parts(self, stored: Any) -> dict[str, QuantizedWeight]:
         """Our weights, of what is stored."""
-        return {path: Part(stored, place) for path, place in zip(self.paths, self.places, strict=True)}
+        return {
+            path: QuantizedWeight(stored, place) for path, place in zip(self.paths, self.places, strict=True)
+        }
 
 
-def linears(family: Any, cfg: Any) -> list[Linear]:
+def linears(family: TensorFamily, cfg: Any) -> list[Linear]:
     """The matrices of the layers that are linear layers there: [outputs inputs], one for each layer."""
-    table: Table = table_of(family, cfg)
-    axes, shapes = (dict(module.named(of(family.Model, cfg))) for of in (module.axes, module.shapes))
-    found: dict[str, list[tuple[int, str, Place]]] = {}
+    table: Table = family.tensor_table(cfg)
+    axes, shapes = (dict(module.named_leaves(of(family.Model, cfg))) for of in (module.axes, module.shapes))
+    found: dict[str, list[tuple[int, str, SubMatrix]]] = {}
     for path, its in axes.items():
-        theirs, part, parts = part_of(table[path][0]) if path in table else ("", 0, 1)
-        if not (its.is_hidden_matrix and its.stacked == 1 and not its.exact and theirs.endswith(".weight")):
+        theirs, part, parts = split_spec(table[path][0]) if path in table else ("", 0, 1)
+        if not (
+            its.is_hidden_matrix and its.stacked == 1 and not its.keep_float32 and theirs.endswith(".weight")
+        ):
             continue
-        place = Place(table[path][1], shapes[path].shape[1:], part, parts)
-        if theirs.count("{") == 1 and _is_linear(place, its.inputs):
+        place = SubMatrix(table[path][1], shapes[path].shape[1:], part, parts)
+        if theirs.count("{") == 1 and _is_linear(place, its.num_input_axes):
             found.setdefault(theirs.removesuffix(".weight"), []).append((part, path, place))
     made = []
     for name, ours in found.items():
         ours.sort(key=lambda one: one[0])
-        inputs = int(np.prod(ours[0][2].shape[: axes[ours[0][1]].inputs]))
+        inputs = int(np.prod(ours[0][2].shape[: axes[ours[0][1]].num_input_axes]))
         outputs = sum(int(np.prod(place.shape)) for *_, place in ours) // inputs
         made.append(
             Linear(
@@ -94,7 +98,7 @@ def linears(family: Any, cfg: Any) -> list[Linear]:
     return made
 
 
-def _is_linear(place: Place, inputs: int) -> bool:
+def _is_linear(place: SubMatrix, inputs: int) -> bool:
     """Whether their tensor is [outputs inputs], ours having inputs first."""
     theirs, ours = place.pattern.split(" -> ")
     names = ours.split()
@@ -107,7 +111,7 @@ def with_stacks(params: Any, found: Sequence[Linear], stacks: dict[str, Any]) ->
     parts: dict[str, Any] = {}
     for one in found:
         parts |= one.parts(stacks[one.name])
-    return jax.tree_util.tree_map_with_path(lambda path, w: parts.get(module.dotted(path), w), params)
+    return jax.tree_util.tree_map_with_path(lambda path, w: parts.get(module.path_name(path), w), params)
 
 
 def with_layer(params: Any, found: Sequence[Linear], made: dict[str, Any]) -> Any:
@@ -115,7 +119,7 @@ def with_layer(params: Any, found: Sequence[Linear], made: dict[str, Any]) -> An
     return with_stacks(params, found, jax.tree.map(lambda x: jnp.asarray(x)[None], made))
 
 
-def settings_of(folder: str | Path) -> dict[str, Any] | None:
+def read_quant_config(folder: str | Path) -> dict[str, Any] | None:
     """What config.json says of how a folder is quantised, or None if it is not one of these."""
     path = Path(folder) / "config.json"
     if not path.is_file() or not (Path(folder) / "recipe.yaml").is_file():
@@ -131,21 +135,21 @@ def settings_of(folder: str | Path) -> dict[str, Any] | None:
     return settings
 
 
-def read(folder: str | Path, family: Any, cfg: Any) -> Any:
+def read(folder: str | Path, family: TensorFamily, cfg: Any) -> Any:
     """The weights of a quantised folder: those of its matrices as they are stored, in host memory."""
-    settings = settings_of(folder)
+    settings = read_quant_config(folder)
     assert settings is not None
-    tensors, table = Tensors(Path(folder)), table_of(family, cfg)
-    packed: dict[str, Part] = {}
+    tensors, table = Tensors(Path(folder)), family.tensor_table(cfg)
+    packed: dict[str, QuantizedWeight] = {}
     take = lambda name: tensors.take(name) if name in tensors.places else None
     for one in linears(family, cfg):
-        layers = [load(settings, in_place(one.name, (number,)), take) for number in range(cfg.layers)]
+        layers = [load(settings, layer_name(one.name, (number,)), take) for number in range(cfg.layers)]
         packed |= one.parts(jax.tree.map(lambda *each: np.stack(each), *layers))
 
     def leaf(path: Any, wanted: Any) -> Any:
-        if module.dotted(path) in packed:
-            return packed[module.dotted(path)]
-        return tensors.weight(*table[module.dotted(path)], wanted.shape)
+        if module.path_name(path) in packed:
+            return packed[module.path_name(path)]
+        return tensors.weight(*table[module.path_name(path)], wanted.shape)
 
     params = jax.tree_util.tree_map_with_path(leaf, module.shapes(family.Model, cfg))
     tensors.check_all_read()
@@ -157,12 +161,12 @@ def load(settings: dict[str, Any], name: str, take: Callable[[str], np.ndarray |
     names = READ[settings["quant_method"]].TENSORS.values()
     found = {theirs: tensor for theirs in names if (tensor := take(f"{name}.{theirs}")) is not None}
     if settings["quant_method"] == "gptq":
-        return integers.read(found, settings["bits"])
-    return vectors.read(found, vectors.read_sizes(settings["config_for_layers"][name]))
+        return gptq.read(found, settings["bits"])
+    return vptq.read(found, vptq.read_sizes(settings["config_for_layers"][name]))
 
 
 def tensors_of(name: str, stored: Any) -> dict[str, np.ndarray]:
     """A matrix of one layer under their names."""
-    names = (integers if isinstance(stored, Integers) else vectors).TENSORS
+    names = (gptq if isinstance(stored, GPTQMatrix) else vptq).TENSORS
     values = {theirs: getattr(stored, ours) for ours, theirs in names.items()}
     return {f"{name}.{theirs}": np.asarray(value) for theirs, value in values.items() if value is not None}

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from headrace.low_precision import bitpack as packing
+from headrace.low_precision import bitpack
 
 Array = jax.Array
 
@@ -25,7 +25,7 @@ TENSORS = {
 
 
 @dataclass(frozen=True)
-class Sizes:
+class VPTQShape:
     """`index` bits of an index are of the codebook, `residual` of the one for what that leaves."""
 
     inputs: int
@@ -42,7 +42,7 @@ class Sizes:
         """Of a file that such a matrix takes: indices, in whole words for each row of vectors, codebooks of
         16 bits, and the order of the inputs."""
         rows = -(-self.outputs // self.vector)
-        words = packing.words(self.inputs - self.outliers, self.index + self.residual)
+        words = bitpack.words(self.inputs - self.outliers, self.index + self.residual)
         total = 32 * rows * words + 16 * self.vector * 2**self.index + 16 * self.inputs
         total += 16 * self.vector * 2**self.residual if self.residual else 0
         if self.outliers:
@@ -53,7 +53,7 @@ class Sizes:
 
 @partial(jax.tree_util.register_dataclass, data_fields=list(TENSORS), meta_fields=["sizes"])
 @dataclass(frozen=True)
-class Vectors:
+class VPTQMatrix:
     """`indices` are [1, vectors of an input, words], packed along the inputs; what is not there is None."""
 
     indices: Array
@@ -62,13 +62,13 @@ class Vectors:
     outlier_indices: Array | None
     outlier_centroids: Array | None
     order: Array
-    sizes: Sizes
+    sizes: VPTQShape
 
-    def whole(self) -> Array:
+    def to_dense(self) -> Array:
         """The matrix as files of Hugging Face have it, [outputs inputs], in float32."""
         sizes = self.sizes
         words = jax.lax.bitcast_convert_type(self.indices[0], jnp.uint32)
-        both = packing.unpack(words, sizes.index + sizes.residual, sizes.inputs - sizes.outliers)
+        both = bitpack.unpack(words, sizes.index + sizes.residual, sizes.inputs - sizes.outliers)
         made = _gathered(self.centroids, both & jnp.uint32(2**sizes.index - 1), sizes.vector)
         if self.residual is not None:
             made = made + _gathered(self.residual, both >> jnp.uint32(sizes.index), sizes.vector)
@@ -92,16 +92,16 @@ def store(
     codebooks: list[Array],
     outlier: tuple[Array, Array] | None,
     order: Array,
-    sizes: Sizes,
-) -> Vectors:
+    sizes: VPTQShape,
+) -> VPTQMatrix:
     """Of indices [inputs, vectors of an input] into the codebook, and into that of what it leaves if there is
     one; and the outliers' indices and codebook."""
     both = indices[0].astype(jnp.uint32)
     for more in indices[1:]:
         both = both | more.astype(jnp.uint32) << jnp.uint32(sizes.index)
     halves = [book.astype(jnp.float16).reshape(1, -1) for book in codebooks]
-    return Vectors(
-        indices=jax.lax.bitcast_convert_type(packing.pack(both.T, sizes.index + sizes.residual), jnp.int32)[
+    return VPTQMatrix(
+        indices=jax.lax.bitcast_convert_type(bitpack.pack(both.T, sizes.index + sizes.residual), jnp.int32)[
             None
         ],
         centroids=halves[0],
@@ -113,7 +113,7 @@ def store(
     )
 
 
-def settings(layers: dict[str, Sizes]) -> dict[str, Any]:
+def settings(layers: dict[str, VPTQShape]) -> dict[str, Any]:
     """What config.json says of it, by the names of linear layers."""
     return {
         "quant_method": "vptq",
@@ -121,7 +121,7 @@ def settings(layers: dict[str, Sizes]) -> dict[str, Any]:
     }
 
 
-def _layer(sizes: Sizes) -> dict[str, Any]:
+def _layer(sizes: VPTQShape) -> dict[str, Any]:
     none = -1
     return {
         "bias": False,  # unless the model has one
@@ -140,10 +140,10 @@ def _layer(sizes: Sizes) -> dict[str, Any]:
     }
 
 
-def read_sizes(layer: dict[str, Any]) -> Sizes:
+def read_sizes(layer: dict[str, Any]) -> VPTQShape:
     index = lambda count: max(int(count), 1).bit_length() - 1
     outliers = int(layer["outlier_size"])
-    return Sizes(
+    return VPTQShape(
         inputs=layer["in_features"],
         outputs=layer["out_features"],
         vector=layer["vector_lens"][1],
@@ -155,8 +155,8 @@ def read_sizes(layer: dict[str, Any]) -> Sizes:
     )
 
 
-def read(tensors: dict[str, Any], sizes: Sizes) -> Vectors:
-    return Vectors(**{name: tensors.get(theirs) for name, theirs in TENSORS.items()}, sizes=sizes)  # type: ignore[arg-type]
+def read(tensors: dict[str, Any], sizes: VPTQShape) -> VPTQMatrix:
+    return VPTQMatrix(**{name: tensors.get(theirs) for name, theirs in TENSORS.items()}, sizes=sizes)  # type: ignore[arg-type]
 
 
 def _int16(numbers: Array) -> Array:

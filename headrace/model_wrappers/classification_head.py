@@ -1,231 +1,228 @@
-"""A head that tells the label of a text, or of each of its words, in the place of the one that tells tokens.
-For any family; where transformers has such a head for it, the family's file says how (`CLASSES`)."""
+"""A head that predicts the label of a text, or of each of its tokens, in place of the one for tokens.
+
+It works for any family. `HF_CLASSIFIER` in a family's file says which classes of transformers have such a
+head for it (model_formats/hf_heads.py)."""
 
 import dataclasses
 import fnmatch
 import functools
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 
-from headrace.nn import sharding as mesh
+from headrace.config.sections import TrainRecipe
+from headrace.config.wrappers import ClassifierKeys, Pooling
 from headrace.data.memory_map import open_folder
 from headrace.errors import UserError
-from headrace.nn.stack import Execution
-from headrace.model_formats import hf_config as config_json
-from headrace.nn.bias import biased
-from headrace.nn.module import Array, module, weight, zeros
+from headrace.model_formats import hf_config
+from headrace.model_formats.hf_config import HFSettings
+from headrace.model_formats.hf_heads import EACH_TOKEN, HeadLayout, default_layout
+from headrace.model_formats.hf_tensors import Table
+from headrace.models import Family, HFNaming, ModelConfig
+from headrace.nn import sharding
+from headrace.nn.bias import add_bias
 from headrace.nn.linear import project
+from headrace.nn.module import Array, module, weight, zeros
+from headrace.nn.stack import Execution
 
-FILE = "labels.json"  # the names of labels, in a run folder
-OWN = ("w_pool", "b_pool", "w_classes", "b_classes")  # the weights of such a head
-WORDS = "each"  # the pooling where every word has a label
-
-
-@dataclass(frozen=True)
-class Head:
-    """One of transformers' classes. `table` has its tensors by our names; a head that has `w_pool` takes the
-    pooled state through it. `pooled` are the ways to pool it has, by our names, in its words."""
-
-    architecture: str
-    table: dict[str, tuple[str, str]]
-    pooled: dict[str, str]
+LABELS_FILE = "labels.json"  # the names of labels, in a run folder
+HEAD_WEIGHTS = ("w_pool", "b_pool", "w_classes", "b_classes")
 
 
-@dataclass(frozen=True)
-class Layout:
-    """How a family is with a head for labels. `drops` are weights that tell tokens and nothing else.
-    `keeps_head` says that the states go through the model's own `head` first. `setting` is what config.json
-    calls the pooling."""
-
-    texts: Head
-    words: Head
-    drops: tuple[str, ...] = ()
-    keeps_head: bool = False
-    setting: str | None = None
-
-    def head(self, cfg: Any) -> Head:
-        return self.words if pooling_of(cfg) == WORDS else self.texts
+def has_labels(cfg: ModelConfig) -> bool:
+    """Whether the model predicts labels."""
+    return cfg.labels > 0
 
 
-def refuse(cfg: Any, otherwise: str) -> None:
-    """For what takes models that continue text: whatever a classifier would say there is nonsense."""
-    if cfg.objective.use == "classify":
+def refuse_classifier(recipe: TrainRecipe, hint: str) -> None:
+    """Raise UserError with a hint if the recipe's model predicts labels, since it cannot continue text."""
+    if recipe.objective.use == "classify":
         raise UserError(
-            f"objective.use: {cfg.run} was trained by classify, so that it tells labels and cannot continue "
-            f"text; {otherwise}"
+            f"objective.use: {recipe.run_dir} was trained by classify: it predicts labels and cannot "
+            f"continue text; {hint}"
         )
 
 
-def dense(name: str, theirs: str, bias: bool = True) -> dict[str, tuple[str, str]]:
-    """The tensors of a linear layer: `classes` or `pool`."""
-    pattern = "c d -> d c" if name == "classes" else "e d -> d e"
-    found = {f"w_{name}": (f"{theirs}.weight", pattern)}
-    return found | ({f"b_{name}": (f"{theirs}.bias", "c -> c")} if bias else {})
+def pooling_of(cfg: ModelConfig) -> str:
+    """The pooling with `auto` resolved: a decoder sees the whole text from its last token, an encoder from
+    its first."""
+    default = "last" if cfg.causal else "first"
+    pooling = "auto" if cfg.classifier is None else cfg.classifier.pooling
+    return default if pooling == "auto" else pooling
 
 
-def generic(name: str = "*") -> Layout:
-    """What most decoders have: a score of the last token, or of each. The star stands for what the class that
-    tells tokens is called."""
-    texts = Head(f"{name}ForSequenceClassification", dense("classes", "score", bias=False), {"last": ""})
-    words = Head(f"{name}ForTokenClassification", dense("classes", "score"), {WORDS: ""})
-    return Layout(texts, words, drops=("head", "w_head", "head_norm", "head_bias"))
-
-
-def has_labels(cfg: Any) -> bool:
-    return getattr(cfg, "labels", 0) > 0
-
-
-def pooling_of(cfg: Any) -> str:
-    """An encoder sees the whole text from its first token, a decoder from its last."""
-    usual = "last" if cfg.causal else "first"
-    return usual if cfg.pooling == "auto" else cfg.pooling
-
-
-def layout_of(found: Any) -> Layout:
-    """A family's, or one of our own for a family that transformers has no such class of."""
-    return getattr(found, "CLASSES", None) or generic()
+def layout_of(family: Family) -> HeadLayout:
+    """The layout of the family's head, or the default for a family that transformers has none for."""
+    return family.classifier or default_layout()
 
 
 @functools.cache
-def family(found: Any) -> Any:
-    """A model file whose model tells labels."""
-    layout = layout_of(found)
+def wrap(family: Family) -> Family:
+    """The family with a head for labels."""
+    layout = layout_of(family)
+    hf = None if family.hf is None else _hf_naming(family, family.hf, layout)
+    return dataclasses.replace(family, Model=make_classifier(family.Model, layout), hf=hf)
 
-    def table(cfg: Any) -> dict[str, tuple[str, str]]:
-        whole = found.HF(cfg) if callable(found.HF) else found.HF
-        return {name: its for name, its in whole.items() if name not in layout.drops} | layout.head(cfg).table
 
-    def to_hf(cfg: Any, sequence: int) -> dict[str, Any]:
-        head = layout.head(cfg)
-        if not getattr(found, "CLASSES", None):
-            raise UserError(f"transformers has no class that tells labels with a {cfg.use}")
-        said = head.pooled.get(pooling_of(cfg))
-        if said is None:
-            known = ", ".join(head.pooled)
+def _hf_naming(family: Family, plain: HFNaming, layout: HeadLayout) -> HFNaming:
+    def tensors(cfg: ModelConfig) -> Table:
+        table = {name: entry for name, entry in plain.tensors(cfg).items() if name not in layout.drops}
+        return table | layout.head(pooling_of(cfg)).table
+
+    def to_config(cfg: ModelConfig, sequence_length: int) -> HFSettings:
+        if family.classifier is None:
+            raise UserError(f"transformers has no class that predicts labels with a {cfg.use}")
+        head = layout.head(pooling_of(cfg))
+        hf_pooling = head.pooling.get(pooling_of(cfg))
+        if hf_pooling is None:
+            valid = ", ".join(head.pooling)
             raise UserError(
-                f"model.pooling: transformers has no {pooling_of(cfg)} for {cfg.use}, but {known}"
+                f"classifier.pooling: found {pooling_of(cfg)}, which transformers does not have for "
+                f"{cfg.use}; expected {valid}"
             )
-        word = {layout.setting: said} if layout.setting and said else {}
-        settings = found.to_hf(cfg, sequence)
-        kind = settings["architectures"][0].removesuffix("ForCausalLM")
-        return settings | {"architectures": [head.architecture.replace("*", kind)]} | word
+        settings = plain.to_config(cfg, sequence_length)
+        prefix = settings["architectures"][0].removesuffix("ForCausalLM")
+        settings |= {"architectures": [head.architecture.replace("*", prefix)]}
+        if layout.pooling_key and hf_pooling:
+            settings[layout.pooling_key] = hf_pooling
+        return settings
 
-    changed = dict(Model=labelled(found.Model, layout), HF=table, to_hf=to_hf)
-    return SimpleNamespace(**vars(found) | changed)
+    return dataclasses.replace(plain, tensors=tensors, to_config=to_config)
 
 
-def labelled(plain: Any, layout: Layout) -> Any:
-    """A family's model without what tells tokens, and with what tells labels."""
-    fields = {field.name: field.metadata for field in dataclasses.fields(plain) if field.name in layout.drops}
-    gone = {
-        name: dataclasses.field(metadata={**its, "when": lambda cfg: False}) for name, its in fields.items()
-    }
-    body: Any = module(type("Body", (plain,), {"__annotations__": dict.fromkeys(gone, Any), **gone}))
-    has = lambda name: lambda cfg: name in layout.head(cfg).table
+def make_classifier(plain: Any, layout: HeadLayout) -> type[Any]:
+    """Derive a model class without the weights that predict tokens, and with a head for labels."""
+    headless: Any = _without_fields(plain, layout.drops)
+    in_table = lambda name: lambda cfg: name in layout.head(pooling_of(cfg)).table
 
     @module
-    class Labelled(body):
-        w_pool: Array | None = weight("embed", "pool:embed", when=has("w_pool"))
-        b_pool: Array | None = weight("embed", init=zeros, inputs=0, when=has("b_pool"))
+    class Classifier(headless):
+        w_pool: Array | None = weight("embed", "pool:embed", when=in_table("w_pool"))
+        b_pool: Array | None = weight("embed", init=zeros, num_input_axes=0, when=in_table("b_pool"))
         w_classes: Array = weight("embed", "labels")
-        b_classes: Array | None = weight("labels", init=zeros, inputs=0, when=has("b_classes"))
+        b_classes: Array | None = weight("labels", init=zeros, num_input_axes=0, when=in_table("b_classes"))
 
-        def tell(
-            self, cfg: Any, tokens: Array, *, how: Execution, segments: Array, positions: Array
+        def predict_labels(
+            self, cfg: ModelConfig, tokens: Array, *, exec_opts: Execution, segments: Array, positions: Array
         ) -> Array:
-            """The logits of the labels [b s c], of a text at its first token."""
-            seen = [mesh.balance(rows) for rows in (tokens, segments, positions)]
-            states: Any = getattr(self, "states", self)
-            x = mesh.restore(states(cfg, seen[0], how=how, segments=seen[1], positions=seen[2]))
-            h = pooled(pooling_of(cfg), x, segments, positions)
-            if layout.keeps_head:
+            """Compute the logits of the labels [b s c]. A text's are those at its first token."""
+            x = _hidden_states(self, cfg, tokens, exec_opts, segments, positions)
+            h = pool(pooling_of(cfg), x, segments, positions)
+            if layout.applies_lm_head:
                 h = self.head(cfg, h)[..., : cfg.embed]
             if self.w_pool is not None:
-                h = biased(project(self.w_pool, h, "bsd,de->bse"), self.b_pool)
+                h = add_bias(project(self.w_pool, h, "bsd,de->bse"), self.b_pool)
                 h = jax.nn.gelu(h, approximate=False)
             logits = project(self.w_classes, h, "bsd,dc->bsc").astype(jnp.float32)
-            return logits if self.b_classes is None else biased(logits, self.b_classes)
+            return logits if self.b_classes is None else add_bias(logits, self.b_classes)
 
-    return Labelled
+    return Classifier
 
 
-def pooled(pooling: str, x: Array, segments: Array, positions: Array) -> Array:
-    """States [b s d] of which those at the first tokens of documents are the documents'."""
-    if pooling in ("first", WORDS):
+def _without_fields(plain: type[Any], names: Sequence[str]) -> type[Any]:
+    """Derive a module class in which these weights are None."""
+    fields = {field.name: field.metadata for field in dataclasses.fields(plain) if field.name in names}
+    absent = {
+        name: dataclasses.field(metadata={**metadata, "when": lambda cfg: False})
+        for name, metadata in fields.items()
+    }
+    return module(type("Body", (plain,), {"__annotations__": dict.fromkeys(absent, Any), **absent}))
+
+
+def _hidden_states(
+    model: Any, cfg: ModelConfig, tokens: Array, exec_opts: Execution, segments: Array, positions: Array
+) -> Array:
+    """The output of the last layer [b s d], with positions in the order of the text."""
+    tokens, segments, positions = (sharding.to_balanced_order(rows) for rows in (tokens, segments, positions))
+    return sharding.from_balanced_order(
+        body(model)(cfg, tokens, exec_opts=exec_opts, segments=segments, positions=positions)
+    )
+
+
+def body(model: Any) -> Callable[..., Array]:
+    """The function that runs a model without the head that some families apply to its output."""
+    return model.states if hasattr(model, "states") else model
+
+
+def pool(pooling: str, x: Array, segments: Array, positions: Array) -> Array:
+    """Pool states [b s d]: of the result, the state at each document's first token is the document's."""
+    if pooling in ("first", EACH_TOKEN):
         return x
     length = x.shape[1]
     if pooling == "last":
-        begins = jnp.concatenate([positions[:, 1:] == 0, jnp.ones_like(positions[:, :1], bool)], axis=1)
-        ends = jnp.where(begins, jnp.arange(length), length)
-        last = jax.lax.cummin(ends, axis=1, reverse=True)
+        is_last = jnp.concatenate([positions[:, 1:] == 0, jnp.ones_like(positions[:, :1], bool)], axis=1)
+        last_positions = jnp.where(is_last, jnp.arange(length), length)
+        last = jax.lax.cummin(last_positions, axis=1, reverse=True)
         return jnp.take_along_axis(x, last[..., None], axis=1)
     assert pooling == "mean", pooling
-    total = jax.vmap(lambda x, own: jax.ops.segment_sum(x, own, length + 1))
-    sums = total(x.astype(jnp.float32), segments)
-    sizes = total(jnp.ones((*segments.shape, 1), jnp.float32), segments)
+    sum_by_document = jax.vmap(lambda x, ids: jax.ops.segment_sum(x, ids, length + 1))
+    sums = sum_by_document(x.astype(jnp.float32), segments)
+    sizes = sum_by_document(jnp.ones((*segments.shape, 1), jnp.float32), segments)
     mean = (sums / jnp.maximum(sizes, 1.0)).astype(x.dtype)
     return jnp.take_along_axis(mean, segments[..., None], axis=1)
 
 
-def resolved(cfg: Any, labels: int, kind: str) -> Any:
-    """A model section with what the data says: how many labels there are, and whether words have them."""
+def with_label_count(cfg: ModelConfig, labels: int, kind: str) -> ModelConfig:
+    """Set the number of labels and the pooling from the data; `kind` says whether it labels texts or tokens.
+
+    Raises UserError if the config has other ones."""
     if cfg.labels not in (0, labels):
-        raise UserError(f"model.labels: found {cfg.labels}, and the data has {labels}; leave it out")
-    pooling = WORDS if cfg.pooling == "auto" and kind == "tokens" else pooling_of(cfg)
-    if (pooling == WORDS) != (kind == "tokens"):
-        what = "each word" if kind == "tokens" else "a whole text"
+        raise UserError(f"classifier.labels: found {cfg.labels}, and the data has {labels}; omit the key")
+    is_auto = cfg.classifier is None or cfg.classifier.pooling == "auto"
+    pooling = EACH_TOKEN if is_auto and kind == "tokens" else pooling_of(cfg)
+    if (pooling == EACH_TOKEN) != (kind == "tokens"):
+        labeled = "each token" if kind == "tokens" else "a text"
         raise UserError(
-            f"model.pooling: found {pooling}, and labels of this data are of {what}; leave it out"
+            f"classifier.pooling: found {pooling}, and this data has labels for {labeled}; omit the key"
         )
-    return dataclasses.replace(cfg, labels=labels, pooling=pooling)
+    return dataclasses.replace(cfg, classifier=ClassifierKeys(labels, cast(Pooling, pooling)))
 
 
-def keep_names(folder: Path, names: Sequence[str]) -> None:
-    """Beside the weights, by the number of each."""
-    (folder / FILE).write_text(json.dumps(list(names), ensure_ascii=False, indent=2) + "\n")
+def write_label_names(folder: Path, names: Sequence[str]) -> None:
+    """Write the names of labels, in the order of their numbers, to a run folder."""
+    (folder / LABELS_FILE).write_text(json.dumps(list(names), ensure_ascii=False, indent=2) + "\n")
 
 
-def names_of(run: str, labels: int) -> list[str]:
-    """Of the labels of a run, or as transformers calls labels without a name."""
+def read_label_names(run_dir: str, labels: int) -> list[str]:
+    """Read the names of a run's labels. Labels without names are called LABEL_0 etc., as in transformers."""
     try:
-        names = json.loads(bytes(open_folder(run).read(FILE)))
+        names = json.loads(bytes(open_folder(run_dir).read(LABELS_FILE)))
     except (FileNotFoundError, NotADirectoryError):
         names = []
     return [str(name) for name in names] if len(names) == labels else [f"LABEL_{n}" for n in range(labels)]
 
 
-def named(names: Sequence[str]) -> dict[str, Any]:
-    """What config.json says of them."""
+def to_hf_labels(names: Sequence[str]) -> HFSettings:
+    """The settings of config.json for labels of these names."""
     numbers = {name: number for number, name in enumerate(names)}
     return {"id2label": {str(number): name for name, number in numbers.items()}, "label2id": numbers}
 
 
-def names_in(settings: dict[str, Any]) -> list[str]:
-    """What a config.json calls its labels."""
-    found = settings.get("id2label")
-    found = found if isinstance(found, dict) else {}
-    return [str(found.get(str(number), found.get(number))) for number in range(len(found))]
+def from_hf_labels(settings: HFSettings) -> list[str]:
+    """The names of labels in a config.json."""
+    names = settings.get("id2label")
+    names = names if isinstance(names, dict) else {}
+    return [str(names.get(str(number), names.get(number))) for number in range(len(names))]
 
 
-def section(found: Any, settings: dict[str, Any]) -> dict[str, Any]:
-    """The keys of a model section that tell of a head for labels, for a config.json."""
-    layout, named = layout_of(found), settings.get("architectures")
-    name = str(named[0]) if isinstance(named, list) and named else ""
-    for head in (layout.texts, layout.words):
+def section_from_hf_config(family: Family, settings: HFSettings) -> ClassifierKeys | None:
+    """The `classifier` section for the head of a config.json; None if it predicts tokens."""
+    layout, architectures = layout_of(family), settings.get("architectures")
+    name = str(architectures[0]) if isinstance(architectures, list) and architectures else ""
+    for head in (layout.texts, layout.tokens):
         if fnmatch.fnmatchcase(name, head.architecture):
             names = settings.get("id2label")
-            count = len(names) if isinstance(names, dict) else config_json.whole(settings, "num_labels", 2)
-            said = settings.get(layout.setting or "", next(iter(head.pooled.values())))
-            ours = [our for our, theirs in head.pooled.items() if theirs in ("", said)]
-            if not ours:
-                known = ", ".join(head.pooled.values())
-                raise UserError(f"config.json: {layout.setting}: found {said!r}, expected one of {known}")
-            return {"labels": count, "pooling": ours[0]}
-    return {}
+            count = len(names) if isinstance(names, dict) else hf_config.get_int(settings, "num_labels", 2)
+            hf_pooling = settings.get(layout.pooling_key or "", next(iter(head.pooling.values())))
+            matching = [pooling for pooling, hf_name in head.pooling.items() if hf_name in ("", hf_pooling)]
+            if not matching:
+                valid = ", ".join(head.pooling.values())
+                raise UserError(
+                    f"config.json: {layout.pooling_key}: found {hf_pooling!r}, expected one of {valid}"
+                )
+            return ClassifierKeys(count, cast(Pooling, matching[0]))
+    return None

@@ -1,7 +1,9 @@
-"""Adapters: all weights are frozen, and beside each matrix of the layers two thin ones learn what is added to
-it (LoRA, arXiv 2106.09685), and with them the length of what an output's weights are together (DoRA, arXiv
-2402.09353). The frozen matrices may be held in few bits (QLoRA, compress/frozen.py). At first all is as it
-was; in the end it is merged, or handed over beside the model (export/adapter.py)."""
+"""LoRA: all weights are frozen, and two thin matrices per matrix of the layers learn what is added to it
+(arXiv 2106.09685). With DoRA the norm of each output's weights learns as well (arXiv 2402.09353). The frozen
+matrices may be stored in few bits (QLoRA, low_precision/nf4.py).
+
+The wrapped model starts with the output of the plain one. After training the adapters are merged into the
+matrices, or exported without them (convert/peft.py)."""
 
 import math
 from dataclasses import dataclass, replace
@@ -11,22 +13,23 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from headrace.config.wrappers import LoRAKeys
+from headrace.low_precision import nf4
+from headrace.low_precision.nf4 import NF4Weight
+from headrace.models import Family, ModelConfig
 from headrace.nn import module
-from headrace.low_precision import nf4 as frozen
-from headrace.low_precision.nf4 import Frozen
-from headrace.nn.module import Array, Axes
-from headrace.nn.split_matrix import Declared, can_be_held, thin
 from headrace.nn.linear import project
+from headrace.nn.module import Array, Axes, Initializer, PyTree
+from headrace.nn.split_matrix import MatrixSpec, init_down, is_wrappable
 
-PLAIN = dict(lora_rank=0, lora_alpha=None, lora_on=None, lora_dora=False, lora_bits=0)
-PRECISE = jax.lax.Precision.HIGHEST  # what is merged must be what was used
-RANK = "R"  # in einsums; other letters are those of docs/letters.md, which are small
+PRECISE = jax.lax.Precision.HIGHEST  # merged weights must equal those that training used
+RANK = "R"  # the rank's letter in einsums; docs/letters.md has the others, all lower-case
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """Of a matrix's adapter. The first `inputs` of its own axes are those that are summed over; what is added
-    is multiplied by `scale`."""
+class LoRAShape:
+    """The sizes of a matrix's adapter. `inputs` counts the matrix's own axes that a product sums over; the
+    product of the thin matrices is multiplied by `scale`."""
 
     inputs: int
     rank: int
@@ -39,129 +42,149 @@ class Sizes:
     meta_fields=["sizes"],
 )
 @dataclass(frozen=True)
-class Adapted:
-    """A weight that is frozen, `down` [inputs rank] times `up` [rank outputs] beside it, and with DoRA the
-    `magnitude` [outputs]."""
+class LoRAWeight:
+    """A frozen matrix `base` and its adapter: `down` [inputs rank] times `up` [rank outputs], and for DoRA
+    `magnitude` [outputs], else None."""
 
     base: Any
     down: Any
     up: Any
     magnitude: Any
-    sizes: Sizes
+    sizes: LoRAShape
 
-    def sum(self) -> Array:
-        """Of one layer: what is frozen and what is added, in float32."""
-        base = self.base.whole() if isinstance(self.base, Frozen) else self.base.astype(jnp.float32)
-        added = jnp.tensordot(self.down, self.up, axes=1, precision=PRECISE)
-        return base + self.sizes.scale * added.reshape(base.shape)
+    def base_plus_delta(self) -> Array:
+        """The sum of frozen matrix and adapter of one layer, in float32."""
+        base = self.base.to_dense() if isinstance(self.base, NF4Weight) else self.base.astype(jnp.float32)
+        delta = jnp.tensordot(self.down, self.up, axes=1, precision=PRECISE)
+        return base + self.sizes.scale * delta.reshape(base.shape)
 
-    def stretch(self) -> Array:
-        """By how much each output is longer than the sum's, [outputs]. No gradient goes through the length of
-        the sum, as published."""
-        summed = tuple(range(self.sizes.inputs))
-        return self.magnitude / jax.lax.stop_gradient(length(self.sum(), summed))
+    def dora_scale(self) -> Array:
+        """The factor [outputs] that gives each output's weights their learned norm. As in the paper, no
+        gradient flows through the norm of the sum."""
+        input_axes = tuple(range(self.sizes.inputs))
+        return self.magnitude / jax.lax.stop_gradient(column_norm(self.base_plus_delta(), input_axes))
 
-    def whole(self) -> Array:
-        return self.sum() if self.magnitude is None else self.sum() * self.stretch()
+    def to_dense(self) -> Array:
+        """The merged matrix of one layer."""
+        merged = self.base_plus_delta()
+        return merged if self.magnitude is None else merged * self.dora_scale()
 
 
 @project.register
-def _(w: Adapted, x: Array, spec: str) -> Array:
-    given, ours, out = spec.replace("->", ",").split(",")
-    ins, outs = ours[: w.sizes.inputs], ours[w.sizes.inputs :]
-    if not set(ins).isdisjoint(out):  # a matrix for each head
-        return project(w.whole().astype(x.dtype), x, spec)
-    between = given.translate({ord(letter): None for letter in ins}) + RANK
-    added = project(
-        w.up, project(w.down, x, f"{given},{ins}{RANK}->{between}"), f"{between},{RANK}{outs}->{out}"
-    )
-    made = project(w.base, x, spec) + (w.sizes.scale * added).astype(x.dtype)
+def _(w: LoRAWeight, x: Array, spec: str) -> Array:
+    x_axes, w_axes, out_axes = spec.replace("->", ",").split(",")
+    input_axes, output_axes = w_axes[: w.sizes.inputs], w_axes[w.sizes.inputs :]
+    if not set(input_axes).isdisjoint(out_axes):  # each head has a matrix of its own
+        return project(w.to_dense().astype(x.dtype), x, spec)
+    low_rank_axes = x_axes.translate({ord(letter): None for letter in input_axes}) + RANK
+    low_rank = project(w.down, x, f"{x_axes},{input_axes}{RANK}->{low_rank_axes}")
+    delta = project(w.up, low_rank, f"{low_rank_axes},{RANK}{output_axes}->{out_axes}")
+    out = project(w.base, x, spec) + (w.sizes.scale * delta).astype(x.dtype)
     if w.magnitude is None:
-        return made
-    return jnp.einsum(f"{out},{outs}->{out}", made, w.stretch().astype(x.dtype))
+        return out
+    return jnp.einsum(f"{out_axes},{output_axes}->{out_axes}", out, w.dora_scale().astype(x.dtype))
 
 
-def length(w: Array, axes: tuple[int, ...]) -> Array:
+def column_norm(w: Array, axes: tuple[int, ...]) -> Array:
+    """The Euclidean norm along `axes`."""
     return jnp.sqrt(jnp.sum(jnp.square(w), axis=axes))
 
 
-def has_adapters(cfg: Any) -> bool:
-    return getattr(cfg, "lora_rank", 0) > 0
+def applies(cfg: ModelConfig) -> bool:
+    """Whether the config asks for adapters."""
+    return cfg.lora is not None
 
 
-def without(model: Any) -> Any:
-    """The model that is frozen, in the form in which it is held."""
-    bare = lambda node: node.base if isinstance(node, Adapted) else node
-    return jax.tree.map(bare, model, is_leaf=lambda node: isinstance(node, Adapted))
+def unwrapped(cfg: ModelConfig) -> ModelConfig:
+    """The config without adapters."""
+    return replace(cfg, lora=None)
 
 
-def takes(cfg: Any, axes: dict[str, Axes]) -> frozenset[str]:
-    """The matrices that have adapters."""
-    every = frozenset(path for path, its in axes.items() if can_be_held(its))
-    return every if cfg.lora_on is None else module.matching("model.lora_on", cfg.lora_on, every)
+def frozen_base(model: PyTree) -> PyTree:
+    """The model without its adapters; its matrices stay in the format they are stored in."""
+    base = lambda node: node.base if isinstance(node, LoRAWeight) else node
+    return jax.tree.map(base, model, is_leaf=lambda node: isinstance(node, LoRAWeight))
 
 
-def beside(cfg: Any, axes: Axes) -> Axes:
-    """A weight without an adapter. Where matrices are held in few bits, the large ones that are left
-    (embeddings, the head) are held in 16."""
-    small = cfg.lora_bits and axes.is_matrix and not axes.exact
-    return replace(axes, still=True, dtype=jnp.bfloat16 if small else axes.dtype)
+def _keys(cfg: ModelConfig) -> LoRAKeys:
+    """The `lora` section of a config that has one."""
+    assert cfg.lora is not None
+    return cfg.lora
 
 
-def declared(cfg: Any, matrix: Declared, initialise: Any) -> Adapted:
-    ins, outs, sizes = matrix.ins, matrix.outs, sizes_of(cfg, matrix.axes)
+def selected_weights(cfg: ModelConfig, axes: dict[str, Axes]) -> frozenset[str]:
+    """Paths of the matrices that have adapters."""
+    wrappable = frozenset(path for path, leaf in axes.items() if is_wrappable(leaf))
+    targets = _keys(cfg).targets
+    return wrappable if targets is None else module.select_weights("lora.targets", targets, wrappable)
+
+
+def other_axes(cfg: ModelConfig, axes: Axes) -> Axes:
+    """The axes of a weight without an adapter: frozen, and a matrix (embedding, head) is stored in bfloat16
+    if the base has few bits."""
+    is_half = _keys(cfg).base_bits and axes.is_matrix and not axes.keep_float32
+    return replace(axes, frozen=True, dtype=jnp.bfloat16 if is_half else axes.dtype)
+
+
+def declare(cfg: ModelConfig, matrix: MatrixSpec, init: Initializer) -> LoRAWeight:
+    """Make the leaves of a wrapped matrix."""
+    inputs, outputs, sizes = matrix.inputs, matrix.outputs, sizes_of(cfg, matrix.axes)
     rank = ("rank",), (sizes.rank,)
-    if cfg.lora_bits in (4, 8):
-        named = replace(matrix, path=f"{matrix.path}.base")
-        base = frozen.declared(named, cfg.lora_bits)
+    if _keys(cfg).base_bits in (4, 8):
+        base = nf4.declare(replace(matrix, path=f"{matrix.path}.base"), _keys(cfg).base_bits)
     else:
-        base = matrix.part("base", ins, outs, still=True, dtype=jnp.bfloat16 if cfg.lora_bits else None)
-    return Adapted(
-        base=base,
-        down=matrix.part("down", ins, rank, exact=True),
-        up=matrix.part("up", rank, outs, inputs=1, exact=True),
-        magnitude=matrix.part("magnitude", outs, inputs=0, exact=True) if cfg.lora_dora else None,
-        sizes=sizes,
-    )
+        dtype = jnp.bfloat16 if _keys(cfg).base_bits else None
+        base = matrix.part("base", inputs, outputs, frozen=True, dtype=dtype)
+    magnitude = None
+    down = matrix.part("down", inputs, rank, keep_float32=True)
+    up = matrix.part("up", rank, outputs, num_input_axes=1, keep_float32=True)
+    if _keys(cfg).dora:
+        magnitude = matrix.part("magnitude", outputs, num_input_axes=0, keep_float32=True)
+    return LoRAWeight(base, down, up, magnitude, sizes)
 
 
-def sizes_of(cfg: Any, axes: Axes) -> Sizes:
-    alpha = 2.0 * cfg.lora_rank if cfg.lora_alpha is None else cfg.lora_alpha
-    return Sizes(axes.inputs, cfg.lora_rank, alpha / cfg.lora_rank)
+def sizes_of(cfg: ModelConfig, axes: Axes) -> LoRAShape:
+    """The sizes of the adapter of a matrix with these axes."""
+    keys = _keys(cfg)
+    alpha = 2.0 * keys.rank if keys.alpha is None else keys.alpha
+    return LoRAShape(axes.num_input_axes, keys.rank, alpha / keys.rank)
 
 
-def made(cfg: Any, axes: Axes, w: Array, key: Array) -> Adapted:
-    """Of a weight [layers ...]: nothing is added yet."""
+def from_dense(cfg: ModelConfig, axes: Axes, w: Array, key: Array) -> LoRAWeight:
+    """Wrap a matrix [layers ...]. `up` is zero, so the adapter adds nothing yet."""
     sizes = sizes_of(cfg, axes)
-    base: Any = w
-    if cfg.lora_bits:
-        few = cfg.lora_bits in (4, 8)
-        base = frozen.made(w, cfg.lora_bits, axes.inputs) if few else w.astype(jnp.bfloat16)
-    fresh = Adapted(
+    base: Array | NF4Weight = w
+    if _keys(cfg).base_bits in (4, 8):
+        base = nf4.from_dense(w, _keys(cfg).base_bits, axes.num_input_axes)
+    elif _keys(cfg).base_bits:
+        base = w.astype(jnp.bfloat16)
+    wrapped = LoRAWeight(
         base=base,
-        down=thin(key, w, axes.inputs, sizes.rank),
-        up=jnp.zeros((w.shape[0], sizes.rank, *w.shape[1 + axes.inputs :])),
+        down=init_down(key, w, axes.num_input_axes, sizes.rank),
+        up=jnp.zeros((w.shape[0], sizes.rank, *w.shape[1 + axes.num_input_axes :])),
         magnitude=None,
         sizes=sizes,
     )
-    if not cfg.lora_dora:
-        return fresh
-    summed = tuple(range(axes.inputs))
-    return replace(fresh, magnitude=jax.lax.map(lambda one: length(one.sum(), summed), fresh))
+    if not _keys(cfg).dora:
+        return wrapped
+    input_axes = tuple(range(axes.num_input_axes))
+    norm = lambda layer: column_norm(layer.base_plus_delta(), input_axes)
+    return replace(wrapped, magnitude=jax.lax.map(norm, wrapped))
 
 
-def whole(cfg: Any, axes: Axes, w: Adapted) -> Array:
-    return jax.lax.map(lambda one: one.whole(), w)
+def to_dense(cfg: ModelConfig, axes: Axes, w: LoRAWeight) -> Array:
+    """Merge a wrapped matrix [layers ...] back into one array."""
+    return jax.lax.map(lambda layer: layer.to_dense(), w)
 
 
-def flops(family: Any, cfg: Any, sequence: int) -> float:
-    """Frozen matrices have no gradient, which is one product of three."""
-    names = dict(module.named(module.axes(family.Model, cfg)))
-    shapes = dict(module.named(module.shapes(family.Model, cfg)))
-    still = sum(shapes[path].size for path, its in names.items() if can_be_held(its))
-    learns = 0
-    for path in takes(cfg, names):
-        layers, *own = shapes[path].shape
-        inputs = names[path].inputs
-        learns += layers * cfg.lora_rank * (math.prod(own[:inputs]) + math.prod(own[inputs:]))
-    return family.flops(cfg, sequence) - 2 * still + 6 * learns
+def flops_per_token(family: Family, cfg: ModelConfig, sequence_length: int) -> float:
+    """Forward and backward FLOPs. A frozen matrix has no gradient, which saves one product of three."""
+    axes = dict(module.named_leaves(module.axes(family.Model, cfg)))
+    shapes = dict(module.named_leaves(module.shapes(family.Model, cfg)))
+    frozen = sum(shapes[path].size for path, leaf in axes.items() if is_wrappable(leaf))
+    trained = 0
+    for path in selected_weights(cfg, axes):
+        layers, *shape = shapes[path].shape
+        inputs = axes[path].num_input_axes
+        trained += layers * _keys(cfg).rank * (math.prod(shape[:inputs]) + math.prod(shape[inputs:]))
+    return family.flops_per_token(cfg, sequence_length) - 2 * frozen + 6 * trained

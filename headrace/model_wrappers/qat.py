@@ -1,7 +1,9 @@
-"""Training that sees the model it will be stored as: the matrices of the layers in whole numbers of a few
-bits. Either all weights learn, through the rounding (quantisation-aware training), or they are frozen in 8
-bits each and two thin matrices learn what is added to them inside the rounding, and the scales with them
-(LR-QAT, arXiv 2406.06385). What is learnt so is merged without a trace."""
+"""Quantization-aware training: the forward pass uses the layers' matrices as they will be stored, rounded to
+integers of a few bits.
+
+Either all weights are trained through the rounding, or they are frozen in 8 bits, and two thin matrices that
+are added inside the rounding are trained together with the scales (LR-QAT, arXiv 2406.06385). Both are merged
+into a quantized matrix without any further error."""
 
 import math
 from dataclasses import dataclass, replace
@@ -11,185 +13,209 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from headrace.config.wrappers import QATKeys
 from headrace.low_precision import grid
-from headrace.nn.module import Array, Axes
-from headrace.nn.split_matrix import Declared, can_be_held, thin
+from headrace.models import Family, ModelConfig
 from headrace.nn.linear import project
+from headrace.nn.module import Array, Axes, Initializer, PyTree
+from headrace.nn.split_matrix import MatrixSpec, init_down, is_wrappable
 
-PLAIN = dict(bits=0, bits_group=0, bits_rank=0)
-RATE = 0.01  # of the learning rate: how fast scales learn, 1e-5 beside 1e-3 as published
-PRECISE = jax.lax.Precision.HIGHEST  # what is rounded must be the same wherever it is computed
+SCALE_LR = 0.01  # learning rate of scales as a share of the other weights': 1e-5 and 1e-3 in the paper
+PRECISE = jax.lax.Precision.HIGHEST  # rounding must give the same integers wherever it is computed
 
 
 @dataclass(frozen=True)
-class Grid:
-    """How a matrix is rounded. The first `inputs` of its own axes are those that are summed over."""
+class QuantGrid:
+    """The format that a matrix is rounded to. `inputs` counts its own axes that a product sums over."""
 
     bits: int
-    group: int
-    rank: int
+    group: int  # inputs that share a scale; 0: all
+    rank: int  # of LR-QAT's matrices; 0: the weights are trained themselves
     inputs: int
 
     def flat(self, w: Array) -> Array:
-        """A matrix [inputs outputs] of one layer's weight."""
+        """Reshape one layer's weight to a matrix [inputs outputs]."""
         return w.reshape(math.prod(w.shape[: self.inputs]), -1)
+
+    def round(self, w: Array) -> Array:
+        """Round a weight [layers ...]; the largest entry of each group sets its scale."""
+
+        def round_layer(w: Array) -> Array:
+            integers, scales = to_integers(w, self)
+            return (integers * grid.expand_scales(scales, integers.shape[0], self.group)).reshape(w.shape)
+
+        return jax.vmap(round_layer)(w.astype(jnp.float32))
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["fixed", "scale", "down", "up"], meta_fields=["grid"])
 @dataclass(frozen=True)
-class LowRank:
-    """A weight whose multiples of its scale are frozen in fixed point, `bits` before the point and the rest
-    of 8 after it, and what is added to them: `down` [inputs rank] times `up` [rank outputs], over the
+class LRQATWeight:
+    """A matrix of LR-QAT: frozen fixed-point numbers `fixed`, in units of `scale`, with `bits` of their 8
+    bits before the point, and the trained `down` [inputs rank] times `up` [rank outputs], divided by the
     rank."""
 
     fixed: Any
     scale: Any
     down: Any
     up: Any
-    grid: Grid
+    grid: QuantGrid
 
-    def numbers(self) -> tuple[Array, Array]:
-        """Of one layer: whole numbers [inputs outputs], and scales [groups outputs]."""
-        its = self.grid
-        down, up = its.flat(self.down), self.up.reshape(its.rank, -1)
-        offset = jnp.matmul(down, up, precision=PRECISE) / its.rank
-        base = its.flat(self.fixed).astype(jnp.float32) / 2 ** (8 - its.bits)
-        return straight(its.bits, base + offset), stored_scale(self.scale.reshape(self.scale.shape[0], -1))
+    def integers(self) -> tuple[Array, Array]:
+        """The integers [inputs outputs] and scales [groups outputs] of one layer."""
+        layout = self.grid
+        down, up = layout.flat(self.down), self.up.reshape(layout.rank, -1)
+        offset = jnp.matmul(down, up, precision=PRECISE) / layout.rank
+        base = layout.flat(self.fixed).astype(jnp.float32) / 2 ** (8 - layout.bits)
+        integers = round_ste(layout.bits, base + offset)
+        return integers, float16_scale_ste(self.scale.reshape(self.scale.shape[0], -1))
 
-    def whole(self) -> Array:
-        numbers, scales = self.numbers()
-        return (numbers * grid.spread(scales, numbers.shape[0], self.grid.group)).reshape(self.fixed.shape)
+    def to_dense(self) -> Array:
+        """The rounded matrix of one layer."""
+        integers, scales = self.integers()
+        expanded = grid.expand_scales(scales, integers.shape[0], self.grid.group)
+        return (integers * expanded).reshape(self.fixed.shape)
 
 
 @project.register
-def _(w: LowRank, x: Array, spec: str) -> Array:
-    """The whole matrix is made again for the backward pass, so that of all layers there is one at a time."""
-    return jax.checkpoint(lambda w, x: project(w.whole().astype(x.dtype), x, spec))(w, x)
+def _(w: LRQATWeight, x: Array, spec: str) -> Array:
+    # The backward pass computes the dense matrix again, so that only one layer's is in memory at a time.
+    return jax.checkpoint(lambda w, x: project(w.to_dense().astype(x.dtype), x, spec))(w, x)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def straight(bits: int, x: Array) -> Array:
-    """The nearest whole numbers of the grid. Gradients go straight through, but for what lies beyond its
-    ends."""
+def round_ste(bits: int, x: Array) -> Array:
+    """Round to the grid's integers. Straight-through: the gradient passes unchanged, but is zero for entries
+    outside of the grid's range."""
     return grid.integers(x, bits)
 
 
-def _forward(bits: int, x: Array) -> tuple[Array, Array]:
+def _round_forward(bits: int, x: Array) -> tuple[Array, Array]:
     low, high = grid.ends(bits)
-    return straight(bits, x), (x >= low) & (x <= high)
+    return round_ste(bits, x), (x >= low) & (x <= high)
 
 
-def _backward(bits: int, within: Array, d: Array) -> tuple[Array]:
-    return (jnp.where(within, d, 0.0),)
+def _round_backward(bits: int, in_range: Array, d: Array) -> tuple[Array]:
+    return (jnp.where(in_range, d, 0.0),)
 
 
-straight.defvjp(_forward, _backward)
+round_ste.defvjp(_round_forward, _round_backward)
 
 
 @jax.custom_vjp
-def stored_scale(scale: Array) -> Array:
-    """As files have it, in float16: training sees it so, and learns in float32."""
-    return grid.kept(scale)
+def float16_scale_ste(scale: Array) -> Array:
+    """Round scales to float16, as files store them. Straight-through: they are trained in float32."""
+    return grid.store_scales(scale)
 
 
-stored_scale.defvjp(lambda scale: (stored_scale(scale), None), lambda _, d: (d,))
+float16_scale_ste.defvjp(lambda scale: (float16_scale_ste(scale), None), lambda _, d: (d,))
 
 
-def has_bits(cfg: Any) -> bool:
-    return getattr(cfg, "bits", 0) > 0
+def applies(cfg: ModelConfig) -> bool:
+    """Whether the config asks for quantization-aware training."""
+    return cfg.qat is not None
 
 
-def is_low_rank(cfg: Any) -> bool:
-    return has_bits(cfg) and cfg.bits_rank > 0
+def unwrapped(cfg: ModelConfig) -> ModelConfig:
+    """The config without quantization-aware training."""
+    return replace(cfg, qat=None)
 
 
-def takes(cfg: Any, axes: dict[str, Axes]) -> frozenset[str]:
-    return frozenset(path for path, its in axes.items() if can_be_held(its))
+def _keys(cfg: ModelConfig) -> QATKeys:
+    """The `qat` section of a config that has one."""
+    assert cfg.qat is not None
+    return cfg.qat
 
 
-def beside(cfg: Any, axes: Axes) -> Axes:
-    """A weight that is not rounded."""
-    return replace(axes, still=axes.still or is_low_rank(cfg))
+def is_low_rank(cfg: ModelConfig) -> bool:
+    """Whether weights are frozen and low-rank matrices are trained (LR-QAT)."""
+    return applies(cfg) and _keys(cfg).rank > 0
 
 
-def declared(cfg: Any, matrix: Declared, initialise: Any) -> Any:
-    its = grid_of(cfg, matrix.axes)
-    if not its.rank:
-        return matrix.leaf(matrix.path, replace(matrix.axes, grid=its), matrix.shape, initialise)
-    ins, outs = matrix.ins, matrix.outs
-    groups, rank = (("groups",), (grid.groups(math.prod(ins[1]), its.group),)), (("rank",), (its.rank,))
-    return LowRank(
-        fixed=matrix.part("fixed", ins, outs, still=True, exact=True, dtype=jnp.int8),
-        scale=matrix.part("scale", groups, outs, inputs=0, rate=RATE),
-        down=matrix.part("down", ins, rank, exact=True),
-        up=matrix.part("up", rank, outs, inputs=1, exact=True),
-        grid=its,
+def selected_weights(cfg: ModelConfig, axes: dict[str, Axes]) -> frozenset[str]:
+    """Paths of the matrices that are rounded."""
+    return frozenset(path for path, leaf in axes.items() if is_wrappable(leaf))
+
+
+def other_axes(cfg: ModelConfig, axes: Axes) -> Axes:
+    """The axes of a weight that is not rounded: frozen with LR-QAT."""
+    return replace(axes, frozen=axes.frozen or is_low_rank(cfg))
+
+
+def declare(cfg: ModelConfig, matrix: MatrixSpec, init: Initializer) -> PyTree:
+    """Make the leaves of a matrix: itself with a grid, or the parts of LR-QAT."""
+    layout = make_grid(cfg, matrix.axes)
+    if not layout.rank:
+        return matrix.leaf(matrix.path, replace(matrix.axes, qat_grid=layout), matrix.shape, init)
+    inputs, outputs = matrix.inputs, matrix.outputs
+    groups = ("groups",), (grid.groups(math.prod(inputs[1]), layout.group),)
+    rank = ("rank",), (layout.rank,)
+    return LRQATWeight(
+        fixed=matrix.part("fixed", inputs, outputs, frozen=True, keep_float32=True, dtype=jnp.int8),
+        scale=matrix.part("scale", groups, outputs, num_input_axes=0, lr_scale=SCALE_LR),
+        down=matrix.part("down", inputs, rank, keep_float32=True),
+        up=matrix.part("up", rank, outputs, num_input_axes=1, keep_float32=True),
+        grid=layout,
     )
 
 
-def grid_of(cfg: Any, axes: Axes) -> Grid:
-    return Grid(cfg.bits, cfg.bits_group, cfg.bits_rank, axes.inputs)
+def make_grid(cfg: ModelConfig, axes: Axes) -> QuantGrid:
+    """The grid of a matrix with these axes."""
+    return QuantGrid(_keys(cfg).bits, _keys(cfg).group_size, _keys(cfg).rank, axes.num_input_axes)
 
 
-def made(cfg: Any, axes: Axes, w: Array, key: Array) -> Any:
-    """With low rank, rounding to nearest is what weights are at first."""
-    return low_rank(w, grid_of(cfg, axes), key) if is_low_rank(cfg) else w
+def from_dense(cfg: ModelConfig, axes: Axes, w: Array, key: Array) -> PyTree:
+    """Wrap a matrix [layers ...]. With LR-QAT it starts as the nearest integers."""
+    return to_low_rank(w, make_grid(cfg, axes), key) if is_low_rank(cfg) else w
 
 
-def whole(cfg: Any, axes: Axes, w: Any) -> Array:
-    if isinstance(w, LowRank):
-        return jax.lax.map(lambda one: one.whole(), w)
-    return rounded(w, grid_of(cfg, axes))
+def to_dense(cfg: ModelConfig, axes: Axes, w: PyTree) -> Array:
+    """The rounded matrix [layers ...]."""
+    if isinstance(w, LRQATWeight):
+        return jax.lax.map(lambda layer: layer.to_dense(), w)
+    return make_grid(cfg, axes).round(w)
 
 
-def flops(family: Any, cfg: Any, sequence: int) -> float:
-    """Those of the plain model: the gradient of a whole matrix is what its parts learn by."""
-    return family.flops(cfg, sequence)
+def flops_per_token(family: Family, cfg: ModelConfig, sequence_length: int) -> float:
+    """Forward and backward FLOPs: those of the plain model, since LR-QAT computes the gradient of the dense
+    matrix."""
+    return family.flops_per_token(cfg, sequence_length)
 
 
-def low_rank(w: Array, its: Grid, key: Array) -> LowRank:
-    """Of a weight [layers ...], one layer at a time: the scales are searched for in float32."""
-    outs = w.shape[1 + its.inputs :]
+def to_low_rank(w: Array, layout: QuantGrid, key: Array) -> LRQATWeight:
+    """Wrap a matrix [layers ...] for LR-QAT, one layer at a time: the search for scales needs float32."""
+    output_shape = w.shape[1 + layout.inputs :]
 
-    def one(w: Array) -> tuple[Array, Array]:
-        flat = its.flat(w.astype(jnp.float32))
-        scales = grid.searched(flat, its.bits, its.group)
-        shares = flat / grid.spread(scales, flat.shape[0], its.group)
-        return fixed_point(shares, its.bits).reshape(w.shape), scales.reshape(-1, *outs)
+    def quantize_layer(w: Array) -> tuple[Array, Array]:
+        flat = layout.flat(w.astype(jnp.float32))
+        scales = grid.search_scales(flat, layout.bits, layout.group)
+        scaled = flat / grid.expand_scales(scales, flat.shape[0], layout.group)
+        return to_fixed_point(scaled, layout.bits).reshape(w.shape), scales.reshape(-1, *output_shape)
 
-    fixed, scales = jax.lax.map(one, w)
-    return LowRank(
+    fixed, scales = jax.lax.map(quantize_layer, w)
+    return LRQATWeight(
         fixed=fixed,
         scale=scales,
-        down=thin(key, w, its.inputs, its.rank),
-        up=jnp.zeros((w.shape[0], its.rank, *outs)),
-        grid=its,
+        down=init_down(key, w, layout.inputs, layout.rank),
+        up=jnp.zeros((w.shape[0], layout.rank, *output_shape)),
+        grid=layout,
     )
 
 
-def fixed_point(x: Array, bits: int) -> Array:
-    """x in 8 bits, of which `bits` are before the point. Within half a step of the number that it is nearest
-    to: rounded twice, one in 32 of 4 bits would end at the next."""
-    share = 2 ** (8 - bits)
-    middle = grid.integers(x, bits) * share
-    near = jnp.clip(jnp.round(x * share), middle - share / 2 + 1, middle + share / 2 - 1)
-    return jnp.clip(near, -128, 127).astype(jnp.int8)
+def to_fixed_point(x: Array, bits: int) -> Array:
+    """Convert to 8-bit fixed point with `bits` before the point.
+
+    The result stays within half a step of x's nearest integer: rounding to fixed point first and to an
+    integer afterwards would give another integer for one number in 32 with 4 bits."""
+    steps = 2 ** (8 - bits)
+    nearest = grid.integers(x, bits) * steps
+    fixed = jnp.clip(jnp.round(x * steps), nearest - steps / 2 + 1, nearest + steps / 2 - 1)
+    return jnp.clip(fixed, -128, 127).astype(jnp.int8)
 
 
-def rounded(w: Array, its: Grid) -> Array:
-    """A weight [layers ...] that learns itself, rounded; the largest of each group sets its scale."""
-
-    def one(w: Array) -> Array:
-        numbers, scales = numbers_of(w, its)
-        return (numbers * grid.spread(scales, numbers.shape[0], its.group)).reshape(w.shape)
-
-    return jax.vmap(one)(w.astype(jnp.float32))
-
-
-def numbers_of(w: Any, its: Grid) -> tuple[Array, Array]:
-    """Of one layer's weight: whole numbers [inputs outputs] and scales [groups outputs]."""
-    if isinstance(w, LowRank):
-        return w.numbers()
-    flat = its.flat(w)
-    scales = jax.lax.stop_gradient(grid.largest(flat, its.bits, its.group))
-    return straight(its.bits, flat / grid.spread(scales, flat.shape[0], its.group)), scales
+def to_integers(w: PyTree, layout: QuantGrid) -> tuple[Array, Array]:
+    """The integers [inputs outputs] and scales [groups outputs] of one layer's weight."""
+    if isinstance(w, LRQATWeight):
+        return w.integers()
+    flat = layout.flat(w)
+    scales = jax.lax.stop_gradient(grid.absmax_scales(flat, layout.bits, layout.group))
+    return round_ste(layout.bits, flat / grid.expand_scales(scales, flat.shape[0], layout.group)), scales

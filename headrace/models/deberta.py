@@ -1,5 +1,7 @@
-"""DeBERTa-V3: an encoder whose attention tells content from distance, trained to find the tokens that a
-generator, half as deep and trained beside it, has replaced (arXiv 2006.03654, 2111.09543)."""
+"""DeBERTa-V3: an encoder whose attention separates content from distance (arXiv 2006.03654, 2111.09543).
+
+It is trained to detect the tokens that a generator, half as deep and trained together with it, has replaced.
+`Config.generator` makes the pair; without it the model is an encoder that predicts masked tokens."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -9,391 +11,360 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from headrace.model_wrappers.classification_head import Head, Layout, dense
-from headrace.errors import UserError
-from headrace.nn.stack import Execution, layers
-from headrace.model_formats import hf_config as config_json
-from headrace.kernels import disentangled_tpu as disentangled_mosaic
-from headrace.nn.activations import PLAIN
-from headrace.nn.bias import biased, first_of_many
 from headrace.attention._disentangled import attend
-from headrace.nn.mlp import plain
+from headrace.config.sections import at_least
+from headrace.errors import UserError
+from headrace.kernels import disentangled_tpu
+from headrace.model_formats import hf_config
+from headrace.model_formats.hf_config import HFSettings
+from headrace.models import _deberta_hf
+from headrace.nn.activations import PLAIN
+from headrace.nn.bias import add_bias, pad_columns
+from headrace.nn.linear import embed, project, quantize_input
+from headrace.nn.mlp import project_plain
+from headrace.nn.module import Array, Axes, PyTree, count, module, nested, normal, ones, stack, weight, zeros
 from headrace.nn.norm import layer_norm
 from headrace.nn.sharding import constrain
-from headrace.nn.module import Array, Axes, count, module, nested, normal, ones, stack, weight, zeros
-from headrace.nn.linear import lookup, prepared, project
+from headrace.nn.stack import Execution, run_layers
 
 
 @dataclass(frozen=True)
 class Config:
-    layers: int
-    embed: int
-    heads: int
-    mlp: int
-    # With bits: of use where w_down is frozen.
-    activation: Literal["gelu", "gelu_bits", "silu", "silu_bits", "relu", "relu_bits", "relu2"] = "gelu"
-    vocab: int = 0  # 0: as many as the data's tokenizer has
-    generator: int = 0  # layers of the generator that objective rtd trains beside it; 0: there is none
-    sharing: Literal["gdes", "nes"] = "gdes"  # embeddings: the generator's plus a difference, or its own
-    mask_decoder: bool = False  # tokens are told with absolute positions, through the last layer twice
-    buckets: int = 256  # distances to either side that are told apart
-    reach: int = 512  # from here on all distances are one; the mask decoder has as many positions
-    norm_eps: float = 1e-7
+    """The `model` section of a recipe with `use: deberta`."""
 
-    # Fixed by the architecture.
+    layers: int  # number of layers
+    embed: int  # width of the residual stream
+    heads: int  # number of attention heads
+    mlp: int  # hidden units of the MLP
+    # activation of the MLP; with _bits its derivative is stored in one or two bits, which saves memory if
+    # w_down is frozen
+    activation: Literal["gelu", "gelu_bits", "silu", "silu_bits", "relu", "relu_bits", "relu2"] = "gelu"
+    vocab: int = 0  # tokens in the vocabulary; 0: as many as the data's tokenizer has
+    # number of layers of the generator that objective rtd trains as well; 0: no generator
+    generator_layers: int = 0
+    # embeddings: those of the generator plus a trained difference (gdes), or separate ones (nes)
+    embedding_sharing: Literal["gdes", "nes"] = "gdes"
+    # enhanced mask decoder: predicts tokens from absolute positions, with the last layer run twice
+    mask_decoder: bool = False
+    position_buckets: int = 256  # number of distances to either side that have a vector of their own
+    # distance from which all distances are one; also the longest sequence with mask_decoder [tokens]
+    max_relative_positions: int = 512
+    norm_eps: float = 1e-7  # constant added to the variance in LayerNorm
+
+    # Fixed by the architecture; no recipe keys.
     causal = False
-    tied = True
+    tie_embeddings = True
     answers = 1
 
-    @property
-    def exact(self) -> str:
-        """The activation, however its derivative is kept."""
-        return self.activation.removesuffix("_bits")
-
-    def __post_init__(self):
-        for name in ("layers", "embed", "heads", "mlp"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: expected 1 or more")
-        for name in ("vocab", "generator", "norm_eps"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name}: expected 0 or more")
+    def __post_init__(self) -> None:
+        at_least(1, self, "layers", "embed", "heads", "mlp")
+        at_least(0, self, "vocab", "generator_layers", "norm_eps")
         if self.embed % self.heads:
             raise ValueError(f"heads: expected a divisor of embed, {self.embed}")
-        if self.buckets < 4 or self.buckets % 2:
-            raise ValueError("buckets: expected an even number of 4 or more")
-        if self.reach < self.buckets // 2 + 2:
-            raise ValueError("reach: expected more than half of buckets, plus one")
-        if not self.generator and self.sharing != type(self).sharing:
-            raise ValueError("sharing: expected generator to be set as well, or it has no effect")
-        if self.mask_decoder and (self.generator or self.layers) < 2:
-            name = "generator" if self.generator else "layers"
+        if self.position_buckets < 4 or self.position_buckets % 2:
+            raise ValueError("position_buckets: expected an even number of 4 or more")
+        if self.max_relative_positions < self.position_buckets // 2 + 2:
+            raise ValueError("max_relative_positions: expected more than half of position_buckets, plus one")
+        if not self.generator_layers and self.embedding_sharing != type(self).embedding_sharing:
+            raise ValueError(
+                "embedding_sharing: expected generator_layers to be set too, or it has no effect"
+            )
+        if self.mask_decoder and (self.generator_layers or self.layers) < 2:
+            name = "generator_layers" if self.generator_layers else "layers"
             raise ValueError(f"{name}: expected 2 or more, since mask_decoder reads the last but one")
 
     @property
-    def head_dim(self):
+    def plain_activation(self) -> Literal["gelu", "silu", "relu", "relu2"]:
+        """The activation, without the way its derivative is saved."""
+        return self.activation.removesuffix("_bits")  # type: ignore[return-value]
+
+    @property
+    def head_dim(self) -> int:
         return self.embed // self.heads
 
     @property
-    def kv_heads(self):
+    def kv_heads(self) -> int:
         return self.heads
 
     @property
-    def head_out(self):
+    def head_out(self) -> int:
         return self.embed
 
     @property
-    def distances(self):
-        return 2 * self.buckets
+    def distances(self) -> int:
+        """Number of vectors for distances."""
+        return 2 * self.position_buckets
 
     @property
-    def places(self):
-        return self.reach
+    def places(self) -> int:
+        """Number of vectors for absolute positions."""
+        return self.max_relative_positions
 
 
-def of_generator(cfg: Any) -> Any:
-    return dataclasses.replace(cfg, layers=cfg.generator, generator=0, sharing=Config.sharing)
+def generator_config(cfg: Config) -> Config:
+    """The config of the generator of a pair."""
+    return dataclasses.replace(
+        cfg, layers=cfg.generator_layers, generator_layers=0, embedding_sharing=Config.embedding_sharing
+    )
 
 
-def tells(cfg: Any) -> bool:
-    """Whether it tells tokens, and not where some were replaced."""
-    return not cfg.generator
+def predicts_tokens(cfg: Config) -> bool:
+    """Whether the model predicts masked tokens."""
+    return not cfg.generator_layers
 
 
-def finds(cfg: Any) -> bool:
-    return bool(cfg.generator)
+def detects_replaced(cfg: Config) -> bool:
+    """Whether the model detects replaced tokens, and has a generator."""
+    return bool(cfg.generator_layers)
 
 
-def has_places(cfg: Any) -> bool:
-    return cfg.mask_decoder and tells(cfg)
+def has_positions(cfg: Config) -> bool:
+    """Whether the model has vectors for absolute positions."""
+    return cfg.mask_decoder and predicts_tokens(cfg)
 
 
-def differences(cfg: Any) -> dict[str, str]:
-    """The weights that are held as the difference to another, and to which."""
-    return {"embedding": "generator.embedding"} if finds(cfg) and cfg.sharing == "gdes" else {}
+def delta_weights(cfg: Config) -> dict[str, str]:
+    """The weights that are stored as the difference to another, and to which."""
+    is_shared = detects_replaced(cfg) and cfg.embedding_sharing == "gdes"
+    return {"embedding": "generator.embedding"} if is_shared else {}
 
 
-def zeros_if_shared(key: Array, axes: Axes, shape: tuple[int, ...], cfg: Any) -> Array:
-    """The difference to the generator's embedding begins at 0."""
-    fresh = zeros if differences(cfg) else normal(0.02)
-    return fresh(key, axes, shape, cfg)
+def init_embedding(key: Array, axes: Axes, shape: tuple[int, ...], cfg: Config) -> Array:
+    """Initialize the embedding: with zeros if it is the difference to the generator's."""
+    init = zeros if delta_weights(cfg) else normal(0.02)
+    return init(key, axes, shape, cfg)
 
 
 @module
 class Block:
+    """One layer."""
+
     w_q: Array = weight("embed", "heads", "head_dim")
-    b_q: Array = weight("heads", "head_dim", init=zeros, inputs=0)
+    b_q: Array = weight("heads", "head_dim", init=zeros, num_input_axes=0)
     w_k: Array = weight("embed", "heads", "head_dim")
-    b_k: Array = weight("heads", "head_dim", init=zeros, inputs=0)
+    b_k: Array = weight("heads", "head_dim", init=zeros, num_input_axes=0)
     w_v: Array = weight("embed", "heads", "head_dim")
-    b_v: Array = weight("heads", "head_dim", init=zeros, inputs=0)
-    w_o: Array = weight("heads", "head_dim", "embed", inputs=2)
-    b_o: Array = weight("embed", init=zeros, inputs=0)
+    b_v: Array = weight("heads", "head_dim", init=zeros, num_input_axes=0)
+    w_o: Array = weight("heads", "head_dim", "embed", num_input_axes=2)
+    b_o: Array = weight("embed", init=zeros, num_input_axes=0)
     attn_norm: Array = weight("embed", init=ones)
-    attn_norm_bias: Array = weight("embed", init=zeros, inputs=0)
+    attn_norm_bias: Array = weight("embed", init=zeros, num_input_axes=0)
     w_up: Array = weight("embed", "mlp")
-    b_up: Array = weight("mlp", init=zeros, inputs=0)
+    b_up: Array = weight("mlp", init=zeros, num_input_axes=0)
     w_down: Array = weight("mlp", "embed")
-    b_down: Array = weight("embed", init=zeros, inputs=0)
+    b_down: Array = weight("embed", init=zeros, num_input_axes=0)
     mlp_norm: Array = weight("embed", init=ones)
-    mlp_norm_bias: Array = weight("embed", init=zeros, inputs=0)
+    mlp_norm_bias: Array = weight("embed", init=zeros, num_input_axes=0)
 
     def __call__(
         self,
-        cfg: Any,
+        cfg: Config,
         x: Array,
         distances: Array,
         *,
-        how: Execution,
+        exec_opts: Execution,
         segments: Array | None,
         queries: Array | None = None,
     ) -> Array:
-        """`queries`, where they are other states than x, are what the layer adds to. The vectors of distances
-        [r d] go through the same matrices as queries and keys do."""
+        """Run the layer on x [b s d]. Vectors of distances [r d] pass through the same matrices as queries
+        and keys. `queries`, if not None, replace x as the input of queries and as the residual stream."""
         stream = x if queries is None else queries
         table = distances.astype(x.dtype)[None]
-        vectors = prepared(self.w_q, table)
-        mixed = attend(
-            how.attention,
-            _heads(self.w_q, self.b_q, prepared(self.w_q, stream)),
-            _heads(self.w_k, self.b_k, prepared(self.w_k, x)),
-            _heads(self.w_v, self.b_v, prepared(self.w_v, x)),
-            q_table=_heads(self.w_q, self.b_q, vectors)[0],
-            k_table=_heads(self.w_k, self.b_k, vectors)[0],
-            reach=cfg.reach,
+        vectors = quantize_input(self.w_q, table)
+        attn_out = attend(
+            exec_opts.attention,
+            _project_heads(self.w_q, self.b_q, quantize_input(self.w_q, stream)),
+            _project_heads(self.w_k, self.b_k, quantize_input(self.w_k, x)),
+            _project_heads(self.w_v, self.b_v, quantize_input(self.w_v, x)),
+            q_table=_project_heads(self.w_q, self.b_q, vectors)[0],
+            k_table=_project_heads(self.w_k, self.b_k, vectors)[0],
+            reach=cfg.max_relative_positions,
             segments=segments,
         )
-        out = biased(project(self.w_o, mixed, "bsnh,nhd->bsd"), self.b_o)
-        x = _normed(cfg, stream + out, self.attn_norm, self.attn_norm_bias)
-        up = biased(project(self.w_up, x, "bsd,df->bsf"), self.b_up)
-        out = biased(plain(cfg.activation, up, self.w_down, merges=how.merges(cfg.layers)), self.b_down)
-        x = _normed(cfg, x + out, self.mlp_norm, self.mlp_norm_bias)
+        out = add_bias(project(self.w_o, attn_out, "bsnh,nhd->bsd"), self.b_o)
+        x = _norm(cfg, stream + out, self.attn_norm, self.attn_norm_bias)
+        up = add_bias(project(self.w_up, x, "bsd,df->bsf"), self.b_up)
+        prevent_cse = exec_opts.needs_cse_barrier(cfg.layers)
+        mlp_out = project_plain(cfg.activation, up, self.w_down, prevent_cse=prevent_cse)
+        x = _norm(cfg, x + add_bias(mlp_out, self.b_down), self.mlp_norm, self.mlp_norm_bias)
         return constrain(x, "batch", "sequence", None)
 
 
 @module
 class Model:
-    # Where a generator shares its own, the difference to it.
-    embedding: Array = weight("vocab", "embed", init=zeros_if_shared)
+    """Embeddings, vectors of distances, layers and heads, and the generator of a pair."""
+
+    # If the generator shares its embedding, the difference to it.
+    embedding: Array = weight("vocab", "embed", init=init_embedding)
     embed_norm: Array = weight("embed", init=ones)
-    embed_norm_bias: Array = weight("embed", init=zeros, inputs=0)
+    embed_norm_bias: Array = weight("embed", init=zeros, num_input_axes=0)
     distances: Array = weight("distances", "embed")
     distance_norm: Array = weight("embed", init=ones)
-    distance_norm_bias: Array = weight("embed", init=zeros, inputs=0)
+    distance_norm_bias: Array = weight("embed", init=zeros, num_input_axes=0)
     blocks: Block = stack(Block)
-    places: Array | None = weight("places", "embed", when=has_places)
-    w_head: Array | None = weight("embed", "head_out", when=tells)
-    b_head: Array | None = weight("embed", init=zeros, inputs=0, when=tells)
-    head_norm: Array | None = weight("embed", init=ones, when=tells)
-    head_norm_bias: Array | None = weight("embed", init=zeros, inputs=0, when=tells)
-    head_bias: Array | None = weight("vocab", init=zeros, inputs=0, when=tells)
-    find_norm: Array | None = weight("embed", init=ones, when=finds)
-    find_norm_bias: Array | None = weight("embed", init=zeros, inputs=0, when=finds)
-    w_find: Array | None = weight("embed", "head_out", when=finds)
-    b_find: Array | None = weight("embed", init=zeros, inputs=0, when=finds)
-    w_answer: Array | None = weight("embed", "answers", when=finds)
-    b_answer: Array | None = weight("answers", init=zeros, inputs=0, when=finds)
-    generator: "Model | None" = nested(lambda: Model, of_generator, when=finds)
+    places: Array | None = weight("places", "embed", when=has_positions)
+    w_head: Array | None = weight("embed", "head_out", when=predicts_tokens)
+    b_head: Array | None = weight("embed", init=zeros, num_input_axes=0, when=predicts_tokens)
+    head_norm: Array | None = weight("embed", init=ones, when=predicts_tokens)
+    head_norm_bias: Array | None = weight("embed", init=zeros, num_input_axes=0, when=predicts_tokens)
+    head_bias: Array | None = weight("vocab", init=zeros, num_input_axes=0, when=predicts_tokens)
+    find_norm: Array | None = weight("embed", init=ones, when=detects_replaced)
+    find_norm_bias: Array | None = weight("embed", init=zeros, num_input_axes=0, when=detects_replaced)
+    w_find: Array | None = weight("embed", "head_out", when=detects_replaced)
+    b_find: Array | None = weight("embed", init=zeros, num_input_axes=0, when=detects_replaced)
+    w_answer: Array | None = weight("embed", "answers", when=detects_replaced)
+    b_answer: Array | None = weight("answers", init=zeros, num_input_axes=0, when=detects_replaced)
+    generator: "Model | None" = nested(lambda: Model, generator_config, when=detects_replaced)
 
     @property
     def unembed(self) -> Array:
-        """[v d+128]: the embedding, the bias, and zeros."""
+        """The matrix [v d+128] that maps hidden states to logits: embedding, bias and zeros."""
         assert self.head_bias is not None
-        return jnp.concatenate([self.embedding, first_of_many(self.head_bias)], axis=1)
+        return jnp.concatenate([self.embedding, pad_columns(self.head_bias)], axis=1)
 
     def __call__(
         self,
-        cfg: Any,
+        cfg: Config,
         tokens: Array,
         *,
-        how: Execution,
+        exec_opts: Execution,
         segments: Array | None = None,
         positions: Array | None = None,
     ) -> Array:
-        """The last hidden states [b s d+128]; `unembed` turns them into logits."""
-        x = self.embed(cfg, self.embedding, tokens, how.dtype)
+        """Compute the last hidden states [b s d+128] of tokens [b s], head included."""
+        x = self.embed(cfg, self.embedding, tokens, exec_opts.dtype)
         if self.places is None:
-            return self.head(cfg, self.encode(cfg, x, self.blocks, how=how, segments=segments))
+            return self.head(cfg, self.encode(cfg, x, self.blocks, exec_opts=exec_opts, segments=segments))
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-        if tokens.shape[1] > cfg.reach:
+        if tokens.shape[1] > cfg.max_relative_positions:
             raise UserError(
-                f"model.reach: found {cfg.reach}, expected data.sequence_length, {tokens.shape[1]}, or more, "
+                f"model.max_relative_positions: found {cfg.max_relative_positions}, expected "
+                f"data.sequence_length, {tokens.shape[1]}, or more, "
                 "since mask_decoder has a vector for every position"
             )
-        # By splitting: the gradient of an index is an addition to zeros as large as the whole.
-        both = jax.tree.map(lambda w: jax.lax.split(w, [len(w) - 1, 1]), self.blocks)
-        first, last = jax.tree.transpose(jax.tree.structure(self.blocks), jax.tree.structure([0, 0]), both)
-        x = self.encode(cfg, x, first, how=how, segments=segments)
-        queries = x + lookup(self.places, positions, how.dtype)
-        twice = jax.tree.map(lambda w: jnp.concatenate([w, w]), last)
-        return self.head(cfg, self.encode(cfg, queries, twice, how=how, segments=segments, states=x))
+        # By `split`: the gradient of an index is an addition to zeros of full size.
+        split = jax.tree.map(lambda w: jax.lax.split(w, [len(w) - 1, 1]), self.blocks)
+        first, last = jax.tree.transpose(jax.tree.structure(self.blocks), jax.tree.structure([0, 0]), split)
+        x = self.encode(cfg, x, first, exec_opts=exec_opts, segments=segments)
+        queries = x + embed(self.places, positions, exec_opts.dtype)
+        last_repeated = jax.tree.map(lambda w: jnp.concatenate([w, w]), last)
+        decoded = self.encode(cfg, queries, last_repeated, exec_opts=exec_opts, segments=segments, states=x)
+        return self.head(cfg, decoded)
 
     def states(
         self,
-        cfg: Any,
+        cfg: Config,
         tokens: Array,
         *,
-        how: Execution,
+        exec_opts: Execution,
         segments: Array | None = None,
         positions: Array | None = None,
     ) -> Array:
-        """What the layers make of the text [b s d]."""
-        x = self.embed(cfg, self.embedding, tokens, how.dtype)
-        return self.encode(cfg, x, self.blocks, how=how, segments=segments)
+        """Compute the output of the layers [b s d], without the head and its mask decoder."""
+        x = self.embed(cfg, self.embedding, tokens, exec_opts.dtype)
+        return self.encode(cfg, x, self.blocks, exec_opts=exec_opts, segments=segments)
 
-    def embed(self, cfg: Any, embedding: Array, tokens: Array, dtype: Any) -> Array:
-        x = lookup(embedding, tokens, dtype)
-        return constrain(_normed(cfg, x, self.embed_norm, self.embed_norm_bias), "batch", "sequence", None)
+    def embed(self, cfg: Config, embedding: Array, tokens: Array, dtype: jnp.dtype) -> Array:
+        """Look up and normalize the embeddings of tokens [b s]."""
+        x = embed(embedding, tokens, dtype)
+        return constrain(_norm(cfg, x, self.embed_norm, self.embed_norm_bias), "batch", "sequence", None)
 
     def encode(
         self,
-        cfg: Any,
+        cfg: Config,
         x: Array,
         blocks: Block,
         *,
-        how: Execution,
+        exec_opts: Execution,
         segments: Array | None,
         states: Array | None = None,
     ) -> Array:
-        """x through these layers; with `states`, x asks and these answer, in every layer."""
-        distances = _normed(cfg, self.distances, self.distance_norm, self.distance_norm_bias)
+        """Run x through these layers. With `states`, every layer attends to them, and x are the queries."""
+        distances = _norm(cfg, self.distances, self.distance_norm, self.distance_norm_bias)
 
-        def body(block: Block, x: Array) -> Array:
-            run = partial(block, cfg, distances=distances, how=how, segments=segments)
+        def layer(block: Block, x: Array) -> Array:
+            run = partial(block, cfg, distances=distances, exec_opts=exec_opts, segments=segments)
             return run(x) if states is None else run(states, queries=x)
 
-        return layers(how, body, x, blocks)
+        return run_layers(exec_opts, [layer], x, blocks)
 
-    def head(self, cfg: Any, x: Array) -> Array:
+    def head(self, cfg: Config, x: Array) -> Array:
+        """Compute the head's hidden states [b s d+128] of the layers' output x [b s d]; `unembed` follows."""
         assert self.b_head is not None and self.head_norm is not None and self.head_norm_bias is not None
-        h = PLAIN[cfg.exact](biased(project(self.w_head, x, "bsd,de->bse"), self.b_head))
-        h = _normed(cfg, h, self.head_norm, self.head_norm_bias)
-        return jnp.concatenate([h, first_of_many(jnp.ones_like(h[..., 0]))], axis=-1)
+        h = PLAIN[cfg.plain_activation](add_bias(project(self.w_head, x, "bsd,de->bse"), self.b_head))
+        h = _norm(cfg, h, self.head_norm, self.head_norm_bias)
+        return jnp.concatenate([h, pad_columns(jnp.ones_like(h[..., 0]))], axis=-1)
 
-    def whole_embedding(self, cfg: Any) -> Array:
-        """Of what finds replaced tokens. The generator's part of it learns from the generator alone."""
-        if cfg.sharing == "nes" or self.generator is None:
+    def full_embedding(self, cfg: Config) -> Array:
+        """The embedding of the model that detects replaced tokens, with the generator's added if it is stored
+        as a difference. No gradient flows to the generator's."""
+        if cfg.embedding_sharing == "nes" or self.generator is None:
             return self.embedding
         return jax.lax.stop_gradient(self.generator.embedding) + self.embedding
 
-    def find(
-        self, cfg: Any, tokens: Array, *, how: Execution, segments: Array | None, positions: Array
+    def detect_replaced(
+        self, cfg: Config, tokens: Array, *, exec_opts: Execution, segments: Array | None, positions: Array
     ) -> Array:
-        """The logits [b s] that tokens were replaced. Beside each stands the first of its document."""
+        """Compute the logits [b s] that tokens were replaced. The head reads each token's state and that of
+        the first token of its document."""
         assert self.find_norm is not None and self.find_norm_bias is not None
         assert self.b_find is not None and self.b_answer is not None
-        x = self.embed(cfg, self.whole_embedding(cfg), tokens, how.dtype)
-        x = self.encode(cfg, x, self.blocks, how=how, segments=segments)
+        x = self.embed(cfg, self.full_embedding(cfg), tokens, exec_opts.dtype)
+        x = self.encode(cfg, x, self.blocks, exec_opts=exec_opts, segments=segments)
         is_first = (positions == 0)[:, None, :]
         if segments is not None:
             is_first &= segments[:, :, None] == segments[:, None, :]
-        # A product instead of a look-up, whose gradient would be a scatter.
-        begun = jnp.einsum("bst,btd->bsd", is_first.astype(x.dtype), x)
-        h = _normed(cfg, begun + x, self.find_norm, self.find_norm_bias)
-        h = PLAIN[cfg.exact](biased(project(self.w_find, h, "bsd,de->bse"), self.b_find))
-        return biased(project(self.w_answer, h, "bsd,da->bsa"), self.b_answer)[..., 0].astype(jnp.float32)
+        # A product instead of a lookup, whose gradient would be a scatter.
+        first_states = jnp.einsum("bst,btd->bsd", is_first.astype(x.dtype), x)
+        h = _norm(cfg, first_states + x, self.find_norm, self.find_norm_bias)
+        h = PLAIN[cfg.plain_activation](add_bias(project(self.w_find, h, "bsd,de->bse"), self.b_find))
+        return add_bias(project(self.w_answer, h, "bsd,da->bsa"), self.b_answer)[..., 0].astype(jnp.float32)
 
 
-def _heads(w: Any, b: Array, x: Any) -> Array:
-    return biased(project(w, x, "bsd,dnh->bsnh"), b)
+def _project_heads(w: PyTree, b: Array, x: PyTree) -> Array:
+    return add_bias(project(w, x, "bsd,dnh->bsnh"), b)
 
 
-def _normed(cfg: Any, x: Array, weight: Array, bias: Array) -> Array:
-    return biased(layer_norm(x, weight, cfg.norm_eps), bias)
+def _norm(cfg: Config, x: Array, weight: Array, bias: Array) -> Array:
+    return add_bias(layer_norm(x, weight, cfg.norm_eps), bias)
 
 
-DISTANCES = disentangled_mosaic  # the only kernels for its attention: `headrace plan` asks them
+DISTANCE_KERNELS = disentangled_tpu
 
 
-def flops(cfg: Any, sequence: int) -> float:
-    """Forward and backward FLOPs a token: 6 a weight that multiplies, the scores, and the products with the
-    vectors of distances, of which there are no more than tokens. Of a pair, those of both."""
-    near = min(sequence - 1, cfg.distances)
-    scores = 12 * cfg.layers * cfg.embed * (sequence + near)
-    if not cfg.generator:
-        return 6 * count(Model, cfg) + scores + (6 * count(Block, cfg) if cfg.mask_decoder else 0)
-    other = of_generator(cfg)
-    own = count(Model, cfg) - count(Model, other) - cfg.vocab * cfg.embed
-    return flops(other, sequence) + 6 * own + scores
+def flops_per_token(cfg: Config, sequence_length: int) -> float:
+    """Count the FLOPs of forward and backward pass: 6 per weight, those of attention, and those of products
+    with vectors of distances, of which a token meets at most as many as there are tokens. Those of a pair are
+    the sum of both models."""
+    num_distances = min(sequence_length - 1, cfg.distances)
+    attention = 12 * cfg.layers * cfg.embed * (sequence_length + num_distances)
+    if not cfg.generator_layers:
+        decoder = 6 * count(Block, cfg) if cfg.mask_decoder else 0  # the last layer runs once more
+        return 6 * count(Model, cfg) + attention + decoder
+    generator = generator_config(cfg)
+    params = count(Model, cfg) - count(Model, generator) - cfg.vocab * cfg.embed
+    return flops_per_token(generator, sequence_length) + 6 * params + attention
 
 
-# Our weight -> their tensor ({} is the layer) and their axes in terms of ours.
-LAYER, HEAD, FIND = "deberta.encoder.layer.{}.", "lm_predictions.lm_head.", "mask_predictions."
-HF = {
-    "embedding": ("deberta.embeddings.word_embeddings.weight", "v d -> v d"),
-    "embed_norm": ("deberta.embeddings.LayerNorm.weight", "d -> d"),
-    "embed_norm_bias": ("deberta.embeddings.LayerNorm.bias", "d -> d"),
-    "distances": ("deberta.encoder.rel_embeddings.weight", "r d -> r d"),
-    "distance_norm": ("deberta.encoder.LayerNorm.weight", "d -> d"),
-    "distance_norm_bias": ("deberta.encoder.LayerNorm.bias", "d -> d"),
-    "blocks.w_q": (LAYER + "attention.self.query_proj.weight", "(n h) d -> d n h"),
-    "blocks.b_q": (LAYER + "attention.self.query_proj.bias", "(n h) -> n h"),
-    "blocks.w_k": (LAYER + "attention.self.key_proj.weight", "(n h) d -> d n h"),
-    "blocks.b_k": (LAYER + "attention.self.key_proj.bias", "(n h) -> n h"),
-    "blocks.w_v": (LAYER + "attention.self.value_proj.weight", "(n h) d -> d n h"),
-    "blocks.b_v": (LAYER + "attention.self.value_proj.bias", "(n h) -> n h"),
-    "blocks.w_o": (LAYER + "attention.output.dense.weight", "d (n h) -> n h d"),
-    "blocks.b_o": (LAYER + "attention.output.dense.bias", "d -> d"),
-    "blocks.attn_norm": (LAYER + "attention.output.LayerNorm.weight", "d -> d"),
-    "blocks.attn_norm_bias": (LAYER + "attention.output.LayerNorm.bias", "d -> d"),
-    "blocks.w_up": (LAYER + "intermediate.dense.weight", "f d -> d f"),
-    "blocks.b_up": (LAYER + "intermediate.dense.bias", "f -> f"),
-    "blocks.w_down": (LAYER + "output.dense.weight", "d f -> f d"),
-    "blocks.b_down": (LAYER + "output.dense.bias", "d -> d"),
-    "blocks.mlp_norm": (LAYER + "output.LayerNorm.weight", "d -> d"),
-    "blocks.mlp_norm_bias": (LAYER + "output.LayerNorm.bias", "d -> d"),
-    "places": ("deberta.embeddings.position_embeddings.weight", "p d -> p d"),
-    "w_head": (HEAD + "dense.weight", "e d -> d e"),
-    "b_head": (HEAD + "dense.bias", "e -> e"),
-    "head_norm": (HEAD + "LayerNorm.weight", "d -> d"),
-    "head_norm_bias": (HEAD + "LayerNorm.bias", "d -> d"),
-    "head_bias": (HEAD + "bias", "v -> v"),
-    "find_norm": (FIND + "LayerNorm.weight", "d -> d"),
-    "find_norm_bias": (FIND + "LayerNorm.bias", "d -> d"),
-    "w_find": (FIND + "dense.weight", "e d -> d e"),
-    "b_find": (FIND + "dense.bias", "e -> e"),
-    "w_answer": (FIND + "classifier.weight", "a d -> d a"),
-    "b_answer": (FIND + "classifier.bias", "a -> a"),
-}
+HF_TENSORS, HF_IGNORED = _deberta_hf.HF_TENSORS, _deberta_hf.HF_IGNORED
 HF_TYPES = ("deberta-v2",)
-# The published V3 files have both heads of the pair beside one encoder, and positions that nothing reads.
-PLACES = ("deberta.embeddings.position_embeddings.weight", "deberta.embeddings.position_ids")
-HF_ASIDE = (HEAD + "*", FIND + "*", "cls.*", "pooler.*", "classifier.*", "qa_outputs.*", *PLACES)
-HF_LOAD = ", legacy=False"  # else transformers draws a head in place of the published one
-CLASSES = Layout(
-    Head(
-        "DebertaV2ForSequenceClassification",
-        dense("pool", "pooler.dense") | dense("classes", "classifier"),
-        {"first": ""},
-    ),
-    Head("DebertaV2ForTokenClassification", dense("classes", "classifier"), {"each": ""}),
-    drops=("places", "w_head", "b_head", "head_norm", "head_norm_bias", "head_bias"),
-)
-
-# What config.json says of every one of them, and the only values there are of it here.
-ONLY: dict[str, Any] = {
-    "relative_attention": True,
-    "share_att_key": True,
-    "norm_rel_ebd": "layer_norm",
-    "position_biased_input": False,
-    "type_vocab_size": 0,
-    "tie_word_embeddings": True,
-}
-DEFAULTS = {"relative_attention": False, "share_att_key": False, "norm_rel_ebd": "none"}
-DEFAULTS |= {"position_biased_input": True}
+HF_LOAD = _deberta_hf.HF_LOAD
+HF_CLASSIFIER = _deberta_hf.HF_CLASSIFIER
 
 
-def exports(cfg: Any, params: Any) -> dict[str, tuple[Any, Any]]:
-    """What to export, by its folder: of a pair both, the embedding of the one that finds being whole."""
+def split_for_export(cfg: Config, params: Model) -> dict[str, tuple[Config, Model]]:
+    """The models of an export by subfolder. A pair has two; the embedding of the first is stored in full."""
     if params.generator is None:
         return {"": (cfg, params)}
-    own = dataclasses.replace(params, embedding=params.whole_embedding(cfg), generator=None)
-    return {"": (cfg, own), "generator": (of_generator(cfg), params.generator)}
+    discriminator = dataclasses.replace(params, embedding=params.full_embedding(cfg), generator=None)
+    return {"": (cfg, discriminator), "generator": (generator_config(cfg), params.generator)}
 
 
-def to_hf(cfg: Any, sequence: int) -> dict[str, Any]:
-    return ONLY | {
-        "architectures": ["DebertaV2ForMaskedLM" if tells(cfg) else "DebertaV2Model"],
+def to_hf_config(cfg: Config, sequence_length: int) -> HFSettings:
+    """Translate to the settings of config.json."""
+    return _deberta_hf.REQUIRED | {
+        "architectures": ["DebertaV2ForMaskedLM" if predicts_tokens(cfg) else "DebertaV2Model"],
         "model_type": "deberta-v2",
         "vocab_size": cfg.vocab,
         "hidden_size": cfg.embed,
@@ -401,48 +372,35 @@ def to_hf(cfg: Any, sequence: int) -> dict[str, Any]:
         "num_hidden_layers": cfg.layers,
         "num_attention_heads": cfg.heads,
         "layer_norm_eps": cfg.norm_eps,
-        "position_buckets": cfg.buckets,
-        "max_relative_positions": cfg.reach,
-        "max_position_embeddings": max(sequence, cfg.reach),
+        "position_buckets": cfg.position_buckets,
+        "max_relative_positions": cfg.max_relative_positions,
+        "max_position_embeddings": max(sequence_length, cfg.max_relative_positions),
         "pos_att_type": ["p2c", "c2p"],
         "hidden_dropout_prob": 0.0,
         "attention_probs_dropout_prob": 0.0,
         "pooler_hidden_act": "gelu",
         "pooler_hidden_size": cfg.embed,
-        "hidden_act": cfg.exact,
-        "mask_decoder": has_places(cfg),  # our own word
+        "hidden_act": cfg.plain_activation,
+        "mask_decoder": has_positions(cfg),  # not a setting of transformers
         "legacy": False,
     }
 
 
-def from_hf(settings: dict[str, Any]) -> dict[str, Any]:
-    """The recipe's model section for a config.json."""
-    shown, whole = config_json.shown, config_json.whole
-    for name, only in ONLY.items():
-        found = settings.get(name, DEFAULTS.get(name, only))
-        if found != only:
-            raise UserError(f"config.json: {name}: found {shown(found)}, only {shown(only)} can be imported")
-    kinds = settings.get("pos_att_type") or []
-    if isinstance(kinds, str):
-        kinds = kinds.split("|")
-    if kinds not in (["c2p", "p2c"], ["p2c", "c2p"]):
-        raise UserError(f"config.json: pos_att_type: found {shown(kinds)}, only c2p with p2c can be imported")
-    if settings.get("conv_kernel_size"):
-        raise UserError("config.json: conv_kernel_size: a model with a convolution cannot be imported")
-    active = settings.get("hidden_act", "gelu")
-    if active not in ("gelu", "silu", "relu", "relu2"):
-        raise UserError(f"config.json: hidden_act: found {shown(active)}, expected gelu, silu, relu or relu2")
-    own = settings.get("max_relative_positions") not in (None, -1)
-    found = {
-        "vocab": whole(settings, "vocab_size"),
-        "layers": whole(settings, "num_hidden_layers"),
-        "embed": whole(settings, "hidden_size"),
-        "heads": whole(settings, "num_attention_heads"),
-        "mlp": whole(settings, "intermediate_size"),
-        "activation": active,
-        "buckets": whole(settings, "position_buckets"),
-        "reach": whole(settings, "max_relative_positions" if own else "max_position_embeddings"),
-        "mask_decoder": config_json.truth(settings, "mask_decoder"),
-        "norm_eps": config_json.number(settings, "layer_norm_eps", 1e-7),
+def from_hf_config(settings: HFSettings) -> dict[str, Any]:
+    """Translate the settings of config.json to a recipe's `model` section."""
+    _deberta_hf.check_settings(settings)
+    has_reach = settings.get("max_relative_positions") not in (None, -1)
+    reach_key = "max_relative_positions" if has_reach else "max_position_embeddings"
+    keys = {
+        "vocab": hf_config.get_int(settings, "vocab_size"),
+        "layers": hf_config.get_int(settings, "num_hidden_layers"),
+        "embed": hf_config.get_int(settings, "hidden_size"),
+        "heads": hf_config.get_int(settings, "num_attention_heads"),
+        "mlp": hf_config.get_int(settings, "intermediate_size"),
+        "activation": settings.get("hidden_act", "gelu"),
+        "position_buckets": hf_config.get_int(settings, "position_buckets"),
+        "max_relative_positions": hf_config.get_int(settings, reach_key),
+        "mask_decoder": hf_config.get_bool(settings, "mask_decoder"),
+        "norm_eps": hf_config.number(settings, "layer_norm_eps", 1e-7),
     }
-    return {"use": "deberta"} | config_json.section(found, settings, Config)
+    return {"use": "deberta"} | hf_config.section(keys, settings, Config)

@@ -1,49 +1,47 @@
-"""OLMo 2: Llama with its norms behind attention and MLP instead of before them, and a norm of all queries and
-of all keys (arXiv 2501.00656)."""
+"""OLMo 2: Llama with norms after attention and MLP instead of before them, and a norm over all queries and
+over all keys (arXiv 2501.00656)."""
 
 from dataclasses import dataclass
 from typing import Any
 
-from headrace.model_wrappers import classification_head as classifier
-from headrace.nn.stack import Execution
-from headrace.model_formats import hf_config as config_json
-from headrace.model_formats.gguf_architecture import Architecture, refuse
-from headrace.nn.mlp import gated
-from headrace.nn.norm import rms_norm
-from headrace.nn.rope import rotate
-from headrace.nn.sharding import constrain
+from headrace.config.sections import at_least
+from headrace.model_formats import hf_config, hf_heads
+from headrace.model_formats.gguf_architecture import Architecture, refuse_export
+from headrace.model_formats.hf_config import HFSettings
 from headrace.models import llama
+from headrace.nn.linear import project, quantize_input
+from headrace.nn.mlp import project_gated
 from headrace.nn.module import Array, count, module, normal, ones, stack, weight
-from headrace.nn.linear import prepared, project
+from headrace.nn.norm import rms_norm
+from headrace.nn.rope import Rope, rotate
+from headrace.nn.sharding import constrain
+from headrace.nn.stack import Execution
 
 
 @dataclass(frozen=True)
 class Config:
-    layers: int
-    embed: int
-    heads: int
-    kv_heads: int
-    mlp: int
-    vocab: int = 0  # 0: as many as the data's tokenizer has
-    tied: bool = False  # the head is the embedding
-    norm_eps: float = 1e-6
-    rope_theta: float = 500_000.0
+    """The `model` section of a recipe with `use: olmo2`."""
 
-    # Fixed by the architecture.
+    layers: int  # number of layers
+    embed: int  # width of the residual stream
+    heads: int  # number of query heads
+    kv_heads: int  # number of key and value heads, each shared by heads / kv_heads query heads
+    mlp: int  # hidden units of the MLP
+    vocab: int = 0  # tokens in the vocabulary; 0: as many as the data's tokenizer has
+    tie_embeddings: bool = False  # whether the embedding is also the output head
+    norm_eps: float = 1e-6  # constant added to the mean square in RMSNorm
+    rope_theta: float = 500_000.0  # base of the rotary frequencies
+
+    # Fixed by the architecture; no recipe keys.
     causal = True
     activation = "swiglu"
     rope_scaling = "none"
     rope_factor = 1.0
-    rope_original = 8192
+    rope_original_length = 8192
 
-    def __post_init__(self):
-        for name in ("layers", "embed", "heads", "kv_heads", "mlp"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: expected 1 or more")
-        if self.vocab < 0:
-            raise ValueError("vocab: expected 0 or more")
-        if self.norm_eps < 0:
-            raise ValueError("norm_eps: expected 0 or more")
+    def __post_init__(self) -> None:
+        at_least(1, self, "layers", "embed", "heads", "kv_heads", "mlp")
+        at_least(0, self, "vocab", "norm_eps")
         if self.rope_theta <= 0:
             raise ValueError("rope_theta: expected a number above 0")
         if self.heads % self.kv_heads:
@@ -52,85 +50,97 @@ class Config:
             raise ValueError(f"heads: expected embed, {self.embed}, to be an even multiple of it")
 
     @property
-    def head_dim(self):
+    def head_dim(self) -> int:
         return self.embed // self.heads
 
 
 @module
 class Block:
+    """One layer."""
+
     w_q: Array = weight("embed", "heads", "head_dim")
     w_k: Array = weight("embed", "kv_heads", "head_dim")
     w_v: Array = weight("embed", "kv_heads", "head_dim")
-    w_o: Array = weight("heads", "head_dim", "embed", inputs=2)
-    q_norm: Array = weight("heads", "head_dim", init=ones, inputs=0)
-    k_norm: Array = weight("kv_heads", "head_dim", init=ones, inputs=0)
+    w_o: Array = weight("heads", "head_dim", "embed", num_input_axes=2)
+    q_norm: Array = weight("heads", "head_dim", init=ones, num_input_axes=0)
+    k_norm: Array = weight("kv_heads", "head_dim", init=ones, num_input_axes=0)
     attn_norm: Array = weight("embed", init=ones)
     w_gate: Array = weight("embed", "mlp")
     w_up: Array = weight("embed", "mlp")
     w_down: Array = weight("mlp", "embed")
     mlp_norm: Array = weight("embed", init=ones)
 
-    def heads(self, cfg: Any, x: Array, positions: Array) -> tuple[Array, Array, Array]:
-        """Queries [b s n h], keys and values [b s k h]."""
-        h = prepared(self.w_q, x)
-        q = together(project(self.w_q, h, "bsd,dnh->bsnh"), self.q_norm, cfg)
-        k = together(project(self.w_k, h, "bsd,dkh->bskh"), self.k_norm, cfg)
+    def project_qkv(self, cfg: Config, x: Array, positions: Array) -> tuple[Array, Array, Array]:
+        """Compute queries [b s n h], keys and values [b s k h] from the residual stream x [b s d]."""
+        h = quantize_input(self.w_q, x)
+        q = norm_all_heads(project(self.w_q, h, "bsd,dnh->bsnh"), self.q_norm, cfg.norm_eps)
+        k = norm_all_heads(project(self.w_k, h, "bsd,dkh->bskh"), self.k_norm, cfg.norm_eps)
         v = project(self.w_v, h, "bsd,dkh->bskh")
-        return rotate(q, positions, llama.rope(cfg)), rotate(k, positions, llama.rope(cfg)), v
+        rope = Rope(cfg.rope_theta)
+        return rotate(q, positions, rope), rotate(k, positions, rope), v
 
-    def rest(self, cfg: Any, x: Array, mixed: Array, how: Execution) -> Array:
-        """What follows once the values are mixed: output projection and MLP, each added to the stream."""
-        x = x + rms_norm(project(self.w_o, mixed, "bsnh,nhd->bsd"), self.attn_norm, cfg.norm_eps)
-        h = prepared(self.w_gate, x)
+    def add_attention(self, cfg: Config, x: Array, attn_out: Array) -> Array:
+        """Project the output of attention [b s n h], normalize it and add it to the residual stream."""
+        return x + rms_norm(project(self.w_o, attn_out, "bsnh,nhd->bsd"), self.attn_norm, cfg.norm_eps)
+
+    def add_mlp(self, cfg: Config, x: Array, exec_opts: Execution) -> Array:
+        """Compute the gated MLP, normalize its output and add it to the residual stream."""
+        h = quantize_input(self.w_gate, x)
         gate, up = project(self.w_gate, h, "bsd,df->bsf"), project(self.w_up, h, "bsd,df->bsf")
-        out = gated(cfg.activation, gate, up, self.w_down, merges=how.merges(cfg.layers))
-        return constrain(x + rms_norm(out, self.mlp_norm, cfg.norm_eps), "batch", "sequence", None)
+        prevent_cse = exec_opts.needs_cse_barrier(cfg.layers)
+        mlp_out = project_gated("swiglu", gate, up, self.w_down, prevent_cse=prevent_cse)
+        return constrain(x + rms_norm(mlp_out, self.mlp_norm, cfg.norm_eps), "batch", "sequence", None)
 
 
-def together(x: Array, w: Array, cfg: Any) -> Array:
-    """A norm over all heads [b s n h] at once."""
-    return rms_norm(x.reshape(*x.shape[:2], -1), w.reshape(-1), cfg.norm_eps).reshape(x.shape)
+def norm_all_heads(x: Array, w: Array, eps: float) -> Array:
+    """Apply RMSNorm over heads and features of x [b s n h] together."""
+    return rms_norm(x.reshape(*x.shape[:2], -1), w.reshape(-1), eps).reshape(x.shape)
 
 
 @module
 class Model:
+    """Llama's model with OLMo 2's layers."""
+
     embedding: Array = weight("vocab", "embed")
     blocks: Block = stack(Block)
     final_norm: Array = weight("embed", init=ones)
-    head: Array | None = weight("vocab", "embed", init=normal(0.02), when=lambda cfg: not cfg.tied)
+    head: Array | None = weight("vocab", "embed", init=normal(0.02), when=lambda cfg: not cfg.tie_embeddings)
 
     unembed = llama.Model.unembed
     __call__ = llama.Model.__call__
-    cache = llama.Model.cache
+    init_cache = llama.Model.init_cache
     decode = llama.Model.decode
 
 
-def flops(cfg: Any, sequence: int) -> float:
-    """As Llama's."""
-    looked_up = 0 if cfg.tied else cfg.vocab * cfg.embed
-    return 6 * (count(Model, cfg) - looked_up) + 6 * cfg.layers * cfg.embed * sequence
+def flops_per_token(cfg: Config, sequence_length: int) -> float:
+    """Count the FLOPs of forward and backward pass, as Llama's."""
+    looked_up = 0 if cfg.tie_embeddings else cfg.vocab * cfg.embed
+    return 6 * (count(Model, cfg) - looked_up) + 6 * cfg.layers * cfg.embed * sequence_length
 
 
-HF = llama.HF | {
+HF_TENSORS = llama.HF_TENSORS | {
     "blocks.q_norm": ("model.layers.{}.self_attn.q_norm.weight", "(n h) -> n h"),
     "blocks.k_norm": ("model.layers.{}.self_attn.k_norm.weight", "(k h) -> k h"),
     "blocks.attn_norm": ("model.layers.{}.post_attention_layernorm.weight", "d -> d"),
     "blocks.mlp_norm": ("model.layers.{}.post_feedforward_layernorm.weight", "d -> d"),
 }
 HF_TYPES = ("olmo2",)
-CLASSES = classifier.generic()
+HF_CLASSIFIER = hf_heads.default_layout()
 
 
-def to_hf(cfg: Any, sequence: int) -> dict[str, Any]:
+def to_hf_config(cfg: Config, sequence_length: int) -> HFSettings:
+    """Translate to the settings of config.json."""
     names = {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"}
-    return names | config_json.write(cfg, sequence)
+    return names | hf_config.write(cfg, sequence_length)
 
 
-def to_gguf(cfg: Any, soft_cap: float | None) -> Architecture:
+def from_hf_config(settings: HFSettings) -> dict[str, Any]:
+    """Translate the settings of config.json to a recipe's `model` section."""
+    return {"use": "olmo2"} | hf_config.read(settings, Config)
+
+
+def to_gguf(cfg: Config, soft_cap: float | None) -> Architecture:
+    """Describe the model for llama.cpp."""
     if soft_cap is not None:
-        refuse("loss.soft_cap", soft_cap, "olmo2", "logits without one")
+        refuse_export("loss.soft_cap", soft_cap, "olmo2", "logits without one")
     return Architecture("olmo2", head=True)
-
-
-def from_hf(settings: dict[str, Any]) -> dict[str, Any]:
-    return {"use": "olmo2"} | config_json.read(settings, Config)

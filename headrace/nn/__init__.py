@@ -1,0 +1,1 @@
+"""The module system, sharding rules, and layers as functions."""

@@ -1,35 +1,36 @@
-"""Biases: of activations, with gradients that are sums in float32, and of logits, as a column of the head."""
+"""Biases: of activations, with gradients that are summed in float32, and of logits, as a column of the
+head."""
 
 import jax
 import jax.numpy as jnp
 
 Array = jax.Array
 
-# The head's bias is one more column of its matrix, and the hidden states have a 1 there: the loss, which
-# never holds the logits, need not know of it. It comes with as many columns as a TPU's registers are wide, so
+# A bias of the head is a further column of its matrix, and hidden states have a 1 there: the loss, which
+# never has all logits in memory, needs no special case. It is padded to the width of a TPU's registers, so
 # that meshes and kernels can still divide the width.
 BIAS_COLUMNS = 128
 
 
-def first_of_many(x: Array) -> Array:
-    """x as the first of further columns, the others 0."""
+def pad_columns(x: Array) -> Array:
+    """Make x [...] the first of BIAS_COLUMNS columns [... 128]; the others are 0."""
     return jnp.pad(x[..., None], [(0, 0)] * x.ndim + [(0, BIAS_COLUMNS - 1)])
 
 
 @jax.custom_vjp
-def biased(x: Array, bias: Array) -> Array:
-    """x plus a bias that has its last axes."""
+def add_bias(x: Array, bias: Array) -> Array:
+    """Add a bias to x, over the last axes that it has."""
     return x + bias.astype(x.dtype)
 
 
 def _forward(x: Array, bias: Array) -> tuple[Array, Array]:
-    return biased(x, bias), bias
+    return add_bias(x, bias), bias
 
 
 def _backward(bias: Array, d: Array) -> tuple[Array, Array]:
-    # Over all tokens, so in float32: in bf16 what comes late is lost.
+    # A sum over all tokens, so in float32: a bfloat16 sum would lose small terms.
     total = jnp.sum(d, axis=tuple(range(d.ndim - bias.ndim)), dtype=jnp.float32)
     return d, total.astype(bias.dtype)
 
 
-biased.defvjp(_forward, _backward)
+add_bias.defvjp(_forward, _backward)

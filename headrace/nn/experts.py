@@ -1,11 +1,11 @@
-"""A mixture of experts: each token goes through the few MLPs that a router chooses for it (arXiv 1701.06538,
-2101.03961), and none is dropped. Pairs of a token and an expert are sorted by expert, and each expert
+"""Mixture of experts: each token passes through the few MLPs that a router chooses for it (arXiv 1701.06538,
+2101.03961), and no token is dropped. Pairs of a token and an expert are sorted by expert, and each expert
 multiplies its own (`jax.lax.ragged_dot`).
 
-Where `mesh.expert` splits the experts, every device gathers the tokens of the others along that axis, takes
-those that chose its experts, and what comes out is summed back to where the tokens were. How many chose them
-is not known when compiling: they come in rounds of `SLACK` times as many as an even share, so that one round
-nearly always does, and a crowd takes more of them."""
+If `mesh.expert` splits the experts, every device gathers the tokens of the others along that axis, computes
+the pairs of its own experts, and the outputs are summed back on the tokens' devices. The number of its pairs
+is not known at compile time: they are computed in rounds of `SLACK` times the number of equal loads, so that
+one round is nearly always enough, and very unequal loads take more."""
 
 import math
 from collections.abc import Callable
@@ -16,23 +16,23 @@ import jax
 import jax.numpy as jnp
 
 from headrace.nn.mlp import Activation, glu
-from headrace.nn.sharding import current, spec
-from headrace.nn.module import Array
+from headrace.nn.module import Array, PyTree
+from headrace.nn.sharding import current_mesh, partition_spec
 
 Scores = Literal["softmax", "sigmoid"]
 SLACK = 1.25
-FURTHER = "rounds_of_a_crowd"  # by which `plan` knows the loop that hardly ever runs
+FURTHER_ROUNDS = "rounds_of_a_crowd"  # scope of the loop that rarely runs; `plan` recognizes it by this name
 
 
-class Choice(NamedTuple):
-    """The experts of each token and how much each of them counts, [b s k]."""
+class Routing(NamedTuple):
+    """The experts of each token and the weights of their outputs, [b s k]."""
 
     experts: Array
     weights: Array
 
 
-class Matrices(NamedTuple):
-    """Of all experts, [e d f], [e d f] and [e f d]."""
+class ExpertWeights(NamedTuple):
+    """The matrices of all experts: [e d f], [e d f] and [e f d]."""
 
     gate: Array
     up: Array
@@ -42,199 +42,222 @@ class Matrices(NamedTuple):
 def route(
     logits: Array,
     bias: Array | None,
-    real: Array | None,
+    is_real: Array | None,
     *,
     top_k: int,
     scores: Scores,
-    normalise: bool,
+    normalize: bool,
     scale: float,
     balance: float,
-) -> Choice:
-    """Chooses by logits [b s e] and the bias, which weighs in the choice alone (arXiv 2408.15664). `real`
-    marks the tokens that are no padding. Each of them adds `balance` times its term of Switch's loss to the
-    gradient: the share of choices that an expert has, times its probability here, times the number of
-    experts; with all equal that is 1. The gradient of the bias is how many tokens chose each expert."""
+) -> Routing:
+    """Choose each token's experts by logits [b s e] plus bias, which has no effect on their weights (arXiv
+    2408.15664). `is_real` marks tokens that are not padding; None: all.
+
+    With `balance`, that multiple of Switch's loss is added to the gradient: per expert, its share of choices
+    times its mean probability times the number of experts, which is 1 in sum if all are equal. The "gradient"
+    of the bias is the number of tokens that chose each expert, for `update_router_bias`."""
     logits = logits.astype(jnp.float32)
-    sizes = jax.nn.softmax(logits) if scores == "softmax" else jax.nn.sigmoid(logits)
-    preferred = sizes if bias is None else sizes + bias
-    chosen = jax.lax.top_k(jax.lax.stop_gradient(preferred), top_k)[1]
-    # Compared, not looked up: the gradient of a look-up is a scatter.
-    taken = chosen[..., None] == jnp.arange(logits.shape[-1])
-    weights = jnp.sum(jnp.where(taken, sizes[..., None, :], 0), axis=-1)
-    if normalise:
+    probabilities = jax.nn.softmax(logits) if scores == "softmax" else jax.nn.sigmoid(logits)
+    preference = probabilities if bias is None else probabilities + bias
+    chosen = jax.lax.top_k(jax.lax.stop_gradient(preference), top_k)[1]
+    # A comparison, not a lookup, whose gradient would be a scatter.
+    is_chosen = chosen[..., None] == jnp.arange(logits.shape[-1])
+    weights = jnp.sum(jnp.where(is_chosen, probabilities[..., None, :], 0), axis=-1)
+    if normalize:
         weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)
     weights = scale * weights
     if bias is None and not balance:
-        return Choice(chosen, weights)
-    counted = taken.any(axis=-2) if real is None else taken.any(axis=-2) & real[..., None]
+        return Routing(chosen, weights)
+    counted = is_chosen.any(axis=-2) if is_real is None else is_chosen.any(axis=-2) & is_real[..., None]
     loads = jnp.sum(counted.astype(jnp.float32), axis=(0, 1))
-    extra = jnp.zeros(())
+    aux_loss = jnp.zeros(())
     if bias is not None:
-        extra += jnp.sum(bias * loads)
+        aux_loss += jnp.sum(bias * loads)
     if balance:
-        shares = sizes / sizes.sum(axis=-1, keepdims=True)
-        shares = shares if real is None else jnp.where(real[..., None], shares, 0)
-        even = logits.shape[-1] / jnp.maximum(loads.sum(), 1)
-        extra += balance * even * jnp.sum(jnp.sum(shares, axis=(0, 1)) * loads)
-    return Choice(chosen, beside(weights, extra))
+        shares = probabilities / probabilities.sum(axis=-1, keepdims=True)
+        shares = shares if is_real is None else jnp.where(is_real[..., None], shares, 0)
+        factor = logits.shape[-1] / jnp.maximum(loads.sum(), 1)
+        aux_loss += balance * factor * jnp.sum(jnp.sum(shares, axis=(0, 1)) * loads)
+    return Routing(chosen, add_aux_loss(weights, aux_loss))
 
 
 @jax.custom_vjp
-def beside(x: Array, term: Array) -> Array:
-    """x. What is differentiated has `term` as one more summand, which nobody has to carry to the end."""
+def add_aux_loss(x: Array, term: Array) -> Array:
+    """Add `term` to the loss that is differentiated, and return x. No layer has to pass the term on."""
     return x
 
 
-beside.defvjp(lambda x, term: (x, None), lambda _, d: (d, jnp.ones(())))
+add_aux_loss.defvjp(lambda x, term: (x, None), lambda _, d: (d, jnp.ones(())))
 
 
-def even_out(rate: float, bias: Array, loads: Array) -> Array:
-    """The bias [l e] after a step: those chosen more often than the mean of their layer lose, others gain."""
+def update_router_bias(rate: float, bias: Array, loads: Array) -> Array:
+    """Update the bias [l e] after a step: it falls for experts with a load above their layer's mean, and
+    rises for others."""
     return bias + rate * jnp.sign(loads.mean(axis=-1, keepdims=True) - loads)
 
 
-def busiest(loads: Array) -> Array:
-    """How often the busiest expert of any layer is chosen, as a multiple of the mean of that layer."""
+def max_load(loads: Array) -> Array:
+    """The largest load of an expert [l e], as a multiple of its layer's mean."""
     return jnp.max(loads.max(axis=-1) / jnp.maximum(loads.mean(axis=-1), 1e-9))
 
 
 def mix(
-    kind: Activation, x: Array, choice: Choice, experts: Matrices, *, gather_again: bool = False
+    kind: Activation, x: Array, routing: Routing, experts: ExpertWeights, *, gather_again: bool = False
 ) -> Array:
-    """What the chosen experts make of x [b s d], summed by their weights. With `gather_again` the backward
-    pass gathers from other devices once more, and does not keep every layer's weights whole until then."""
-    mesh, names = current(), ("experts", "embed", "expert_mlp")
+    """Compute the weighted sum of the chosen experts' outputs for x [b s d].
+
+    With `gather_again` the backward pass gathers weights from other devices again, instead of keeping those
+    of every layer in memory."""
+    mesh, names = current_mesh(), ("experts", "embed", "expert_mlp")
     if mesh is None:
-        return _local(kind, Split(), x, choice, experts)
-    stored = [spec([names[i] for i in order], experts[n].shape, mesh) for n, order in enumerate(ORDERS)]
-    rows = spec(("batch", "sequence", None), x.shape, mesh)
-    split = Split(*(_axes(stored[0][i]) for i in range(3)))
+        return _mix_on_device(kind, ExpertSharding(), x, routing, experts)
+    weight_specs = [
+        partition_spec([names[i] for i in order], experts[n].shape, mesh)
+        for n, order in enumerate(AXIS_ORDERS)
+    ]
+    row_spec = partition_spec(("batch", "sequence", None), x.shape, mesh)
+    split = ExpertSharding(*(_mesh_axes(weight_specs[0][i]) for i in range(3)))
     run: Callable[..., Array] = jax.shard_map(
-        partial(_local, kind, split),
-        in_specs=(rows, rows, tuple(stored)),
-        out_specs=rows,
-        check_vma=False,  # sums over devices are written out here
+        partial(_mix_on_device, kind, split),
+        in_specs=(row_spec, row_spec, tuple(weight_specs)),
+        out_specs=row_spec,
+        check_vma=False,  # sums over devices are written explicitly
     )
     if gather_again:
-        run = jax.checkpoint(run, policy=lambda operation, *_, **__: operation.name != "all_gather")
-    return run(x, tuple(choice), tuple(experts))
+        run = jax.checkpoint(run, policy=lambda primitive, *_, **__: primitive.name != "all_gather")
+    return run(x, tuple(routing), tuple(experts))
 
 
-ORDERS = ((0, 1, 2), (0, 1, 2), (0, 2, 1))  # of the axes of each matrix
+AXIS_ORDERS = ((0, 1, 2), (0, 1, 2), (0, 2, 1))  # experts, width and hidden units in each of the matrices
 
 
-class Split(NamedTuple):
-    """The axes of the mesh over which experts, their width and their hidden units are split."""
+class ExpertSharding(NamedTuple):
+    """The mesh axes that split experts, their width and their hidden units."""
 
     experts: tuple[str, ...] = ()
     width: tuple[str, ...] = ()
     hidden: tuple[str, ...] = ()
 
 
-def _local(kind: Activation, split: Split, x: Array, choice: Any, experts: Any) -> Array:
-    """One device's rows, through the experts of all devices."""
+def _mix_on_device(kind: Activation, split: ExpertSharding, x: Array, routing: Any, experts: Any) -> Array:
+    """Pass one device's rows through the experts of all devices."""
     if split.width:
-        pairs = zip(experts, ORDERS, strict=True)
-        experts = [gathered(w, split.width, axis=order.index(1)) for w, order in pairs]
+        pairs = zip(experts, AXIS_ORDERS, strict=True)
+        experts = [gather(w, split.width, axis=order.index(1)) for w, order in pairs]
     tokens = x.reshape(-1, x.shape[-1])
-    chosen, weights = (part.reshape(len(tokens), -1) for part in choice)
+    chosen, weights = (part.reshape(len(tokens), -1) for part in routing)
     if not split.experts:
-        out = _rounds(kind, tokens, chosen, weights, Matrices(*experts), chosen.size)
+        out = _run_rounds(kind, tokens, chosen, weights, ExpertWeights(*experts), chosen.size)
     else:
         first = jax.lax.axis_index(split.experts) * len(experts[0])
-        every, whose, much = (gathered(part, split.experts) for part in (tokens, chosen, weights))
-        most = min(even_share(chosen.size), whose.size)
-        out = _rounds(kind, every, whose - first, much, Matrices(*experts), most)
+        all_tokens, all_chosen, all_weights = (
+            gather(part, split.experts) for part in (tokens, chosen, weights)
+        )
+        capacity = min(balanced_capacity(chosen.size), all_chosen.size)
+        out = _run_rounds(
+            kind, all_tokens, all_chosen - first, all_weights, ExpertWeights(*experts), capacity
+        )
         out = jax.lax.psum_scatter(out, split.experts, tiled=True)
     if split.hidden:
         out = jax.lax.psum(out, split.hidden)
     return out.reshape(x.shape)
 
 
-def even_share(pairs: int) -> int:
-    """Room on each device for the pairs of its experts, when as many come from each as go to it."""
+def balanced_capacity(pairs: int) -> int:
+    """The number of pairs in a round on each device: as many as with equal loads, times `SLACK`. `pairs` are
+    those of the device's own tokens."""
     return math.ceil(SLACK * pairs / 128) * 128
 
 
-def gathered(x: Array, axes: tuple[str, ...], axis: int = 0) -> Array:
+def gather(x: Array, axes: tuple[str, ...], axis: int = 0) -> Array:
+    """Concatenate the parts of x on all devices along mesh axes."""
     return jax.lax.all_gather(x, axes, axis=axis, tiled=True)
 
 
-def _rounds(kind: Activation, x: Array, chosen: Array, weights: Array, experts: Matrices, most: int) -> Array:
-    """What these experts, counted from 0, make of the tokens [t d] that chose them, `most` pairs at a time,
-    summed by weights; other tokens get zeros."""
+def _run_rounds(
+    kind: Activation, x: Array, chosen: Array, weights: Array, experts: ExpertWeights, capacity: int
+) -> Array:
+    """Compute the weighted sum of these experts' outputs for the tokens x [t d] that chose them, `capacity`
+    pairs at a time. Experts count from 0; tokens that chose others get zeros."""
     count, k = len(experts.gate), chosen.shape[1]
     flat = chosen.reshape(-1)
-    flat = jnp.where((flat >= 0) & (flat < count), flat, count)  # those of other devices come last
+    flat = jnp.where((flat >= 0) & (flat < count), flat, count)  # pairs of other devices are last
     order = jnp.argsort(flat)
     ends = jnp.cumsum(jnp.sum(flat[:, None] == jnp.arange(count), axis=0, dtype=jnp.int32))
-    rounds = -(-len(order) // most)
-    order = jnp.pad(order, (0, rounds * most - len(order)))
+    max_rounds = -(-len(order) // capacity)
+    order = jnp.pad(order, (0, max_rounds * capacity - len(order)))
 
-    def one(number: Any, places: Any, x: Array, weights: Array, experts: Matrices) -> Array:
-        order, ends = places
-        pairs = jax.lax.dynamic_slice_in_dim(order, number * most, most)
-        within = jnp.clip(ends - number * most, 0, most)
-        sizes = jnp.diff(within, prepend=0)
-        # Rows beyond the last expert's are whatever the memory held.
-        there = (jnp.arange(most) < within[-1])[:, None]
-        h = jnp.where(there, rows_of(x, pairs // k), 0)
+    def run_round(number: Any, indices: Any, x: Array, weights: Array, experts: ExpertWeights) -> Array:
+        order, ends = indices
+        pairs = jax.lax.dynamic_slice_in_dim(order, number * capacity, capacity)
+        ends_in_round = jnp.clip(ends - number * capacity, 0, capacity)
+        sizes = jnp.diff(ends_in_round, prepend=0)
+        # Rows after the last expert's are uninitialized memory.
+        is_used = (jnp.arange(capacity) < ends_in_round[-1])[:, None]
+        h = jnp.where(is_used, take_rows(x, pairs // k), 0)
         gate, up = (jax.lax.ragged_dot(h, w, sizes) for w in (experts.gate, experts.up))
         y = jax.lax.ragged_dot(glu(kind, gate, up), experts.down, sizes)
-        y = jnp.where(there, y, 0) * weights.reshape(-1)[pairs][:, None]
+        y = jnp.where(is_used, y, 0) * weights.reshape(-1)[pairs][:, None]
         return sum_rows(len(x), y.astype(x.dtype), pairs // k)
 
-    if rounds == 1:
-        return one(0, (order, ends), x, weights, experts)
-    return _repeated(one)(-(-ends[-1] // most), (order, ends), x, weights, experts)
+    if max_rounds == 1:
+        return run_round(0, (order, ends), x, weights, experts)
+    return _sum_over_rounds(run_round)(-(-ends[-1] // capacity), (order, ends), x, weights, experts)
 
 
-def _repeated(one: Callable[..., Array]) -> Callable[..., Array]:
-    """The sum of `one(number, whole numbers, ...)` over so many rounds as are given first: a number that is
-    not known when compiling. It has a gradient, for which each round is computed again."""
+def _sum_over_rounds(run_round: Callable[..., Array]) -> Callable[..., Array]:
+    """Make the function (rounds, indices, *inputs) -> sum of `run_round(number, indices, *inputs)`.
 
-    def total(rounds: Array, one: Callable[[Any], Any]) -> Any:
-        def add(number: Any, so_far: Any) -> Any:
-            return jax.tree.map(jnp.add, so_far, one(number))
-
-        first = one(0)  # not in the loop: there is nothing yet to add it to
-        with jax.named_scope(FURTHER):
-            return jax.lax.fori_loop(1, rounds, add, first)
+    The number of rounds need not be known at compile time. The sum has a gradient with respect to `inputs`,
+    for which each round is computed again."""
 
     @jax.custom_vjp
-    def run(rounds: Array, whole: Any, *inputs: Any) -> Array:
-        return total(rounds, lambda number: one(number, whole, *inputs))
+    def run(rounds: Array, indices: PyTree, *inputs: PyTree) -> Array:
+        return _sum_dynamic(rounds, lambda number: run_round(number, indices, *inputs))
 
-    def backward(kept: Any, d: Array) -> Any:
-        rounds, whole, *inputs = kept
-        return None, None, *total(rounds, lambda number: jax.vjp(partial(one, number, whole), *inputs)[1](d))
+    def backward(residuals: PyTree, d: Array) -> PyTree:
+        rounds, indices, *inputs = residuals
+        round_gradient = lambda number: jax.vjp(partial(run_round, number, indices), *inputs)[1](d)
+        return None, None, *_sum_dynamic(rounds, round_gradient)
 
     run.defvjp(lambda *inputs: (run(*inputs), inputs), backward)
     return run
 
 
+def _sum_dynamic(rounds: Array, run_round: Callable[[Any], PyTree]) -> PyTree:
+    """Sum `run_round(number)` for numbers from 0 to `rounds`, a number that is not known at compile time."""
+
+    def add(number: Array, total: PyTree) -> PyTree:
+        return jax.tree.map(jnp.add, total, run_round(number))
+
+    first = run_round(0)  # outside of the loop: there is nothing to add it to
+    with jax.named_scope(FURTHER_ROUNDS):
+        return jax.lax.fori_loop(1, rounds, add, first)
+
+
 @jax.custom_vjp
-def rows_of(x: Array, places: Array) -> Array:
-    """x[places], whose gradient is summed in float32."""
-    return x[places]
+def take_rows(x: Array, indices: Array) -> Array:
+    """Take rows of x, with a gradient that is summed in float32."""
+    return x[indices]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def sum_rows(count: int, y: Array, places: Array) -> Array:
-    """Rows added up, in float32, where `places` says, of so many."""
+def sum_rows(count: int, y: Array, indices: Array) -> Array:
+    """Sum rows of y with equal indices, in float32, to an array of `count` rows."""
     total = jnp.zeros((count, *y.shape[1:]), jnp.float32)
-    return total.at[places].add(y.astype(jnp.float32)).astype(y.dtype)
+    return total.at[indices].add(y.astype(jnp.float32)).astype(y.dtype)
 
 
-rows_of.defvjp(
-    lambda x, places: (x[places], (len(x), places)), lambda kept, d: (sum_rows(kept[0], d, kept[1]), None)
+take_rows.defvjp(
+    lambda x, indices: (x[indices], (len(x), indices)),
+    lambda residuals, d: (sum_rows(residuals[0], d, residuals[1]), None),
 )
 sum_rows.defvjp(
-    lambda count, y, places: (sum_rows(count, y, places), places),
-    lambda count, places, d: (rows_of(d, places), None),
+    lambda count, y, indices: (sum_rows(count, y, indices), indices),
+    lambda count, indices, d: (take_rows(d, indices), None),
 )
 
 
-def _axes(entry: Any) -> tuple[str, ...]:
-    """The axes in one place of a PartitionSpec, which holds a lone axis as a bare string."""
+def _mesh_axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """The mesh axes of one entry of a PartitionSpec, which has a single axis as a plain string."""
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)

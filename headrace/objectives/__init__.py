@@ -1,63 +1,65 @@
-"""What every training objective works with: a batch, the examples made of it, and the task they belong to.
-An objective is a file with `prepare`, which makes the examples, `loss`, and `most`: how many answers of a row
-can have a weight. One whose weights are updated in turns has `TURNS` instead of a loss. One that tells a text
-as a whole names the special tokens which it is `GIVEN`; one whose evaluation draws otherwise than its
-training has `prepare_evaluation`. One that `READS` labels or pairs takes data that has them; one that tells
-no tokens judges its evaluation itself (`judged`)."""
+"""Training objectives: plugins of `objective.use`, one per file, and the types that they share.
+
+An objective's file defines `Config`; `prepare`, which makes the examples of a batch; `max_targets`; and
+either `loss` or, if a step has several updates, `UPDATE_PHASES`. The other members that
+`Objective.from_module` reads are optional."""
 
 import dataclasses
+import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import ModuleType
+from typing import Any, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
 
-from headrace.model_wrappers import (
-    classification_head as classifier,
-    recurrent_depth as depth,
-    split_weights as matrices,
-)
-from headrace.nn import sharding as mesh
+from headrace.data.shards import Index
 from headrace.errors import UserError
-from headrace.nn.stack import Execution, default_unroll, products_of
-from headrace.kernels.linear_cross_entropy.dispatch import bind, cut
-from headrace.kernels.linear_cross_entropy.stats import Totals
-from headrace.objectives._select_weighted import weighted
-from headrace.nn.module import Array, module
-from headrace.low_precision.support import multiplies
+from headrace.kernels.linear_cross_entropy.dispatch import fused_cross_entropy, with_z_loss
+from headrace.kernels.linear_cross_entropy.stats import LossTotals
+from headrace.losses import LossConfig, load_loss
+from headrace.models import Family, ModelConfig
+from headrace.nn import sharding
+from headrace.nn.module import Array, PyTree, module
+from headrace.nn.stack import Execution
+from headrace.objectives._select_weighted import gather_weighted
+
+
+class ObjectiveConfig(Protocol):
+    """The `objective` section of a recipe. Each objective adds keys of its own."""
+
+    @property
+    def use(self) -> str: ...
 
 
 @module
 class Batch:
-    """Packed rows as the stream gives them, [b s] each: segments count documents from 1, 0 is padding; `loss`
-    marks the tokens to be learnt, None means all; `labels` has a label's number plus one at the tokens that
-    have one, None where the data has none."""
+    """Packed rows of token ids [b s], as the dataset stores them."""
 
     tokens: Array
-    segments: Array
-    positions: Array
-    loss: Array | None = None
-    labels: Array | None = None
+    segments: Array  # numbers the documents of a row from 1; 0 is padding
+    positions: Array  # of each token in its document
+    loss_mask: Array | None = None  # True for tokens that the model learns to predict; None: all
+    labels: Array | None = None  # a label's number plus one, 0 at tokens without; None: data without labels
 
 
 @module
 class Examples:
-    """What the model reads and what it must answer, [b s] each; answers with weight 0 do not count. A mean is
-    the weighted sum divided by that of `counts`; None stands for the weights themselves."""
+    """Inputs and targets of the model, [b s] each."""
 
     inputs: Array
     targets: Array
-    weights: Array
-    segments: Array | None
+    weights: Array  # of each position's loss; 0: not predicted
+    segments: Array | None  # None: the whole row is one document
     positions: Array
-    counts: Array | None = None
+    counts: Array | None = None  # means divide by their sum; None: by the sum of `weights`
 
 
 @dataclass(frozen=True)
-class Vocabulary:
-    """The ids with a meaning of their own; None where the tokenizer has no such token."""
+class SpecialTokens:
+    """The vocabulary's size and the ids of its special tokens; None where the tokenizer has none."""
 
     size: int
     pad: int | None
@@ -67,128 +69,184 @@ class Vocabulary:
 
 
 @dataclass(frozen=True)
-class Task:
-    """Everything about a run that is fixed when its step is compiled, the optimizer aside."""
+class TrainTask:
+    """Everything about a run that is fixed when its step is compiled, except for the optimizer."""
 
-    model: Any
-    objective: Any
-    loss: Any
-    how: Execution
-    vocabulary: Vocabulary
-    isolate: bool = True
+    model: ModelConfig
+    objective: ObjectiveConfig
+    loss: LossConfig
+    exec_opts: Execution
+    special_tokens: SpecialTokens
+    isolate_documents: bool = True  # tokens attend only within their document
+    family: Family = dataclasses.field(kw_only=True)  # of `model`
 
 
 @module
-class Told:
-    """A loss to be differentiated, sums to be told as means (divided by that of `count`), what the next turn
-    reads in the place of the examples, and sums for evaluation alone, arrays of any size."""
+class LossOutput:
+    """The result of a phase's loss function."""
 
-    loss: Array
-    sums: dict[str, Array]
-    following: Any = None
-    tallies: dict[str, Array] = dataclasses.field(default_factory=dict)
+    loss: Array  # is differentiated
+    sums: dict[str, Array]  # are logged, each divided by the sum named `count`
+    carry: Any = None  # the next phase's input
+    eval_sums: dict[str, Array] = dataclasses.field(default_factory=dict)  # any shape; for evaluation only
+
+
+PhaseLoss = Callable[[TrainTask, Any, Any], LossOutput]  # (task, model, examples)
 
 
 @dataclass(frozen=True)
-class Turn:
-    """One of the updates of a step: its loss, the weights that are updated by it, and how they are put into
-    the whole. Those of the next turn see them updated. Each turn clips its own gradients."""
+class UpdatePhase:
+    """One of the sequential updates of a training step: a loss, and which weights it trains.
 
-    loss: Callable[[Task, Any, Any], Told]
-    name: str = ""  # stands before the names of its means, as in discriminator_loss
-    take: Callable[[Any], Any] = lambda whole: whole
-    put: Callable[[Any, Any], Any] = lambda whole, own: own
+    Later phases see earlier phases' updates. Gradients are clipped per phase."""
 
-
-def turns(task: Task) -> tuple[Turn, ...]:
-    return getattr(file("objectives", task.objective), "TURNS", (Turn(_told),))
+    loss: PhaseLoss
+    name: str = ""  # prefix of its metrics, as in discriminator_loss
+    select: Callable[[PyTree], PyTree] = lambda params: params  # params -> those that the phase trains
+    merge: Callable[[PyTree, PyTree], PyTree] = lambda params, trained: trained  # puts them back
 
 
-def _told(task: Task, model: Any, examples: Examples) -> Told:
-    totals = file("objectives", task.objective).loss(task, model, examples)
+@dataclass(frozen=True, eq=False)
+class Objective:
+    """A training objective, made from its plugin."""
+
+    # (task, batch, key) -> examples; draws masks and the like from the key
+    prepare: Callable[[TrainTask, Batch, Array], Any]
+    # (objective config, sequence length) -> the most positions of a row whose weight is not 0
+    max_targets: Callable[[Any, int], int]
+    phases: tuple[UpdatePhase, ...]
+    # Like `prepare`, with a noise level in [0, 1) for each row; None: evaluation draws as training does.
+    prepare_evaluation: Callable[[TrainTask, Batch, Array, Array], Any] | None
+    # Special tokens that the model does not have to predict; None: likelihoods of texts are not defined.
+    unpredicted_tokens: tuple[str, ...] | None
+    # Evaluation metrics from the sums over all data; None: means of the sums.
+    eval_metrics: Callable[[Mapping[str, Any]], dict[str, float]] | None
+    # A line for each label, from the same sums and the labels' names.
+    per_label_lines: Callable[[Mapping[str, Any], Sequence[str]], list[str]] | None
+    loss_name: str  # in the output of evaluation
+    data_kind: Literal["text", "pairs", "labels"]
+
+    @classmethod
+    def from_module(cls, plugin: ModuleType) -> "Objective":
+        """Make an objective from the members of its plugin's module."""
+        members = vars(plugin)
+        return cls(
+            prepare=plugin.prepare,
+            max_targets=plugin.max_targets,
+            phases=members.get("UPDATE_PHASES") or _single_phase(plugin.loss),
+            prepare_evaluation=members.get("prepare_evaluation"),
+            unpredicted_tokens=members.get("UNPREDICTED_TOKENS"),
+            eval_metrics=members.get("eval_metrics"),
+            per_label_lines=members.get("per_label_lines"),
+            loss_name=members.get("LOSS_NAME", "evaluation loss"),
+            data_kind=members.get("DATA_KIND", "text"),
+        )
+
+
+def load_objective(cfg: ObjectiveConfig) -> Objective:
+    """Load the objective that `objective.use` names."""
+    return _load_objective(cfg.use)
+
+
+@functools.cache
+def _load_objective(name: str) -> Objective:
+    return Objective.from_module(importlib.import_module(f"headrace.objectives.{name}"))
+
+
+def update_phases(task: TrainTask) -> tuple[UpdatePhase, ...]:
+    """The sequential updates of a training step."""
+    return load_objective(task.objective).phases
+
+
+TokenLoss = Callable[[TrainTask, Any, Examples], LossTotals]  # (task, model, examples)
+
+
+def _single_phase(loss: TokenLoss) -> tuple[UpdatePhase, ...]:
+    return (UpdatePhase(functools.partial(token_phase, loss)),)
+
+
+def token_phase(loss: TokenLoss, task: TrainTask, model: PyTree, examples: Examples) -> LossOutput:
+    """The only phase of an objective whose `loss` predicts tokens."""
+    totals = loss(task, model, examples)
     counts = examples.weights if examples.counts is None else examples.counts
-    return Told(totals.loss, {"loss": totals.loss, "nll": totals.nll, "count": counts.sum()})
+    return LossOutput(totals.loss, {"loss": totals.loss, "nll": totals.nll, "count": counts.sum()})
 
 
-def make_task(run: Any, vocabulary: Vocabulary, device: Any = None) -> Task:
-    """The task of a training recipe on devices such as this one; None stands for our own."""
-    memory = run.memory
-    unroll = default_unroll() if memory.unroll == "auto" else memory.unroll
-    products = products_of(run)
-    native = products != "compute" and multiplies(device or jax.local_devices()[0], products)
-    how = Execution(run.attention, memory.compute, memory.remat, unroll, products, native)
-    return Task(run.model, run.objective, run.loss, how, vocabulary, run.data.isolate)
-
-
-def file(folder: str, cfg: Any) -> Any:
-    """The module that a section's `use` names; a model's with recurrent depth, with a head for labels or with
-    matrices that are held otherwise, where it has them."""
-    found = importlib.import_module(f"headrace.{folder.replace('/', '.')}.{cfg.use}")
-    if folder != "models":
-        return found
-    found = depth.family(found) if depth.is_recurrent(cfg) else found
-    found = classifier.family(found) if classifier.has_labels(cfg) else found
-    held = matrices.kind(cfg)
-    return found if held is None else matrices.family(found, held)
-
-
-def check_data(objective: Any, path: str, index: Any, key: str = "data.path") -> None:
-    """Whether packed data, which `key` names, is for this objective; UserError where it is not."""
-    reads = getattr(file("objectives", objective), "READS", "text")
-    if index.pairs and reads != "pairs":
+def check_dataset_kind(cfg: ObjectiveConfig, path: str, index: Index, key: str = "data.path") -> None:
+    """Check that the packed data at `path`, which the recipe's `key` names, is of the kind that the objective
+    reads. Raises UserError if it is not."""
+    kind = load_objective(cfg).data_kind
+    if index.pairs and kind != "pairs":
         raise UserError(
-            f"{key}: {path} holds pairs of answers, which objective {objective.use} does not read; name "
-            "other data, train with objective.use: dpo, or prepare the preferred ones with `column: chosen`"
+            f"{key}: {path} holds pairs of answers, which objective {cfg.use} does not read; use other data, "
+            "train with objective.use: dpo, or prepare the preferred answers with `column: chosen`"
         )
-    if reads == "pairs" and not index.pairs:
+    if kind == "pairs" and not index.pairs:
         raise UserError(
-            f"{key}: {path} holds no pairs of answers, which objective {objective.use} needs; prepare "
-            "records that have `chosen` and `rejected`"
+            f"{key}: {path} holds no pairs of answers, which objective {cfg.use} needs; prepare records that "
+            "have `chosen` and `rejected`"
         )
-    if reads == "labels" and not index.labels:
+    if kind == "labels" and not index.labels:
         raise UserError(
-            f"{key}: {path} has no labels, which objective {objective.use} needs; prepare records that "
-            "have a `label` beside their text, or `tags` beside their words"
+            f"{key}: {path} has no labels, which objective {cfg.use} needs; prepare records that have a "
+            "`label` for their text, or `tags` for its words"
         )
 
 
-def token_loss(task: Task, model: Any, examples: Examples, *, without: int | None = None) -> Totals:
-    """Predicts a token at every position that counts; head and loss in one kernel, without logits. The token
-    `without` cannot be the answer."""
-    examples = jax.tree.map(mesh.balance, examples)  # a sum over tokens is the same in any order
+def token_loss(
+    task: TrainTask, model: PyTree, examples: Examples, *, without: int | None = None
+) -> LossTotals:
+    """Compute the loss of predicting a token at every position with a weight.
+
+    The token `without` gets no probability."""
+    # A sum over tokens is the same in any order.
+    examples = jax.tree.map(sharding.to_balanced_order, examples)
     hidden = model(
-        task.model, examples.inputs, how=task.how, segments=examples.segments, positions=examples.positions
+        task.model,
+        examples.inputs,
+        exec_opts=task.exec_opts,
+        segments=examples.segments,
+        positions=examples.positions,
     )
     return head_loss(task, model, hidden, examples, without=without)
 
 
 def head_loss(
-    task: Task, model: Any, hidden: Array, examples: Examples, *, without: int | None = None
-) -> Totals:
-    hidden, targets, weights = that_count(task, hidden, examples.targets, examples.weights)
+    task: TrainTask, model: PyTree, hidden: Array, examples: Examples, *, without: int | None = None
+) -> LossTotals:
+    """Compute the loss from the last hidden states [b s d]. Head and loss are fused, so that the logits of
+    all tokens are never in compute."""
+    hidden, targets, weights = select_weighted(task, hidden, examples.targets, examples.weights)
     cfg = task.loss
-    per_token = bind(file("losses", cfg).per_token, cfg)
-    how = dict(soft_cap=cfg.soft_cap, split=cfg.split, chunk=cfg.chunk, filter=cfg.filter)
-    return cut(per_token, hidden, model.unembed, targets, weights, without=without, **how)
+    per_token = with_z_loss(load_loss(cfg).per_token, cfg)
+    return fused_cross_entropy(
+        per_token,
+        hidden,
+        model.unembed,
+        targets,
+        weights,
+        without=without,
+        soft_cap=cfg.soft_cap,
+        split=cfg.backend,
+        chunk=cfg.chunk_size,
+        filter=cfg.filter_eps,
+    )
 
 
-def that_count(task: Task, hidden: Array, targets: Array, weights: Array) -> tuple[Array, Array, Array]:
-    """Of rows [b s ...] the positions that can have a weight, where they are few and on one device."""
-    most = file("objectives", task.objective).most(task.objective, targets.shape[1])
-    if most < targets.shape[1] and mesh.parts_of_a_row() == 1:
-        return weighted(most, hidden, targets, weights)
+def select_weighted(
+    task: TrainTask, hidden: Array, targets: Array, weights: Array
+) -> tuple[Array, Array, Array]:
+    """Drop positions of rows [b s ...] that have no weight, if the objective has few targets and rows are not
+    split over devices."""
+    max_targets = load_objective(task.objective).max_targets(task.objective, targets.shape[1])
+    if max_targets < targets.shape[1] and sharding.context_size() == 1:
+        return gather_weighted(max_targets, hidden, targets, weights)
     return hidden, targets, weights
 
 
-def flops(run: Any) -> float:
-    """What a token of a recipe takes, forward and backward; the head multiplies only what is to be told."""
-    model, length = run.model, run.data.sequence_length
-    told = file("objectives", run.objective).most(run.objective, length) / length
-    return file("models", model).flops(model, length) - 6 * (1 - told) * model.vocab * model.embed
-
-
-def seen(task: Task, batch: Batch) -> tuple[Array | None, Array]:
-    """Segments and positions as the model sees them: told apart by document, or the row as one text."""
-    if task.isolate:
+def segments_and_positions(task: TrainTask, batch: Batch) -> tuple[Array | None, Array]:
+    """Segment ids and positions for the model. Without `data.isolate_documents` a row is one document: no
+    segments, and positions 0 to s - 1."""
+    if task.isolate_documents:
         return batch.segments, batch.positions
     return None, jnp.broadcast_to(jnp.arange(batch.tokens.shape[1], dtype=jnp.int32), batch.tokens.shape)

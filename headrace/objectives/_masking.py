@@ -1,6 +1,8 @@
-"""What objectives hide of a text, drawn within the step from its key and never stored: single tokens, spans,
-tokens replaced by others, and the noise of masked diffusion. Each row is drawn for itself: however rows and
-positions are split over devices, the same is drawn."""
+"""Random corruption of text, uniform within the step and never stored: masked tokens and spans, replaced
+tokens, and the noise of masked diffusion.
+
+Each row is uniform independently of the others, so that the result does not depend on how rows and positions
+are split over devices."""
 
 import functools
 import math
@@ -9,134 +11,154 @@ import jax
 import jax.numpy as jnp
 
 from headrace.nn.module import Array
-from headrace.objectives import Batch, Vocabulary
+from headrace.objectives import Batch, SpecialTokens
 
-FLOOR = 1e-3  # the least share that diffusion hides: it bounds the weight of a token at 1,000, as in LLaDA
-
-
-def choosable(vocabulary: Vocabulary, batch: Batch) -> Array:
-    """The tokens that may be hidden: those of a document that are to be learnt, but none that the vocabulary
-    names. Special tokens it does not name, such as the marks of a chat, are tokens like any other."""
-    may = batch.segments > 0
-    if batch.loss is not None:
-        may &= batch.loss
-    for special in _special(vocabulary):
-        may &= batch.tokens != special
-    return may
+MIN_MASK_RATE = 1e-3  # of diffusion: it bounds the weight of a token at 1,000, as in LLaDA
 
 
-def choose(key: Array, may: Array, *, rate: float) -> Array:
-    """Of the tokens of each row that `may` be chosen this share, rounded up or down by chance. As many in
-    every row, not each token by itself: so it is known how many logits there will be."""
+def maskable(special_tokens: SpecialTokens, batch: Batch) -> Array:
+    """Mark the tokens [b s] that may be masked: those of documents that have a loss and are not special.
+
+    Special tokens that `SpecialTokens` does not name, such as those of a chat, may be masked."""
+    is_maskable = batch.segments > 0
+    if batch.loss_mask is not None:
+        is_maskable &= batch.loss_mask
+    for token in _special_ids(special_tokens):
+        is_maskable &= batch.tokens != token
+    return is_maskable
+
+
+def sample_positions(key: Array, is_maskable: Array, *, rate: float) -> Array:
+    """Select this share of each row's maskable tokens; a fraction is rounded up or down at random.
+
+    The number per row is fixed, unlike that of independent draws, so the number of logits is known."""
     draw_key, round_key = jax.random.split(key)
-    drawn = jnp.where(may, jax.random.uniform(draw_key, may.shape), 1.0)
-    rank = jnp.argsort(jnp.argsort(drawn, axis=1), axis=1)
-    wanted = rate * may.sum(axis=1, keepdims=True) + jax.random.uniform(round_key, (len(may), 1))
-    return may & (rank < jnp.floor(wanted))
-
-
-def most_chosen(length: int, *, rate: float, longest: int = 1) -> int:
-    """How many tokens of a row can be chosen. Of spans it is four standard deviations beyond the mean, as if
-    whole spans were drawn one by one; of one row in 30,000 or fewer, the last few tokens are left out."""
-    spread = 4 * math.sqrt(longest * rate * (1 - rate) * length) if longest > 1 else 0.0
-    return min(length, math.ceil(rate * length + spread - 1e-6))
-
-
-def choose_spans(key: Array, may: Array, *, segments: Array, rate: float, longest: int) -> Array:
-    """Spans of n <= `longest` tokens, n with a probability proportional to 1/n (ALBERT, arXiv 1909.11942).
-
-    A span can begin at any token, with a chance such that each token is chosen at `rate` although spans may
-    overlap. None goes beyond a document or over a token that may not be chosen: spans end there, and behind
-    it begin those that would have reached over from a text that went on."""
-    inside, first = _reaches(rate, longest)
-    drawn = jax.random.uniform(key, may.shape)[..., None]
-    joined = (
-        (may & jnp.roll(may, 1, axis=1) & (segments == jnp.roll(segments, 1, axis=1))).at[:, 0].set(False)
+    uniform = jnp.where(is_maskable, jax.random.uniform(draw_key, is_maskable.shape), 1.0)
+    rank = jnp.argsort(jnp.argsort(uniform, axis=1), axis=1)
+    count = rate * is_maskable.sum(axis=1, keepdims=True) + jax.random.uniform(
+        round_key, (len(is_maskable), 1)
     )
-    begun = jnp.where(joined, (drawn < jnp.array(inside)).sum(-1), (drawn < jnp.array(first)).sum(-1))
-    left = begun  # how many tokens are chosen from here on
-    for _ in range(longest - 1):
-        left = jnp.maximum(begun, jnp.where(joined, jnp.roll(left, 1, axis=1) - 1, 0))
-    chosen = may & (left > 0)
-    most = most_chosen(may.shape[1], rate=rate, longest=longest)
-    return chosen & (jnp.cumsum(chosen, axis=1) <= most)
+    return is_maskable & (rank < jnp.floor(count))
 
 
-def replace(
-    key: Array, tokens: Array, *, chosen: Array, vocabulary: Vocabulary, masked: float, random: float
+def max_selected(length: int, *, rate: float, max_span: int = 1) -> int:
+    """The most tokens of a row that are selected.
+
+    With spans it is four standard deviations above the mean, as if whole spans were independent. The last few
+    tokens beyond it are not selected, which happens in one row of 30,000 or fewer."""
+    deviation = 4 * math.sqrt(max_span * rate * (1 - rate) * length) if max_span > 1 else 0.0
+    return min(length, math.ceil(rate * length + deviation - 1e-6))
+
+
+def sample_spans(key: Array, is_maskable: Array, *, segments: Array, rate: float, max_span: int) -> Array:
+    """Select spans of n <= `max_span` tokens, n with a probability proportional to 1/n (ALBERT, arXiv
+    1909.11942).
+
+    Each token is selected with probability `rate`, although spans may overlap. A span ends at the end of its
+    document and before a token that may not be masked; the first tokens after such a place are selected as if
+    spans could reach over from before it."""
+    inside, first = _span_probabilities(rate, max_span)
+    uniform = jax.random.uniform(key, is_maskable.shape)[..., None]
+    continues = (
+        (is_maskable & jnp.roll(is_maskable, 1, axis=1) & (segments == jnp.roll(segments, 1, axis=1)))
+        .at[:, 0]
+        .set(False)
+    )
+    span_length = jnp.where(
+        continues, (uniform < jnp.array(inside)).sum(-1), (uniform < jnp.array(first)).sum(-1)
+    )
+    remaining = span_length  # tokens from here on that are selected
+    for _ in range(max_span - 1):
+        remaining = jnp.maximum(span_length, jnp.where(continues, jnp.roll(remaining, 1, axis=1) - 1, 0))
+    selected = is_maskable & (remaining > 0)
+    limit = max_selected(is_maskable.shape[1], rate=rate, max_span=max_span)
+    return selected & (jnp.cumsum(selected, axis=1) <= limit)
+
+
+def corrupt_tokens(
+    key: Array,
+    tokens: Array,
+    *,
+    selected: Array,
+    special_tokens: SpecialTokens,
+    masked: float,
+    random: float,
 ) -> Array:
-    """The tokens as the model is to read them: of the chosen, the share `masked` as the mask token, the share
-    `random` as some other token, which is never the same nor a special one, and the rest as they are."""
-    share_key, other_key = jax.random.split(key)
-    share = jax.random.uniform(share_key, tokens.shape)
-    shown = tokens
+    """Replace the share `masked` of the selected tokens by the mask token, and the share `random` by another
+    token, which is not special. The others do not change."""
+    kind_key, token_key = jax.random.split(key)
+    kind = jax.random.uniform(kind_key, tokens.shape)
+    corrupted = tokens
     if random:
-        swapped = chosen & (share >= masked) & (share < masked + random)
-        shown = jnp.where(swapped, _others(other_key, tokens, vocabulary), shown)
+        is_replaced = selected & (kind >= masked) & (kind < masked + random)
+        corrupted = jnp.where(is_replaced, _random_others(token_key, tokens, special_tokens), corrupted)
     if masked:
-        assert vocabulary.mask is not None
-        shown = jnp.where(chosen & (share < masked), vocabulary.mask, shown)
-    return shown
+        assert special_tokens.mask is not None
+        corrupted = jnp.where(selected & (kind < masked), special_tokens.mask, corrupted)
+    return corrupted
 
 
-def diffuse(key: Array, may: Array) -> tuple[Array, Array]:
-    """The noise of masked diffusion: each row has a time t, and each of its tokens is chosen with a chance p
-    that grows with t from almost 0 to 1. Returns the chosen, [b s], and the weight of each, 1/p, [b 1].
+def sample_diffusion_mask(key: Array, is_maskable: Array) -> tuple[Array, Array]:
+    """Draw the noise of masked diffusion: each row has a time t, and each of its tokens is masked with a
+    probability p that grows with t from almost 0 to 1. Returns the masked tokens [b s] and the weight of
+    each, 1/p [b 1].
 
-    The times of a batch lie evenly over 0 to 1 and are shifted together: each is uniform, and their mean
+    The times of a batch are spaced evenly over 0 to 1 and shifted together: each is uniform, and their mean
     hardly varies between batches (arXiv 2107.00630)."""
     time_key, token_key = jax.random.split(key)
-    rows = may.shape[0]
+    rows = is_maskable.shape[0]
     time = (jax.random.uniform(time_key) + jnp.arange(rows)[:, None] / rows) % 1
-    chance = (1 - FLOOR) * time + FLOOR
-    return may & (jax.random.uniform(token_key, may.shape) < chance), 1 / chance
+    probability = (1 - MIN_MASK_RATE) * time + MIN_MASK_RATE
+    return is_maskable & (jax.random.uniform(token_key, is_maskable.shape) < probability), 1 / probability
 
 
-def choose_number(key: Array, may: Array, place: Array) -> tuple[Array, Array]:
-    """The same noise for evaluation, told with less chance (LLaDA, arXiv 2502.09992): of the n tokens of each
-    row that `may` be chosen exactly k, all k from 1 to n alike, by the row's `place` in 0 to 1, [b]. Returns
-    the chosen, [b s], and the weight of each, n/k, [b 1]."""
-    tokens = may.sum(axis=1, keepdims=True)
-    number = jnp.clip(1 + jnp.floor(place[:, None] * tokens), 1, jnp.maximum(tokens, 1))
-    drawn = jnp.where(may, jax.random.uniform(key, may.shape), 1.0)
-    rank = jnp.argsort(jnp.argsort(drawn, axis=1), axis=1)
-    return may & (rank < number), tokens / number
+def mask_by_level(key: Array, is_maskable: Array, level: Array) -> tuple[Array, Array]:
+    """Draw the same noise with less variance, for evaluation (LLaDA, arXiv 2502.09992): of a row's n maskable
+    tokens, mask exactly k, where the row's `level` [b] in [0, 1) maps evenly to k from 1 to n. Returns the
+    masked tokens [b s] and the weight of each, n/k [b 1]."""
+    total = is_maskable.sum(axis=1, keepdims=True)
+    count = jnp.clip(1 + jnp.floor(level[:, None] * total), 1, jnp.maximum(total, 1))
+    uniform = jnp.where(is_maskable, jax.random.uniform(key, is_maskable.shape), 1.0)
+    rank = jnp.argsort(jnp.argsort(uniform, axis=1), axis=1)
+    return is_maskable & (rank < count), total / count
 
 
-def _special(vocabulary: Vocabulary) -> list[int]:
-    named = (vocabulary.pad, vocabulary.bos, vocabulary.eos, vocabulary.mask)
-    return sorted({token for token in named if token is not None})
+def _special_ids(special_tokens: SpecialTokens) -> list[int]:
+    ids = (special_tokens.pad, special_tokens.bos, special_tokens.eos, special_tokens.mask)
+    return sorted({token for token in ids if token is not None})
 
 
-def _others(key: Array, tokens: Array, vocabulary: Vocabulary) -> Array:
-    """For each token another, all ordinary ones alike: a number among those that are left, counted on past
-    the token itself and past the special ones. Nothing of use where the token itself is special."""
-    special = _special(vocabulary)
-    left = vocabulary.size - len(special) - 1
-    assert left > 0, "a vocabulary of fewer than two ordinary tokens"
-    drawn = jax.random.randint(key, tokens.shape, 0, left, tokens.dtype)
-    drawn += drawn >= tokens - sum(tokens > token for token in special)
+def _random_others(key: Array, tokens: Array, special_tokens: SpecialTokens) -> Array:
+    """Draw another token for each token, uniformly from those that are not special: a number among those that
+    remain, increased to skip the token itself and special ones. Arbitrary where the token is special."""
+    special = _special_ids(special_tokens)
+    remaining = special_tokens.size - len(special) - 1
+    assert remaining > 0, "a vocabulary of fewer than two ordinary tokens"
+    sampled = jax.random.randint(key, tokens.shape, 0, remaining, tokens.dtype)
+    sampled += sampled >= tokens - sum(tokens > token for token in special)
     for token in special:
-        drawn += drawn >= token
-    return drawn
+        sampled += sampled >= token
+    return sampled
 
 
 @functools.cache
-def _reaches(rate: float, longest: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """For n from 1 to `longest`: the chance that a span begins at a token and has n tokens or more; and the
-    chance that n or more tokens are chosen by it or by spans that began before it. The second is for the
-    first token of a document, as if there were text before it. Its first entry is the chance that a token is
-    chosen at all and must be `rate`. It grows with the chance that a span begins, found here by halving."""
-    total = sum(1 / n for n in range(1, longest + 1))
-    at_least = [sum(1 / n for n in range(least, longest + 1)) / total for least in range(1, longest + 1)]
+def _span_probabilities(rate: float, max_span: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Two probabilities for n from 1 to `max_span`: that a span starts at a token and has n tokens or more;
+    and that n or more tokens are selected by it or by spans that started earlier.
+
+    The second is for the first token of a document, as if there were text before it. Its first entry, the
+    probability that a token is selected at all, must be `rate`. It grows with the probability that a span
+    starts, which is found by bisection."""
+    total = sum(1 / n for n in range(1, max_span + 1))
+    at_least = [sum(1 / n for n in range(least, max_span + 1)) / total for least in range(1, max_span + 1)]
     low, high = 0.0, rate
     for _ in range(60):
-        begins = (low + high) / 2
-        inside = [begins * share for share in at_least]
+        start_rate = (low + high) / 2
+        inside = [start_rate * share for share in at_least]
         first: list[float] = []
-        spared = 1.0
-        for reach in reversed(inside):
-            spared *= 1 - reach
-            first.insert(0, 1 - spared)
-        low, high = (begins, high) if first[0] < rate else (low, begins)
+        not_selected = 1.0
+        for probability in reversed(inside):
+            not_selected *= 1 - probability
+            first.insert(0, 1 - not_selected)
+        low, high = (start_rate, high) if first[0] < rate else (low, start_rate)
     return tuple(inside), tuple(first)

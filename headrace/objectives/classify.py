@@ -1,5 +1,7 @@
-"""Classification: the label of a text, told from what the model makes of it, or of each word. The head is
-classifier.py's; how many labels there are, and of what, the data says."""
+"""Classification: predict the label of a text, or of each of its tokens.
+
+The head is that of model_wrappers/classification_head.py. The data determines how many labels there are, and
+whether they are of texts or of tokens."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,69 +12,90 @@ import jax.numpy as jnp
 import numpy as np
 
 from headrace.kernels.linear_cross_entropy.stats import Stats
-from headrace.nn.module import Array
-from headrace.objectives import Batch, Examples, Task, Told, Turn, file, seen
+from headrace.losses import load_loss
+from headrace.nn.module import Array, PyTree
+from headrace.objectives import (
+    Batch,
+    Examples,
+    LossOutput,
+    TrainTask,
+    UpdatePhase,
+    segments_and_positions,
+)
 
-READS = "labels"
+DATA_KIND = "labels"
 
 
 @dataclass(frozen=True)
 class Config:
-    pass
+    """The `objective` section of a recipe with `use: classify`."""
 
 
-def most(cfg: Config, length: int) -> int:
-    return 0  # tokens are not told
+def max_targets(cfg: Config, length: int) -> int:
+    """The most positions of a row that have a token as target: none."""
+    return 0
 
 
-def prepare(task: Task, batch: Batch, key: Array) -> Examples:
+def prepare(task: TrainTask, batch: Batch, key: Array) -> Examples:
+    """Make the examples of a batch: the targets are labels."""
     assert batch.labels is not None
-    segments, positions = seen(task, batch)
+    segments, positions = segments_and_positions(task, batch)
     weights = (batch.labels > 0).astype(jnp.float32)
     return Examples(batch.tokens, jnp.maximum(batch.labels - 1, 0), weights, segments, positions)
 
 
-def tell(task: Task, model: Any, examples: Examples) -> Told:
-    logits = model.tell(
-        task.model, examples.inputs, how=task.how, segments=examples.segments, positions=examples.positions
+def loss(task: TrainTask, model: PyTree, examples: Examples) -> LossOutput:
+    """Compute the loss of the labels, the accuracy, and counts per label for evaluation."""
+    logits = model.predict_labels(
+        task.model,
+        examples.inputs,
+        exec_opts=task.exec_opts,
+        segments=examples.segments,
+        positions=examples.positions,
     )
     lse = jax.nn.logsumexp(logits, axis=-1)
     target = jnp.take_along_axis(logits, examples.targets[..., None], axis=-1)[..., 0]
-    per_text = file("losses", task.loss).per_token(task.loss, Stats(lse, target, logits.mean(axis=-1)))
-    weights, said = examples.weights, logits.argmax(axis=-1)
-    loss, nll = ((weights * each).sum() for each in (per_text, lse - target))
-    right = (weights * (said == examples.targets)).sum()
-    sums = {"loss": loss, "nll": jax.lax.stop_gradient(nll), "accuracy": right, "count": weights.sum()}
-    each = lambda labels, of: jnp.bincount(labels.ravel(), of.ravel(), length=logits.shape[-1])
-    hits = each(said, weights * (said == examples.targets))
-    tallies = {"wanted": each(examples.targets, weights), "told": each(said, weights), "hits": hits}
-    return Told(loss, sums, tallies=tallies)
-
-
-TURNS = (Turn(tell),)
-
-
-def judged(totals: Mapping[str, Any]) -> dict[str, float]:
-    """What evaluation tells, from its sums: of each label, how often it was wanted, told, and both."""
-    wanted, told, hits = (np.asarray(totals[name], np.float64) for name in ("wanted", "told", "hits"))
-    count, right = wanted.sum(), hits.sum()
-    met = wanted + told > 0  # labels that nobody wanted or told say nothing
-    f1 = 2 * hits[met] / (wanted + told)[met]
-    spread = np.sqrt((count**2 - told @ told) * (count**2 - wanted @ wanted))
-    found = {
-        "loss": totals["nll"] / max(count, 1.0),
-        "accuracy": right / max(count, 1.0),
-        "majority": wanted.max() / max(count, 1.0),  # what telling the commonest label would give
-        "macro_f1": f1.mean() if met.any() else 0.0,
-        "matthews": (right * count - wanted @ told) / spread if spread else 0.0,
+    per_label = load_loss(task.loss).per_token(task.loss, Stats(lse, target, logits.mean(axis=-1)))
+    weights, predicted = examples.weights, logits.argmax(axis=-1)
+    loss, nll = ((weights * values).sum() for values in (per_label, lse - target))
+    correct = (weights * (predicted == examples.targets)).sum()
+    sums = {"loss": loss, "nll": jax.lax.stop_gradient(nll), "accuracy": correct, "count": weights.sum()}
+    count_by_label = lambda labels, weights: jnp.bincount(
+        labels.ravel(), weights.ravel(), length=logits.shape[-1]
+    )
+    hits = count_by_label(predicted, weights * (predicted == examples.targets))
+    counts = {
+        "wanted": count_by_label(examples.targets, weights),
+        "told": count_by_label(predicted, weights),
+        "hits": hits,
     }
-    return {name: float(value) for name, value in found.items()}
+    return LossOutput(loss, sums, eval_sums=counts)
 
 
-def by_label(totals: Mapping[str, Any], names: Sequence[str]) -> list[str]:
-    """A line for each label."""
+UPDATE_PHASES = (UpdatePhase(loss),)
+
+
+def eval_metrics(totals: Mapping[str, Any]) -> dict[str, float]:
+    """Evaluation metrics from the counts of each label: `wanted` (targets), `told` (predictions), `hits`."""
+    targets, predictions, hits = (np.asarray(totals[name], np.float64) for name in ("wanted", "told", "hits"))
+    count, correct = targets.sum(), hits.sum()
+    occurs = targets + predictions > 0  # other labels have no F1
+    f1 = 2 * hits[occurs] / (targets + predictions)[occurs]
+    deviation = np.sqrt((count**2 - predictions @ predictions) * (count**2 - targets @ targets))
+    metrics = {
+        "loss": totals["nll"] / max(count, 1.0),
+        "accuracy": correct / max(count, 1.0),
+        "majority": targets.max() / max(count, 1.0),  # accuracy of always predicting the most frequent label
+        "macro_f1": f1.mean() if occurs.any() else 0.0,
+        "matthews": (correct * count - targets @ predictions) / deviation if deviation else 0.0,
+    }
+    return {name: float(value) for name, value in metrics.items()}
+
+
+def per_label_lines(totals: Mapping[str, Any], names: Sequence[str]) -> list[str]:
+    """Format the counts of each label as a line."""
     counts = zip(names, totals["hits"], totals["wanted"], totals["told"], strict=True)
     return [
-        f"{name}: {hits:.0f} of {wanted:.0f} right, told {told:.0f} times"
-        for name, hits, wanted, told in counts
+        f"{name}: {hits:.0f} of {targets:.0f} right, predicted {predictions:.0f} times"
+        for name, hits, targets, predictions in counts
     ]

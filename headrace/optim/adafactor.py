@@ -1,72 +1,94 @@
-"""Adafactor: a second moment kept as one row and one column per matrix (arXiv 1804.04235).
+"""Adafactor: a second moment that is stored as one row and one column per matrix (arXiv 1804.04235).
 
-optax's version takes the two largest dimensions for the matrix (embed and head_dim of a query weight, or the
-layers of a deep stack) and clips all stacked layers as one. Here rows and columns are the weight's own inputs
-and outputs, layer by layer. Averaged axes stay, with size 1, so that state is sharded like its weight."""
+optax factors the two largest dimensions of a weight (embed and head_dim of a query weight, or the layers of a
+deep stack), and clips all stacked layers as one. Here rows and columns are the weight's inputs and outputs,
+layer by layer. Averaged axes have size 1, so that the state is sharded like its weight."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from headrace.nn.module import Axes
+from headrace.nn.module import Axes, PyTree
 from headrace.optim.stable_adamw import layer_rms
+
+AxisNumbers = Callable[[Axes], tuple[int, ...]]
 
 
 @dataclass(frozen=True)
 class Config:
-    parameter_scale: bool = False  # the learning rate is then relative to the size of each weight
+    """The keys that `use: adafactor` adds to the `optimizer` section of a recipe."""
+
+    parameter_scale: bool = False  # whether the learning rate is relative to the size of each weight
 
 
-class State(NamedTuple):
+class FactoredState(NamedTuple):
+    """The number of updates, and for each weight the row and column of its second moment."""
+
     updates: jax.Array
-    rows: Any
-    columns: Any
+    rows: PyTree
+    columns: PyTree
 
 
-def make(cfg: Config, axes: Any) -> optax.GradientTransformation:
-    def init(params: Any) -> State:
-        def zeros(dims: Callable[[Axes], tuple[int, ...]]) -> Any:
-            return jax.tree.map(lambda p, axes: jnp.zeros_like(mean_square(p, dims(axes))), params, axes)
+def make(cfg: Config, axes: PyTree) -> optax.GradientTransformation:
+    """Make the transformation of gradients into update directions."""
 
-        return State(jnp.zeros([], jnp.int32), zeros(outputs), zeros(inputs))
+    def init(params: PyTree) -> FactoredState:
+        zeros = lambda average_over: jax.tree.map(
+            lambda w, axes: jnp.zeros_like(mean_square(w, average_over(axes))), params, axes
+        )
+        return FactoredState(jnp.zeros([], jnp.int32), zeros(output_axes), zeros(input_axes))
 
-    def update(grads: Any, state: State, params: Any = None) -> tuple[Any, State]:
+    def update(grads: PyTree, state: FactoredState, params: PyTree = None) -> tuple[PyTree, FactoredState]:
         updates = optax.safe_increment(state.updates)
-        keep = 1 - updates.astype(jnp.float32) ** -0.8
-
-        def average(old: Any, dims: Callable[[Axes], tuple[int, ...]]) -> Any:
-            def leaf(old: jax.Array, grad: jax.Array, axes: Axes) -> jax.Array:
-                return keep * old + (1 - keep) * mean_square(grad, dims(axes))
-
-            return jax.tree.map(leaf, old, grads, axes)
-
-        def direction(grad: Any, row: Any, column: Any, param: Any, axes: Axes) -> jax.Array:
-            shape = row / row.mean(inputs(axes), keepdims=True)
-            # Two roots, not the root of a product, which would underflow for gradients below 1e-11.
-            step = grad * jax.lax.rsqrt(shape) * jax.lax.rsqrt(column)
-            step = step / jnp.maximum(1, layer_rms(step, axes))
-            scale = jnp.maximum(layer_rms(param, axes), 1e-3) if cfg.parameter_scale else 1
-            return (step * scale).astype(param.dtype)
-
-        rows, columns = average(state.rows, outputs), average(state.columns, inputs)
-        return jax.tree.map(direction, grads, rows, columns, params, axes), State(updates, rows, columns)
+        decay = 1 - updates.astype(jnp.float32) ** -0.8
+        rows = _update_average(state.rows, grads, axes, output_axes, decay)
+        columns = _update_average(state.columns, grads, axes, input_axes, decay)
+        direction = jax.tree.map(_make_direction(cfg), grads, rows, columns, params, axes)
+        return direction, FactoredState(updates, rows, columns)
 
     return optax.GradientTransformation(init, update)
 
 
-def inputs(axes: Axes) -> tuple[int, ...]:
-    """The dims summed over. A vector counts as all inputs, so that its row is all of its second moment."""
-    return tuple(range(axes.stacked, axes.stacked + (axes.inputs if axes.is_matrix else len(axes.own))))
+def _update_average(
+    average: PyTree, grads: PyTree, axes: PyTree, average_over: AxisNumbers, decay: jax.Array
+) -> PyTree:
+    """Update the running means of squared gradients."""
+
+    def update_leaf(average: jax.Array, grad: jax.Array, axes: Axes) -> jax.Array:
+        return decay * average + (1 - decay) * mean_square(grad, average_over(axes))
+
+    return jax.tree.map(update_leaf, average, grads, axes)
 
 
-def outputs(axes: Axes) -> tuple[int, ...]:
-    return tuple(range(axes.stacked + len(inputs(axes)), len(axes.names)))
+def _make_direction(cfg: Config) -> Callable[..., jax.Array]:
+    def direction(
+        grad: jax.Array, row: jax.Array, column: jax.Array, param: jax.Array, axes: Axes
+    ) -> jax.Array:
+        normalized_row = row / row.mean(input_axes(axes), keepdims=True)
+        # Two roots: the root of the product would underflow for gradients below 1e-11.
+        step = grad * jax.lax.rsqrt(normalized_row) * jax.lax.rsqrt(column)
+        step = step / jnp.maximum(1, layer_rms(step, axes))
+        scale = jnp.maximum(layer_rms(param, axes), 1e-3) if cfg.parameter_scale else 1
+        return (step * scale).astype(param.dtype)
+
+    return direction
 
 
-def mean_square(x: jax.Array, dims: tuple[int, ...]) -> jax.Array:
-    # 1e-30 keeps the roots of an all-zero gradient finite.
-    return jnp.mean(jnp.square(x.astype(jnp.float32)) + 1e-30, dims, keepdims=True)
+def input_axes(axes: Axes) -> tuple[int, ...]:
+    """Numbers of the axes that count as inputs. A vector is all inputs, so its row is its second moment."""
+    count = axes.num_input_axes if axes.is_matrix else len(axes.weight_axes)
+    return tuple(range(axes.stacked, axes.stacked + count))
+
+
+def output_axes(axes: Axes) -> tuple[int, ...]:
+    """Numbers of the other axes of one layer's weight."""
+    return tuple(range(axes.stacked + len(input_axes(axes)), len(axes.names)))
+
+
+def mean_square(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+    """The mean of squares over axes, plus 1e-30, which makes the roots for an all-zero gradient finite."""
+    return jnp.mean(jnp.square(x.astype(jnp.float32)) + 1e-30, axes, keepdims=True)

@@ -1,22 +1,26 @@
-"""Lion, the sign of an interpolated momentum (arXiv 2302.06675). Its steps are larger than AdamW's: take a
-learning rate 3 to 10 times lower and a weight decay as much higher."""
+"""Lion: the sign of an interpolated momentum (arXiv 2302.06675). Its updates are larger than AdamW's: use a
+learning rate 3 to 10 times lower, and a weight decay higher by as much."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import optax
+
+from headrace.nn.module import PyTree
 
 
 @dataclass(frozen=True)
 class Config:
-    b1: float = 0.9
-    b2: float = 0.99
+    """The keys that `use: lion` adds to the `optimizer` section of a recipe."""
+
+    b1: float = 0.9  # weight of the momentum in the update's direction
+    b2: float = 0.99  # decay of the momentum
 
     def __post_init__(self) -> None:
-        for name in ("b1", "b2"):
-            if not 0 <= getattr(self, name) < 1:
+        for name, decay in (("b1", self.b1), ("b2", self.b2)):
+            if not 0 <= decay < 1:
                 raise ValueError(f"{name}: expected a number from 0 up to, but not including, 1")
 
 
-def make(cfg: Config, axes: Any) -> optax.GradientTransformation:
+def make(cfg: Config, axes: PyTree) -> optax.GradientTransformation:
+    """Make the transformation of gradients into update directions."""
     return optax.scale_by_lion(cfg.b1, cfg.b2)

@@ -1,0 +1,1 @@
+"""Planning: the memory, time and cost of a recipe on a slice."""

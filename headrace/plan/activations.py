@@ -1,127 +1,167 @@
-"""What a layer keeps of a token for its backward pass and what it moves through memory, by arithmetic: arrays
-counted one by one. What JAX keeps is told by `jax.vjp`, against which tests hold it."""
+"""Bytes of activations by arithmetic: arrays that a layer saves for its backward pass or moves through
+memory.
+
+tests/test_activations.py compares the counts with the arrays that `jax.vjp` saves."""
 
 from dataclasses import astuple, dataclass
-from typing import Any
+from typing import Protocol, TypeGuard
 
-from headrace.training import setup as build
+from headrace.config.sections import TrainRecipe
+from headrace.model_wrappers import load_family
 from headrace.nn import module
-from headrace.config import sections
-from headrace.nn.stack import products_of
-from headrace.objectives import file
+from headrace.training import setup
+from headrace.training.task import matmul_format
 
-# Bits that an activation's derivative is kept in, where it is one of them (layers/activations.py).
-BITS = {"gelu_bits": 2, "silu_bits": 2, "relu_bits": 1}
-# Of x, which a product in 8 bits keeps for the weight's gradient, bytes (products/fp8.py and its neighbours);
-# None: as it is.
-NARROW_INPUTS = {"compute": None, "fp8": 1, "ternary": 1, "int8": None}
+# Bits in which some activations store their derivative (nn/activations.py).
+DERIVATIVE_BITS = {"gelu_bits": 2, "silu_bits": 2, "relu_bits": 1}
+# Bytes in which an 8-bit matmul saves its input for the gradient of the weight (low_precision/fp8.py and the
+# modules next to it). None: in the compute dtype.
+SAVED_INPUT_BYTES = {"compute": None, "fp8": 1, "ternary": 1, "int8": None}
+
+
+class ModelSizes(Protocol):
+    """Sizes that plans read from the config of any model family."""
+
+    use: str
+    vocab: int
+    layers: int
+    embed: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mlp: int
+    causal: bool
+
+    def __hash__(self) -> int: ...
+
+
+class ExpertSizes(ModelSizes, Protocol):
+    """Sizes of models with experts."""
+
+    experts: int
+    top_k: int
+    expert_mlp: int
+    shared_mlp: int  # hidden units of the experts that every token uses
+    routed_layers: int
 
 
 @dataclass(frozen=True)
-class Units:
-    """Numbers of a token and layer in the compute dtype: so many times the width, the MLP's hidden units,
-    queries, keys and values together, and what attention gives."""
+class ActivationUnits:
+    """Numbers per token and layer, as multiples of the layer's sizes: its width, the hidden units of its MLP,
+    queries, keys and values together, and the output of attention."""
 
     width: float = 0.0
     hidden: float = 0.0
-    heads: float = 0.0
-    mixed: float = 0.0
+    qkv: float = 0.0
+    attention_out: float = 0.0
 
-    def __add__(self, other: "Units") -> "Units":
+    def __add__(self, other: "ActivationUnits") -> "ActivationUnits":
         pairs = zip(astuple(self), astuple(other), strict=True)
-        return Units(*(one + another for one, another in pairs))
+        return ActivationUnits(*(left + right for left, right in pairs))
 
-    def __mul__(self, factor: float) -> "Units":
-        return Units(*(one * factor for one in astuple(self)))
+    def __mul__(self, factor: float) -> "ActivationUnits":
+        return ActivationUnits(*(unit * factor for unit in astuple(self)))
 
-    def count(self, model: Any, tensor: int, lanes: int = 1) -> float:
-        """On one of the devices that `mesh.tensor` shares a layer out over, where a head of what attention
-        gives takes a multiple of `lanes`. Narrow ones of what it takes do not (attention/splash.py)."""
-        head, mixed = model.head_dim, -(-model.head_dim // lanes) * lanes
-        each = self.heads * (model.heads + 2 * model.kv_heads) * head + self.mixed * model.heads * mixed
-        return self.width * model.embed + (self.hidden * hidden_units(model) + each) / tensor
+    def count(self, model: ModelSizes, tensor: int, lanes: int = 1) -> float:
+        """Count the numbers on one of `tensor` devices that share a layer.
+
+        Each head of the output of attention is padded to a multiple of `lanes`; narrow queries, keys and
+        values are not (attention/splash.py)."""
+        padded_head = -(-model.head_dim // lanes) * lanes
+        attention = self.qkv * (model.heads + 2 * model.kv_heads) * model.head_dim
+        attention += self.attention_out * model.heads * padded_head
+        return self.width * model.embed + (self.hidden * count_hidden_units(model) + attention) / tensor
 
 
 @dataclass(frozen=True)
-class Layer:
-    """What arithmetic has to know of a recipe's layers beside their sizes."""
+class LayerSpec:
+    """Properties of a recipe's layers, other than sizes, that decide what they save and move."""
 
-    item: int  # bytes of a number in the compute dtype
-    products: str
+    itemsize: int  # bytes per number in the compute dtype
+    matmul: str
     activation: str
-    gates: int  # matrices that lead to the hidden units: two with a gate
-    frozen: bool  # w_down is not trained
+    up_matrices: int  # matrices that lead to the hidden units: two with a gate
+    is_down_frozen: bool  # w_down is not trained
 
     @classmethod
-    def of(cls, cfg: sections.Run) -> "Layer":
-        axes = module.axes(file("models", cfg.model).Model, cfg.model)
-        parts = {name: name.split(".") for name, _ in module.named(axes)}
-        still = build.frozen(cfg, axes)
+    def from_recipe(cls, recipe: TrainRecipe) -> "LayerSpec":
+        """Read the properties from a recipe and from the axes of its model's weights."""
+        axes = module.axes(load_family(recipe.model).Model, recipe.model)
+        fields_of = {name: name.split(".") for name, _ in module.named_leaves(axes)}
+        frozen = setup.frozen_names(recipe, axes)
         return cls(
-            item=2 if cfg.memory.compute == "bfloat16" else 4,
-            products=products_of(cfg),
-            activation=getattr(cfg.model, "activation", ""),
-            gates=2 if any("w_gate" in one for one in parts.values()) else 1,
-            frozen=all(name in still for name, one in parts.items() if "w_down" in one),
+            itemsize=2 if recipe.compute.dtype == "bfloat16" else 4,
+            matmul=matmul_format(recipe),
+            activation=recipe.model.activation if hasattr(recipe.model, "activation") else "",
+            up_matrices=2 if any("w_gate" in fields for fields in fields_of.values()) else 1,
+            is_down_frozen=all(name in frozen for name, fields in fields_of.items() if "w_down" in fields),
         )
 
-    def kept(self, remat: str, *, looped: bool) -> Units:
-        """Beside the layer's input: `attention` keeps what its kernel gives, `dots` what matrices give but
-        the last, whose output is the next layer's input, `none` also what norms make of it. In a loop what
-        attention gives is kept twice, as its kernel has it and turned round, as w_o reads it: XLA does not
-        see that they are one."""
+    def saved_units(self, remat: str, *, looped: bool) -> ActivationUnits:
+        """Count the numbers saved for the backward pass, in addition to the layer's input.
+
+        `attention` saves the output of its kernel; `dots` the outputs of all matmuls but the last, which is
+        the next layer's input; `none` the outputs of norms as well. In a loop the output of attention is
+        saved twice: as the kernel has it, and transposed as w_o reads it. XLA does not see that they are
+        equal."""
         if remat == "attention":
-            return Units(mixed=1)
+            return ActivationUnits(attention_out=1)
         if remat == "dots":
-            return Units(width=1, hidden=self.gates, heads=1)
+            return ActivationUnits(width=1, hidden=self.up_matrices, qkv=1)
         if remat != "none":
-            return Units()
-        # The stream amid the layer, what two norms make of it, and what attention gives.
-        if (narrow := NARROW_INPUTS[self.products]) is None:
-            return Units(3, self.kept_of_mlp(), heads=1, mixed=2 if looped else 1)
-        short = narrow / self.item  # of what attention gives both are kept
-        return Units(1 + 2 * short, self.kept_of_mlp(), heads=1, mixed=1 + short)
+            return ActivationUnits()
+        # Width: the residual stream in the middle of the layer, and the outputs of two norms.
+        hidden = self.saved_mlp_units()
+        if (input_bytes := SAVED_INPUT_BYTES[self.matmul]) is None:
+            return ActivationUnits(3, hidden, qkv=1, attention_out=2 if looped else 1)
+        narrow = input_bytes / self.itemsize  # the output of attention is saved in both dtypes
+        return ActivationUnits(1 + 2 * narrow, hidden, qkv=1, attention_out=1 + narrow)
 
-    def kept_of_mlp(self) -> float:
-        """Numbers for each hidden unit without remat (layers/mlp.py): with a gate both products, from which
-        the unit is made again, but where w_down is in 8 bits, which keeps what it reads; without a gate what
-        the activation keeps and what the gradient of w_down takes, if it has one."""
-        bits = BITS.get(self.activation, 0) / (8 * self.item)
-        if self.products == "compute":
-            if self.gates == 2:
+    def saved_mlp_units(self) -> float:
+        """Count the numbers saved per hidden unit without remat (nn/mlp.py).
+
+        With a gate: the outputs of both matmuls, from which the hidden unit is recomputed; 8-bit matmuls also
+        save the input of w_down. Without: what the activation saves and, if w_down is trained, its input."""
+        derivative = DERIVATIVE_BITS.get(self.activation, 0) / (8 * self.itemsize)
+        if self.matmul == "compute":
+            if self.up_matrices == 2:
                 return 2.0
-            return bits + (0 if self.frozen else 1) if bits else 1.0
-        narrow = NARROW_INPUTS[self.products]
-        read = 1.0 if narrow is None else narrow / self.item
-        if self.gates == 2:
-            return 2 + read
-        if bits:
-            return bits + read
+            return derivative + (0 if self.is_down_frozen else 1) if derivative else 1.0
+        input_bytes = SAVED_INPUT_BYTES[self.matmul]
+        down_input = 1.0 if input_bytes is None else input_bytes / self.itemsize
+        if self.up_matrices == 2:
+            return 2 + down_input
+        if derivative:
+            return derivative + down_input
         if self.activation in ("gelu", "silu"):
-            return 3 + read  # not computed again there, so that JAX keeps what lies between
-        return 1 + (0 if narrow is None else read)
+            return 3 + down_input  # not recomputed there: JAX also saves the intermediate results
+        return 1 + (0 if input_bytes is None else down_input)
 
-    def worked_on(self) -> Units:
-        """Of the one layer that is at work, at the worst moment."""
-        return Units(width=5, hidden=self.gates + 1, heads=3)
+    def working_units(self) -> ActivationUnits:
+        """Count the numbers of the layer that is being computed, at its peak."""
+        return ActivationUnits(width=5, hidden=self.up_matrices + 1, qkv=3)
 
-    def passes(self, remat: str) -> Units:
-        """What elementwise work reads and writes. Forward: a norm reads and writes, twice, with the sum
-        before it, and so do rotations, and the activation reads what matrices gave and writes what the next
-        takes; backward each of them reads the gradient as well. What is computed again is read and written
-        again. In 8 bits what is to be rounded is
-        read twice, for its largest number and to be rounded, and written as a byte: three inputs and two
-        gradients of the width, the hidden units and the gradients of what leads to them, and of the heads."""
-        forward = Units(width=9, hidden=self.gates + 1, heads=2)
-        backward = Units(width=11, hidden=2 * self.gates + 2, heads=2)
-        found = forward + backward + (forward if remat != "none" else Units())
-        if self.products != "compute":
-            found += Units(width=5, hidden=1 + self.gates, heads=1) * (2 + 1 / self.item)
-        return found
+    def traffic_units(self, remat: str) -> ActivationUnits:
+        """Count the numbers that elementwise operations read and write.
+
+        Forward: two norms, each with the addition before it, and RoPE read and write; the activation reads
+        the outputs of matmuls and writes the input of the next. Backward: each also reads a gradient.
+        Recomputation repeats the forward part. 8-bit matmuls read what they round twice (for its maximum, and
+        to round it) and write one byte: three inputs and two gradients of the width, the hidden units and the
+        gradients of the matrices that lead to them, and the heads."""
+        forward = ActivationUnits(width=9, hidden=self.up_matrices + 1, qkv=2)
+        backward = ActivationUnits(width=11, hidden=2 * self.up_matrices + 2, qkv=2)
+        total = forward + backward + (forward if remat != "none" else ActivationUnits())
+        if self.matmul != "compute":
+            rounded = ActivationUnits(width=5, hidden=1 + self.up_matrices, qkv=1)
+            total += rounded * (2 + 1 / self.itemsize)
+        return total
 
 
-def hidden_units(model: Any) -> int:
-    """That a token meets in a layer."""
-    if not getattr(model, "experts", 0):
-        return model.mlp
-    return model.top_k * model.expert_mlp + model.shared_mlp
+def has_experts(model: ModelSizes) -> TypeGuard[ExpertSizes]:
+    return hasattr(model, "experts") and bool(model.experts)
+
+
+def count_hidden_units(model: ModelSizes) -> int:
+    """Count the hidden units of a layer that process one token: with experts only those it is routed to."""
+    return model.top_k * model.expert_mlp + model.shared_mlp if has_experts(model) else model.mlp

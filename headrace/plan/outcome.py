@@ -1,21 +1,23 @@
-"""What a plan says of a recipe on a slice: does it fit, how fast is it, what does it cost."""
+"""Result of a plan: whether a recipe fits a slice, how fast it is, and what it costs."""
 
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
-from headrace.config import run_length as lengths, sections
+from headrace.config import run_length
+from headrace.config.sections import TrainRecipe
 from headrace.hardware.chips import PRICES_DATE, Price, Range
+from headrace.hardware.slices import SliceShape
 from headrace.plan.buffers import Buffer
-from headrace.hardware.slices import Slice
 
-DAY = 24 * 3600.0
+SECONDS_PER_DAY = 24 * 3600.0
+Dollars = dict[str, Range | None]  # of the whole recipe, by terms: on_demand, spot; None: not known
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Bytes are of a chip."""
+    """A recipe on a slice. Bytes are per chip."""
 
-    where: Slice
+    slice_shape: SliceShape
     fits: bool
     mesh: dict[str, int]
     parameters: int
@@ -23,53 +25,55 @@ class Outcome:
     tokens_per_step: int
     flops_per_token: float
     weight_bytes: int
-    frozen_bytes: int  # of the weights, those without a gradient
+    frozen_bytes: int  # part of the weights that has no gradient
     optimizer_bytes: int
     argument_bytes: int
     temp_bytes: int
     hbm_bytes: int
-    host_bytes: int  # in the memory of the machine that the chip is in
-    step_seconds: float | None  # None where it cannot run
-    by: str  # compiler or arithmetic
-    parts: dict[str, float] = field(default_factory=dict)  # seconds of a step, by what they are spent on
-    hidden: dict[str, float] = field(default_factory=dict)  # seconds of traffic that go on beside them
-    doubts: tuple[str, ...] = ()  # about these seconds
-    cycle_seconds: float | None = None  # by the compiler's own estimate, which leaves out kernels and traffic
+    host_bytes: int  # in the memory of the chip's host
+    step_seconds: float | None  # None if it cannot run
+    method: Literal["compiler", "arithmetic"]
+    seconds_by_part: dict[str, float] = field(default_factory=dict)  # of a step
+    hidden_seconds: dict[str, float] = field(default_factory=dict)  # of traffic in parallel with these
+    caveats: tuple[str, ...] = ()  # about these seconds
+    cycle_seconds: float | None = None  # by the compiler's own estimate, which omits kernels and traffic
     buffers: tuple[Buffer, ...] = ()
     price: Price = Price()
     compile_seconds: float | None = None
 
     @property
     def tokens_per_second_per_chip(self) -> float | None:
-        return self.tokens_per_step / self.step_seconds / self.where.chips if self.step_seconds else None
+        if not self.step_seconds:
+            return None
+        return self.tokens_per_step / self.step_seconds / self.slice_shape.chips
 
     @property
     def mfu(self) -> float | None:
         rate = self.tokens_per_second_per_chip
-        return rate * self.flops_per_token / self.where.chip.flops if rate else None
+        return rate * self.flops_per_token / self.slice_shape.chip.flops if rate else None
 
     @property
     def days(self) -> float | None:
-        return self.tokens / self.tokens_per_step * self.step_seconds / DAY if self.step_seconds else None
+        """Days that the whole recipe takes."""
+        if not self.step_seconds:
+            return None
+        return self.tokens / self.tokens_per_step * self.step_seconds / SECONDS_PER_DAY
 
     @property
-    def dollars(self) -> dict[str, Range | None]:
-        """For the whole recipe, low and high; None where a price is not known, or nothing can run."""
+    def dollars(self) -> Dollars:
+        """Dollars for the whole recipe, low and high. None where a price is not known, or it cannot run."""
+        if self.days is None:
+            return {"on_demand": None, "spot": None}
+        return compute_dollars(self.price, self.days * 24 * self.slice_shape.chips)
 
-        def cost(price: Range | None) -> Range | None:
-            if price is None or self.days is None:
-                return None
-            hours = self.days * 24 * self.where.chips
-            return price[0] * hours, price[1] * hours
-
-        return {"on_demand": cost(self.price.on_demand), "spot": cost(self.price.spot)}
-
-    def as_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
+        """Return the object that `headrace plan --json` writes."""
+        hidden = {kind: seconds for kind, seconds in self.hidden_seconds.items() if seconds > 1e-6}
         return {
-            "slice": self.where.name,
-            "chips": self.where.chips,
+            "slice": self.slice_shape.name,
+            "chips": self.slice_shape.chips,
             "fits": self.fits,
-            "by": self.by,
+            "by": self.method,
             "mesh": self.mesh,
             "parameters": self.parameters,
             "weight_bytes": self.weight_bytes,
@@ -79,12 +83,12 @@ class Outcome:
             "temp_bytes": self.temp_bytes,
             "hbm_bytes": self.hbm_bytes,
             "host_bytes": self.host_bytes,
-            "hbm_limit_bytes": self.where.chip.usable,
+            "hbm_limit_bytes": self.slice_shape.chip.usable_bytes,
             "step_seconds": self.step_seconds,
-            "seconds_by_part": self.parts,
-            "hidden_seconds": {kind: seconds for kind, seconds in self.hidden.items() if seconds > 1e-6},
+            "seconds_by_part": self.seconds_by_part,
+            "hidden_seconds": hidden,
             "buffers": [asdict(buffer) for buffer in self.buffers],
-            "doubts": self.doubts,
+            "doubts": self.caveats,
             "cycle_seconds": self.cycle_seconds,
             "tokens_per_second_per_chip": self.tokens_per_second_per_chip,
             "mfu": self.mfu,
@@ -97,7 +101,17 @@ class Outcome:
         }
 
 
-def tokens_of(cfg: sections.Run) -> tuple[int, int]:
-    """Of the whole recipe, and of a step."""
-    each = cfg.batch.sequences * cfg.data.sequence_length
-    return lengths.tokens_until(cfg, lengths.durations(cfg)["steps"]), each
+def compute_dollars(price: Price, chip_hours: float) -> Dollars:
+    """Return the cost of chip-hours by terms, low and high. None where the price is not known."""
+    prices = {"on_demand": price.on_demand, "spot": price.spot}
+    return {
+        terms: None if ends is None else (ends[0] * chip_hours, ends[1] * chip_hours)
+        for terms, ends in prices.items()
+    }
+
+
+def count_tokens(recipe: TrainRecipe) -> tuple[int, int]:
+    """Count the tokens of the whole recipe, and of a step."""
+    tokens_per_step = recipe.batch.sequences * recipe.data.sequence_length
+    total = run_length.tokens_until(recipe, run_length.durations(recipe)["steps"])
+    return total, tokens_per_step

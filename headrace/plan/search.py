@@ -1,5 +1,6 @@
-"""The best way to lay a recipe over a slice: meshes, what is computed again, parts of the batch, tiles of
-attention. Arithmetic sorts out hundreds, and the compiler is asked about the few best."""
+"""Search for the fastest settings of a recipe on a slice: mesh, remat, microbatches, and tiles of attention.
+
+Arithmetic ranks hundreds of candidates, and the compiler times the few best."""
 
 import dataclasses
 import itertools
@@ -7,126 +8,160 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal
 
-from headrace.config import reader as config, sections
+from headrace.config import reader, sections
+from headrace.config.sections import TrainRecipe
 from headrace.errors import UserError
-from headrace.plan import estimate as arithmetic
-from headrace.hardware.slices import Slice
+from headrace.hardware.slices import SliceShape
+from headrace.plan.device_memory import min_state_bytes
+from headrace.plan.estimate import estimate_step
 
-ASKED = 3  # candidates that the compiler is asked about
-ROOM = 1.15  # times the memory that a candidate may take by arithmetic, which is not exact
+COMPILED_CANDIDATES = 3
+MEMORY_FACTOR = 1.15  # candidates to compile may exceed the memory by this factor: arithmetic is not exact
 SPLITS = (1, 2, 4, 8, 16, 32, 64)
-TILES = (512, 2048)  # sides of tiles of attention that the compiler is asked about beside the usual ones
+TILES = (512, 2048)  # sides of attention tiles to compile, besides the default
+
+Remat = Literal["none", "dots", "offload", "attention", "full"]
+# Without offload: it needs memory of the host, whose size is not known. Recipes may ask for it.
+REMATS: tuple[Remat, ...] = ("none", "dots", "attention", "full")
+Candidate = tuple[float, TrainRecipe]  # seconds of a step, and the settings
+# Compiles a recipe, with the compiler's output in a folder; returns seconds of a step, or None if it does not
+# fit.
+CompileCandidate = Callable[[TrainRecipe, Path], float | None]
 
 
-class NoneFits(UserError):
+class NothingFits(UserError):
     """No settings make a recipe fit a slice."""
 
 
-Remat = Literal["none", "dots", "offload", "attention", "full"]
-# The host's memory, which slices say nothing of, is taken only by recipes that ask for it.
-REMATS: tuple[Remat, ...] = ("none", "dots", "attention", "full")
-Judge = Callable[[sections.Run, Path], float | None]  # seconds of a step, or None if it does not fit
+def search_settings(
+    recipe: TrainRecipe,
+    slice_shape: SliceShape,
+    compile_candidate: CompileCandidate,
+    folder: Path,
+    *,
+    exact: bool,
+) -> tuple[TrainRecipe, float]:
+    """Return the recipe with the settings that make a step fastest, and its seconds.
 
-
-def search(
-    cfg: sections.Run, where: Slice, judge: Judge, folder: Path, *, exact: bool
-) -> tuple[sections.Run, float]:
-    """The recipe with the settings that make a step shortest, and its seconds. `judge` compiles one and keeps
-    what the compiler writes down in a folder; with `exact` arithmetic has the last word, not a compiler."""
-    found = sorted(candidates(cfg, where, 1.0 if exact else ROOM), key=lambda one: one[0])
-    if not found:
-        raise NoneFits(
-            f"plan: no mesh, remat and batch.accumulate make the recipe fit {where.name}; "
-            "take a larger slice, or --slice alone to see what fills it"
+    With `exact` arithmetic is taken as final: candidates must fit by it, and no tiles are tried. Raises
+    NothingFits."""
+    candidates = sorted(
+        iter_candidates(recipe, slice_shape, 1.0 if exact else MEMORY_FACTOR), key=lambda item: item[0]
+    )
+    if not candidates:
+        raise NothingFits(
+            f"plan: no mesh, remat and batch.microbatches make the recipe fit {slice_shape.name}; "
+            "use a larger slice, or run with --slice alone to see what fills the memory"
         )
-    best: tuple[sections.Run, float] | None = None
-    asked = tried_all = 0
-    while found and asked < ASKED:
-        _, tried = found.pop(0)
-        seconds = judge(tried, folder / str(tried_all))
-        tried_all += 1
-        if seconds is None:  # perhaps in more parts
-            found += finer(tried, where)
-            found.sort(key=lambda one: one[0])
+    best: tuple[TrainRecipe, float] | None = None
+    fitting = compiled = 0
+    while candidates and fitting < COMPILED_CANDIDATES:
+        _, settings = candidates.pop(0)
+        seconds = compile_candidate(settings, folder / str(compiled))
+        compiled += 1
+        if seconds is None:  # more microbatches may fit
+            candidates += raise_microbatches(settings, slice_shape)
+            candidates.sort(key=lambda item: item[0])
             continue
-        asked += 1
+        fitting += 1
         if best is None or seconds < best[1]:
-            best = tried, seconds
+            best = settings, seconds
     if best is None:
-        raise NoneFits(f"plan: the compiler refused all {tried_all} settings that arithmetic let pass")
-    for number, tried in enumerate([] if exact or not where.chip.is_tpu else tiled(best[0])):
-        seconds = judge(tried, folder / f"tiles-{number}")
+        raise NothingFits(
+            f"plan: none of the {compiled} settings that fit by arithmetic do so by the compiler"
+        )
+    for number, settings in enumerate(
+        [] if exact or not slice_shape.chip.is_tpu else iter_tile_sizes(best[0])
+    ):
+        seconds = compile_candidate(settings, folder / f"tiles-{number}")
         if seconds is not None and seconds < best[1]:
-            best = tried, seconds
+            best = settings, seconds
     return best
 
 
-def finer(cfg: sections.Run, where: Slice) -> list[tuple[float, sections.Run]]:
-    """The same settings with the batch in the next larger number of parts, if there is one."""
-    over = int(cfg.mesh.data) * int(cfg.mesh.fsdp) * int(cfg.mesh.expert)
-    parts = next((parts for parts in parts_of(cfg, over) if parts > cfg.batch.accumulate), None)
-    if parts is None:
-        return []
-    tried = dataclasses.replace(cfg, batch=dataclasses.replace(cfg.batch, accumulate=parts))
-    return [(arithmetic.estimate(tried, where).step_seconds, tried)]
+def raise_microbatches(recipe: TrainRecipe, slice_shape: SliceShape) -> list[Candidate]:
+    """Return the recipe with the next larger number of microbatches, as a list; empty if there is none."""
+    shards = int(recipe.mesh.data) * int(recipe.mesh.fsdp) * int(recipe.mesh.expert)
+    for count in iter_microbatch_counts(recipe, shards):
+        if count > recipe.batch.microbatches:
+            settings = _with_microbatches(recipe, count)
+            return [(estimate_step(settings, slice_shape).step_seconds, settings)]
+    return []
 
 
-def candidates(cfg: sections.Run, where: Slice, room: float = ROOM) -> Iterator[tuple[float, sections.Run]]:
-    """Settings that fit by arithmetic, with the seconds of a step, the fewest parts of the batch of each
-    mesh and remat."""
-    limit = room * where.chip.usable / where.chip.devices
-    if arithmetic.state_needs(cfg, where) > limit:
+def iter_candidates(
+    recipe: TrainRecipe, slice_shape: SliceShape, memory_factor: float = MEMORY_FACTOR
+) -> Iterator[Candidate]:
+    """Iterate over settings that fit by arithmetic, with the fewest microbatches for each mesh and remat.
+
+    They may use `memory_factor` times the memory of a device."""
+    limit = memory_factor * slice_shape.chip.usable_bytes / slice_shape.chip.devices
+    if min_state_bytes(recipe, slice_shape) > limit:
         return
-    remats = dict.fromkeys((*REMATS, cfg.memory.remat))
-    expert = 1 if cfg.mesh.expert == "auto" else int(cfg.mesh.expert)  # the recipe's own
-    for tensor, context, remat in itertools.product(SPLITS, SPLITS, remats):
-        over, rest = divmod(where.devices, tensor * context * expert * where.slices)
-        if rest or not over or cfg.model.heads % tensor:
-            continue
-        if context > 1 and cfg.data.sequence_length % (2 * 128 * context):  # two chunks on each device
-            continue
-        mesh = sections.Mesh(where.slices, over, tensor, context, expert)
-        memory = dataclasses.replace(cfg.memory, remat=remat)
-        split = dataclasses.replace(cfg, mesh=mesh, memory=memory)
-        numbers = list(parts_of(cfg, over * expert * where.slices))
-        if not numbers or fits(split, where, numbers[-1], limit) is None:
-            continue  # where the most parts do not help, fewer need not be tried
-        for parts in numbers:
-            if guess := fits(split, where, parts, limit):
-                yield guess
+    for split in _iter_meshes(recipe, slice_shape):
+        mesh = split.mesh
+        counts = list(iter_microbatch_counts(recipe, int(mesh.data) * int(mesh.fsdp) * int(mesh.expert)))
+        if not counts or fit_microbatches(split, slice_shape, counts[-1], limit) is None:
+            continue  # if the most microbatches do not fit, fewer do not either
+        for count in counts:
+            if candidate := fit_microbatches(split, slice_shape, count, limit):
+                yield candidate
                 break
 
 
-def fits(cfg: sections.Run, where: Slice, parts: int, limit: float) -> tuple[float, sections.Run] | None:
-    """The recipe with its batch in so many parts, and the seconds of a step; None where that is too large."""
-    tried = dataclasses.replace(cfg, batch=dataclasses.replace(cfg.batch, accumulate=parts))
-    guess = arithmetic.estimate(tried, where)
-    return (guess.step_seconds, tried) if guess.hbm_bytes <= limit else None
+def _iter_meshes(recipe: TrainRecipe, slice_shape: SliceShape) -> Iterator[TrainRecipe]:
+    """Iterate over the recipe with every valid mesh and remat.
+
+    The number of expert shards stays that of the recipe."""
+    expert = 1 if recipe.mesh.expert == "auto" else int(recipe.mesh.expert)
+    remats = dict.fromkeys((*REMATS, recipe.compute.remat))
+    for tensor, context, remat in itertools.product(SPLITS, SPLITS, remats):
+        fsdp, remainder = divmod(slice_shape.devices, tensor * context * expert * slice_shape.slices)
+        if remainder or not fsdp or recipe.model.heads % tensor:
+            continue
+        if context > 1 and recipe.data.sequence_length % (2 * 128 * context):  # two chunks per device
+            continue
+        mesh = sections.MeshKeys(slice_shape.slices, fsdp, tensor, context, expert)
+        compute = dataclasses.replace(recipe.compute, remat=remat)
+        yield dataclasses.replace(recipe, mesh=mesh, compute=compute)
 
 
-def tiled(cfg: sections.Run) -> Iterator[sections.Run]:
-    """The recipe with other tiles of attention, where the kernel for TPUs has to do it."""
-    splash = config.part_class("attention", "splash")
-    for side in TILES if cfg.attention.use in ("auto", "splash") else ():
+def fit_microbatches(
+    recipe: TrainRecipe, slice_shape: SliceShape, count: int, limit: float
+) -> Candidate | None:
+    """Return the recipe with `count` microbatches; None if a device needs more than `limit` bytes."""
+    settings = _with_microbatches(recipe, count)
+    estimate = estimate_step(settings, slice_shape)
+    return (estimate.step_seconds, settings) if estimate.hbm_bytes <= limit else None
+
+
+def _with_microbatches(recipe: TrainRecipe, count: int) -> TrainRecipe:
+    return dataclasses.replace(recipe, batch=dataclasses.replace(recipe.batch, microbatches=count))
+
+
+def iter_tile_sizes(recipe: TrainRecipe) -> Iterator[TrainRecipe]:
+    """Iterate over the recipe with other tiles of attention, if it uses the splash kernel of TPUs."""
+    splash = reader.part_class("attention", "splash")
+    for side in TILES if recipe.attention.use in ("auto", "splash") else ():
         attention = splash(block_q=side, block_kv=side)
-        context = int(cfg.mesh.context)
-        chunk = cfg.data.sequence_length // (2 * context if context > 1 else 1)
-        if attention != cfg.attention and chunk % side == 0:
-            yield dataclasses.replace(cfg, attention=attention)
+        context = int(recipe.mesh.context)
+        chunk = recipe.data.sequence_length // (2 * context if context > 1 else 1)
+        if attention != recipe.attention and chunk % side == 0:
+            yield dataclasses.replace(recipe, attention=attention)
 
 
-def parts_of(cfg: sections.Run, over: int) -> Iterator[int]:
-    """Numbers of parts that the batch can be in, each with a whole number of rows a device."""
-    each, rest = divmod(cfg.batch.sequences, over)
-    for parts in range(1, each + 1):
-        if rest == 0 and each % parts == 0:
-            yield parts
+def iter_microbatch_counts(recipe: TrainRecipe, shards: int) -> Iterator[int]:
+    """Iterate over the numbers of microbatches that give each of `shards` devices a whole number of rows."""
+    rows, remainder = divmod(recipe.batch.sequences, shards)
+    for count in range(1, rows + 1):
+        if remainder == 0 and rows % count == 0:
+            yield count
 
 
-def overrides(before: sections.Run, after: sections.Run) -> list[str]:
-    """What to write on a command line to get from one recipe to the other."""
-    found = []
-    for section in ("mesh", "memory", "batch", "attention"):
-        was, now = (config.to_dict(one)[section] for one in (before, after))
-        found += [f"{section}.{key}={value}" for key, value in now.items() if was.get(key) != value]
-    return found
+def list_overrides(before: TrainRecipe, after: TrainRecipe) -> list[str]:
+    """List the key=value arguments that turn one recipe into the other."""
+    overrides = []
+    for section in ("mesh", "compute", "batch", "attention"):
+        old, new = (reader.to_dict(recipe)[section] for recipe in (before, after))
+        overrides += [f"{section}.{key}={value}" for key, value in new.items() if old.get(key) != value]
+    return overrides

@@ -1,5 +1,4 @@
-"""A plan on the terminal: what a reader asks, in that order. Does it fit, what fills the memory, how fast is
-it, where does the time go, what does it cost."""
+"""Terminal output of plans: memory and what fills it, speed and where the time goes, and cost."""
 
 import math
 from collections.abc import Iterator
@@ -7,202 +6,274 @@ from collections.abc import Iterator
 from rich.console import Console
 
 from headrace.config import sections
-from headrace.plan import recommend as advise, estimate as arithmetic, search
-from headrace.plan import outcome as outcomes
+from headrace.config.sections import TrainRecipe
 from headrace.hardware.chips import PRICES_DATE, TPUS, Chip, Range
-from headrace.plan.outcome import Outcome, tokens_of
-from headrace.hardware.slices import Slice
+from headrace.hardware.slices import SliceShape
+from headrace.plan.device_memory import min_state_bytes
+from headrace.plan.outcome import SECONDS_PER_DAY, Dollars, Outcome, count_tokens
+from headrace.plan.recommend import MFU, SliceOffer, find_optimal_model, find_smallest_slice
+from headrace.plan.search import iter_microbatch_counts
 
-GIB = 2**30
-SHOWN = 12  # offers
-MONTH = 30.0  # days, where nobody has said how many there are
-
-
-def outcome(one: Outcome, cfg: sections.Run, days: float | None, *, own_prices: bool = False) -> None:
-    """`days` are those that there are, if that was said."""
-    console = Console(highlight=False, soft_wrap=True)
-    for line in lines(one, cfg, days, own_prices=own_prices):
-        console.print(line)
+SHOWN_OFFERS = 12
+DEFAULT_DAYS = 30.0
 
 
-def say(line: str) -> None:
-    Console(highlight=False, soft_wrap=True).print(line, markup=False)
+def print_outcome(
+    outcome: Outcome, recipe: TrainRecipe, days: float | None, *, own_prices: bool = False
+) -> None:
+    """Print a plan. `days` are those that the user has, if given."""
+    for line in format_outcome(outcome, recipe, days, own_prices=own_prices):
+        _console().print(line)
 
 
-def offers(found: list[advise.Offer], every: list[advise.Offer], cfg: sections.Run, wish: str) -> None:
-    """`every` offer, whatever it takes, is for a wish that none fulfils."""
-    console = Console(highlight=False, soft_wrap=True)
-    tokens, _ = tokens_of(cfg)
-    console.print(f"{count(tokens)} tokens{wish}, by arithmetic; the cheapest first:")
-    if not found:
+def print_line(line: str) -> None:
+    _console().print(line, markup=False)
+
+
+def print_offers(
+    offers: list[SliceOffer], any_offers: list[SliceOffer], recipe: TrainRecipe, limits: str
+) -> None:
+    """Print the offers within the user's limits. If there are none, print the nearest of `any_offers`."""
+    console = _console()
+    tokens, _ = count_tokens(recipe)
+    console.print(f"{format_count(tokens)} tokens{limits}, by arithmetic; the cheapest first:")
+    if not offers:
         console.print("  no slice does it: allow more days or dollars, fewer tokens, or a smaller model")
-        least = {"cheapest": every[0], "fastest": min(every, key=lambda one: one.days)} if every else {}
-        for what, one in least.items():
-            console.print(f"  the {what} is {one.where.name}: {time(one.days)}, {costs(one.dollars)}")
-    for one in found[:SHOWN]:
-        told = costs(one.dollars)
-        console.print(f"  {one.where.name:<12} {time(one.days):>12}   MFU {one.mfu:.0%}   {told}")
-        console.print(f"  {'':<12} with {one.settings or 'the settings of the recipe'}", style="dim")
-    if len(found) > SHOWN:
-        console.print(f"  and {len(found) - SHOWN} more")
+        if any_offers:
+            fastest = min(any_offers, key=lambda offer: offer.days)
+            for name, offer in {"cheapest": any_offers[0], "fastest": fastest}.items():
+                cost = f"{format_days(offer.days)}, {format_costs(offer.dollars)}"
+                console.print(f"  the {name} is {offer.slice_shape.name}: {cost}")
+    for offer in offers[:SHOWN_OFFERS]:
+        time, cost = format_days(offer.days), format_costs(offer.dollars)
+        console.print(f"  {offer.slice_shape.name:<12} {time:>12}   MFU {offer.mfu:.0%}   {cost}")
+        console.print(f"  {'':<12} with {offer.settings or 'the settings of the recipe'}", style="dim")
+    if len(offers) > SHOWN_OFFERS:
+        console.print(f"  and {len(offers) - SHOWN_OFFERS} more")
 
 
-def optimal(where: Slice, days: float) -> None:
-    console = Console(highlight=False, soft_wrap=True)
-    console.print(best(where, days))
+def print_optimal(slice_shape: SliceShape, days: float) -> None:
+    _console().print(_optimal_line(slice_shape, days))
 
 
-def lines(one: Outcome, cfg: sections.Run, days: float | None, *, own_prices: bool = False) -> Iterator[str]:
-    where, chip = one.where, one.where.chip
-    split = " x ".join(f"{axis} {size}" for axis, size in one.mesh.items() if size > 1) or "one device"
-    chips = f"{where.chips} chip{'s' * (where.chips > 1)} of {chip.name}"
-    chips += ", each two devices" if chip.devices == 2 else ""
-    rows, parts = cfg.batch.sequences // cfg.batch.accumulate, cfg.batch.accumulate
-    often = f", {parts} times a step" if parts > 1 else ""
-    rows_at_a_time = f"{rows} rows of {cfg.data.sequence_length} at a time{often}"
-    yield f"[bold]{where.name}[/bold]: {chips}, {split}; {rows_at_a_time}"
-    verdict = "[green]fits[/green]" if one.fits else "[red]does not fit[/red]"
-    about = "" if one.by == "compiler" else "about "
-    yield f"  {verdict}: {about}{gib(one.hbm_bytes)} of {gib(chip.usable)} a chip, by {by(one)}"
-    yield f"    {gib(one.weight_bytes):>10}  weights, {one.parameters / 1e9:,.2f}B parameters in float32"
-    yield f"    {gib(one.optimizer_bytes):>10}  optimizer ({cfg.optimizer.use})"
-    rest = one.hbm_bytes - one.argument_bytes
-    summed = cfg.batch.accumulate > 1
-    gradients = min(rest, (one.weight_bytes - one.frozen_bytes) * (2 if summed else 1))
-    sums = ", and their sums over parts" if summed else ""
-    still = f"; {gib(one.frozen_bytes)} of the weights are frozen" if one.frozen_bytes else ""
-    yield f"    {gib(gradients):>10}  gradients in float32{sums}{still}"
-    yield f"    {gib(rest - gradients):>10}  activations and all else a step needs"
-    if one.host_bytes:
-        host = f"{gib(one.host_bytes * chip.host)} for its {chip.host} chips"
-        yield f"    {gib(one.host_bytes):>10}  in the host's memory, {host}"
-    if one.buffers:
-        yield "    the largest of these, which take turns in the same memory:"
-        for buffer in one.buffers:
-            each = f"{buffer.count} x " if buffer.count > 1 else ""
-            less = f"; less with {buffer.key}" if buffer.key else ""
-            yield f"    {each + gib(buffer.bytes):>14}  {buffer.what}, {escape(buffer.shape)}{less}"
-    if one.step_seconds is None:
-        yield from (f"  {line}" for line in refusal(one, cfg, days or MONTH))
-        yield ""
-        return
-    assert one.tokens_per_second_per_chip is not None and one.mfu is not None and one.days is not None
-    rate = one.tokens_per_second_per_chip
-    yield (
-        f"  a step of {one.tokens_per_step:,} tokens: {one.step_seconds:.3g} s, "
-        f"{rate * where.chips:,.0f} tokens/s, {rate:,.0f} a chip, MFU {one.mfu:.1%}"
-    )
-    for what, seconds in one.parts.items():
-        if seconds >= max(0.0005 * one.step_seconds, 0.0005):
-            yield f"    {seconds:>8.3f} s  {what}"
-    if beside := [f"{kind} {seconds:.3f} s" for kind, seconds in one.hidden.items() if seconds > 0.0005]:
-        yield f"    hidden behind these: {', '.join(beside)}"
-    if one.cycle_seconds:
-        cycles = f"{one.cycle_seconds:.3g} s by the compiler's own cycles"
-        yield f"    for comparison: {cycles}, without kernels and traffic"
-    products = cfg.memory.products
-    if products != "compute":
-        gains = f"MFU is relative to the {chip.flops / 1e12:,.0f} TFLOP/s of bf16, in {products} as well"
-        yield f"    {gains if chip.rate(products) else useless(chip, products)}"
-    for doubt in one.doubts:
-        yield f"    not certain: {escape(doubt)}"
-    when = f"prices of {PRICES_DATE}" + (", but for yours" if own_prices else "")
-    known = any(cost is not None for cost in one.dollars.values())
-    told = f"{costs(one.dollars)} ({when})" if known else "prices of this chip are not known (--prices FILE)"
-    yield f"  {count(one.tokens)} tokens: {time(one.days)}, {told}"
-    if days is not None and one.days > days:
-        yield f"  that is {one.days / days:,.1f} times the {days:g} days there are"
+def format_outcome(
+    outcome: Outcome, recipe: TrainRecipe, days: float | None, *, own_prices: bool = False
+) -> Iterator[str]:
+    """Iterate over the lines of a plan, in rich's markup."""
+    yield _title_line(outcome, recipe)
+    yield from _memory_lines(outcome, recipe)
+    if outcome.step_seconds is None:
+        yield from (f"  {line}" for line in _misfit_lines(outcome, recipe, days or DEFAULT_DAYS))
+    else:
+        yield from _time_lines(outcome, recipe, outcome.step_seconds)
+        yield from _cost_lines(outcome, days, own_prices=own_prices)
     yield ""
 
 
-def useless(chip: Chip, products: str) -> str:
-    others = [name for name in ("fp8", "int8") if chip.rate(name)] or ["compute"]
-    told = f"memory.products: {products} brings nothing on {chip.name}, which does not multiply it faster"
-    return f"{told}; memory.products={others[0]} is faster"
+def _title_line(outcome: Outcome, recipe: TrainRecipe) -> str:
+    slice_shape, chip = outcome.slice_shape, outcome.slice_shape.chip
+    mesh = " x ".join(f"{axis} {size}" for axis, size in outcome.mesh.items() if size > 1) or "one device"
+    chips = f"{slice_shape.chips} {chip.name} chip{'s' * (slice_shape.chips > 1)}"
+    chips += ", two devices each" if chip.devices == 2 else ""
+    microbatches = recipe.batch.microbatches
+    rows = f"{recipe.batch.sequences // microbatches} rows of {recipe.data.sequence_length} at a time"
+    rows += f", {microbatches} times per step" if microbatches > 1 else ""
+    return f"[bold]{slice_shape.name}[/bold]: {chips}, {mesh}; {rows}"
 
 
-def costs(dollars: dict[str, Range | None]) -> str:
-    named = ("on demand", dollars["on_demand"]), ("spot", dollars["spot"])
-    return " or ".join(f"{money(cost)} {name}" for name, cost in named if cost) or "price not known"
+def _memory_lines(outcome: Outcome, recipe: TrainRecipe) -> Iterator[str]:
+    chip = outcome.slice_shape.chip
+    verdict = "[green]fits[/green]" if outcome.fits else "[red]does not fit[/red]"
+    about = "" if outcome.method == "compiler" else "about "
+    used = f"{about}{format_size(outcome.hbm_bytes)} of {format_size(chip.usable_bytes)} per chip"
+    yield f"  {verdict}: {used}, by {_method_note(outcome)}"
+
+    def item(size: float, text: str) -> str:
+        return f"    {format_size(size):>10}  {text}"
+
+    yield item(outcome.weight_bytes, f"weights, {format_count(outcome.parameters)} parameters in float32")
+    yield item(outcome.optimizer_bytes, f"optimizer ({recipe.optimizer.use})")
+    temporaries = outcome.hbm_bytes - outcome.argument_bytes
+    has_sums = recipe.batch.microbatches > 1
+    gradients = (outcome.weight_bytes - outcome.frozen_bytes) * (2 if has_sums else 1)
+    gradients = min(temporaries, gradients)
+    sums = ", and their sums over microbatches" if has_sums else ""
+    frozen = ""
+    if outcome.frozen_bytes:
+        frozen = f"; {format_size(outcome.frozen_bytes)} of the weights are frozen"
+    yield item(gradients, f"gradients in float32{sums}{frozen}")
+    yield item(temporaries - gradients, "activations and other temporaries of a step")
+    if outcome.host_bytes:
+        host = f"{format_size(outcome.host_bytes * chip.chips_per_host)} for its {chip.chips_per_host} chips"
+        yield item(outcome.host_bytes, f"in the host's memory, {host}")
+    if outcome.buffers:
+        yield "    the largest buffers of these, which share memory:"
+    for buffer in outcome.buffers:
+        size = (f"{buffer.count} x " if buffer.count > 1 else "") + format_size(buffer.bytes)
+        key = f"; less with {buffer.key}" if buffer.key else ""
+        yield f"    {size:>14}  {buffer.what}, {escape(buffer.shape)}{key}"
 
 
-def refusal(one: Outcome, cfg: sections.Run, days: float) -> Iterator[str]:
-    """What to change where it does not fit; where nothing helps, the arithmetic of it."""
-    where = one.where
-    need = arithmetic.state_needs(cfg, where) * where.devices
-    have = where.chips * where.chip.usable
-    if need <= have:
-        yield advice(one, cfg)
-        return
-    each, chips = need / one.parameters, f"{where.chips} chips have" if where.chips > 1 else "the chip has"
+def _method_note(outcome: Outcome) -> str:
+    if outcome.method == "arithmetic":
+        return "arithmetic only"
+    return f"the chip's compiler, in {outcome.compile_seconds:.0f} s of CPU time"
+
+
+def _time_lines(outcome: Outcome, recipe: TrainRecipe, step_seconds: float) -> Iterator[str]:
+    rate, mfu = outcome.tokens_per_second_per_chip, outcome.mfu
+    assert rate is not None and mfu is not None
+    chip = outcome.slice_shape.chip
+    unit, scale = ("s", 1.0) if step_seconds >= 0.1 else ("ms", 1000.0)
     yield (
-        f"memory: {count(one.parameters)} parameters of {each:.0f} bytes (weights, gradients, optimizer) are "
-        f"{gib(need)} by themselves, {chips} {gib(have)}: {need / have:,.1f} times too much"
+        f"  a step of {outcome.tokens_per_step:,} tokens: {step_seconds * scale:.3g} {unit}, "
+        f"{rate * outcome.slice_shape.chips:,.0f} tokens/s, {rate:,.0f} per chip, MFU {mfu:.1%}"
     )
-    flops = one.tokens * one.flops_per_token
-    takes = flops / (where.chips * where.chip.flops * advise.MFU) / outcomes.DAY
-    yield (
-        f"compute: {count(one.tokens)} tokens are {flops:.1e} FLOPs, {takes:,.0f} days at "
-        f"{advise.MFU:.0%} of the peak: {takes / days:,.1f} times {days:g} days"
-    )
-    held = [(chip, advise.smallest(cfg, chip)) for chip in TPUS]
-    yield "the smallest slices that hold it: " + (", ".join(s.name for _, s in held if s) or "none there is")
-    yield best(where, days)
+    for part, seconds in outcome.seconds_by_part.items():
+        if seconds >= max(0.0005 * step_seconds, 0.0005 / scale):
+            yield f"    {seconds * scale:>8.3f} {unit}  {part}"
+    hidden = [
+        f"{kind} {seconds * scale:.3f} {unit}"
+        for kind, seconds in outcome.hidden_seconds.items()
+        if seconds > 0.0005 / scale
+    ]
+    if hidden:
+        yield f"    hidden behind these: {', '.join(hidden)}"
+    if outcome.cycle_seconds:
+        cycles = f"{outcome.cycle_seconds * scale:.3g} {unit} by the compiler's own cycles"
+        yield f"    for comparison: {cycles}, without kernels and traffic"
+    matmul = recipe.compute.matmul
+    if matmul != "compute" and chip.matmul_flops(matmul):
+        yield f"    MFU is relative to the {chip.flops / 1e12:,.0f} TFLOP/s of bf16, in {matmul} as well"
+    elif matmul != "compute":
+        yield f"    {_no_gain_line(chip, matmul)}"
+    for caveat in outcome.caveats:
+        yield f"    uncertain: {escape(caveat)}"
 
 
-def best(where: Slice, days: float) -> str:
-    found = advise.optimal(where, days)
-    why = "the largest model its memory holds" if found.by_memory else "the best for that much compute"
+def _no_gain_line(chip: Chip, matmul: str) -> str:
+    """Say that 8-bit matmuls gain nothing on a chip, and which setting is faster."""
+    faster = next((name for name in ("fp8", "int8") if chip.matmul_flops(name)), "compute")
     return (
-        f"in {days:g} days {where.name} can train {count(found.parameters)} parameters on "
-        f"{count(found.tokens)} tokens, {why}"
+        f"compute.matmul: {matmul} gains nothing on {chip.name}, whose matmuls in it are no faster; "
+        f"compute.matmul={faster} is faster"
     )
 
 
-def advice(one: Outcome, cfg: sections.Run) -> str:
-    """What to change where it does not fit."""
-    factor = one.hbm_bytes / one.where.chip.usable
-    if one.argument_bytes > one.where.chip.usable:
-        alone = one.argument_bytes / one.where.chip.usable
+def _cost_lines(outcome: Outcome, days: float | None, *, own_prices: bool) -> Iterator[str]:
+    assert outcome.days is not None
+    if any(cost is not None for cost in outcome.dollars.values()):
+        source = "your prices; others " if own_prices else "prices "
+        cost = f"{format_costs(outcome.dollars)} ({source}of {PRICES_DATE})"
+    else:
+        cost = "price of this chip not known (--prices FILE)"
+    yield f"  {format_count(outcome.tokens)} tokens: {format_days(outcome.days)}, {cost}"
+    if days is not None and outcome.days > days:
+        yield f"  this is {outcome.days / days:,.1f} times the available {days:g} days"
+
+
+def _misfit_lines(outcome: Outcome, recipe: TrainRecipe, days: float) -> Iterator[str]:
+    """Say which settings to change; if none helps, by how much memory and compute are exceeded."""
+    slice_shape = outcome.slice_shape
+    required = min_state_bytes(recipe, slice_shape) * slice_shape.devices
+    available = slice_shape.chips * slice_shape.chip.usable_bytes
+    if required <= available:
+        yield _advice_line(outcome, recipe)
+        return
+    chips = f"{slice_shape.chips} chips have" if slice_shape.chips > 1 else "the chip has"
+    yield (
+        f"memory: {format_count(outcome.parameters)} parameters of {required / outcome.parameters:.0f} bytes "
+        f"(weights, gradients, optimizer) take {format_size(required)}, {chips} {format_size(available)}: "
+        f"{required / available:,.1f} times too much"
+    )
+    flops = outcome.tokens * outcome.flops_per_token
+    required_days = flops / (slice_shape.chips * slice_shape.chip.flops * MFU) / SECONDS_PER_DAY
+    yield (
+        f"compute: {format_count(outcome.tokens)} tokens are {flops:.1e} FLOPs, {required_days:,.0f} days at "
+        f"{MFU:.0%} of the peak: {required_days / days:,.1f} times {days:g} days"
+    )
+    smallest = [find_smallest_slice(recipe, chip) for chip in TPUS]
+    names = ", ".join(found.name for found in smallest if found)
+    yield f"the smallest slices that hold it: {names or 'no slice does'}"
+    yield _optimal_line(slice_shape, days)
+
+
+def _optimal_line(slice_shape: SliceShape, days: float) -> str:
+    optimal = find_optimal_model(slice_shape, days)
+    reason = "the best use of that compute"
+    if optimal.limited_by_memory:
+        reason = "the largest model that its memory holds"
+    return (
+        f"in {days:g} days {slice_shape.name} can train {format_count(optimal.parameters)} parameters on "
+        f"{format_count(optimal.tokens)} tokens, {reason}"
+    )
+
+
+def _advice_line(outcome: Outcome, recipe: TrainRecipe) -> str:
+    """Say what to change in a recipe that does not fit."""
+    usable = outcome.slice_shape.chip.usable_bytes
+    if outcome.argument_bytes > usable:
         return (
-            f"weights and optimizer alone are {alone:.1f} times what there is: take a larger slice, "
-            "or split them over more of it with mesh.fsdp or mesh.tensor"
+            f"weights and optimizer are {outcome.argument_bytes / usable:.1f} times the memory: use a larger "
+            "slice, or split them over more of it with mesh.fsdp or mesh.tensor"
         )
-    keys = []
-    if cfg.memory.remat != "full":
-        keys.append("memory.remat=full")
-    parts = search.parts_of(cfg, math.prod(one.mesh[axis] for axis in sections.SPLIT_ROWS))
-    if (more := next((count for count in parts if count > cfg.batch.accumulate), None)) is not None:
-        keys.append(f"batch.accumulate={more}")
-    keys.append("--search, which tries meshes")
-    return f"it is {factor:.2f} times what there is: try {', then '.join(keys)}, or take a larger slice"
+    changes = []
+    if recipe.compute.remat != "full":
+        changes.append("compute.remat=full")
+    counts = iter_microbatch_counts(recipe, math.prod(outcome.mesh[axis] for axis in sections.SPLIT_ROWS))
+    more = next((count for count in counts if count > recipe.batch.microbatches), None)
+    if more is not None:
+        changes.append(f"batch.microbatches={more}")
+    changes.append("--search, which tries meshes")
+    factor = f"{outcome.hbm_bytes / usable:.2f} times the memory"
+    return f"it takes {factor}: try {', then '.join(changes)}, or use a larger slice"
 
 
-def by(one: Outcome) -> str:
-    if one.by == "arithmetic":
-        return "arithmetic alone"
-    return f"the compiler of the chip, in {one.compile_seconds:.0f} s of CPU time"
+def format_costs(dollars: Dollars) -> str:
+    """Format dollars such as `$426 on demand or $43 to 281 spot`."""
+    terms = ("on demand", dollars["on_demand"]), ("spot", dollars["spot"])
+    return " or ".join(f"{format_dollars(cost)} {name}" for name, cost in terms if cost) or "price not known"
 
 
-def gib(size: float) -> str:
-    return f"{size / GIB:,.2f} GiB"
-
-
-def money(cost: Range) -> str:
-    low, high = (f"{round(end, -1 if end >= 1000 else 0):,.0f}" for end in cost)
+def format_dollars(cost: Range) -> str:
+    """Format a range of dollars: in tens from $1,000, in cents below $10."""
+    if cost[1] < 0.005:
+        return "under $0.01"
+    if cost[1] < 10:
+        low, high = (f"{end:,.2f}" for end in cost)
+    else:
+        low, high = (f"{round(end, -1 if end >= 1000 else 0):,.0f}" for end in cost)
     return f"${low}" if low == high else f"${low} to {high}"
 
 
-def time(days: float) -> str:
-    return f"{days:.1f} days" if days >= 1.5 else f"{days * 24:.1f} hours"
+def format_days(days: float) -> str:
+    """Format a duration in days, hours, minutes or seconds."""
+    for limit, per_day, unit in ((1.5, 1, "days"), (1 / 24, 24, "hours"), (1 / 1440, 1440, "minutes")):
+        if days >= limit:
+            return f"{days * per_day:.1f} {unit}"
+    return f"{days * SECONDS_PER_DAY:.1f} seconds"
 
 
-def count(tokens: float) -> str:
-    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
-        if tokens >= size:
-            return f"{tokens / size:.3g}{letter}"
-    return f"{tokens:,.0f}"
+def format_size(size: float) -> str:
+    """Format bytes in GiB; in MiB or KiB below a tenth of the larger unit."""
+    for power, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if size >= 0.1 * 2**power:
+            return f"{size / 2**power:,.2f} {unit}"
+    return f"{size:.0f} B"
+
+
+def format_count(number: float) -> str:
+    """Format a number of tokens or parameters with three digits: 8.03B, 149M."""
+    for limit, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
+        if number >= limit:
+            return f"{number / limit:.3g}{letter}"
+    return f"{number:,.0f}"
 
 
 def escape(text: str) -> str:
+    """Escape brackets, which are markup to rich."""
     return text.replace("[", r"\[")
+
+
+def _console() -> Console:
+    return Console(highlight=False, soft_wrap=True)

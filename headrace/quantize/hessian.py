@@ -19,7 +19,7 @@ PRECISE = jax.lax.Precision.HIGHEST
 
 
 @jax.jit
-def prepared(w: Array, hessian: Array) -> tuple[Array, Array]:
+def regularize(w: Array, hessian: Array) -> tuple[Array, Array]:
     """Inputs that were never seen, whose weights can be anything, are made 0."""
     dead = jnp.diag(hessian) == 0
     hessian = hessian + jnp.diag(jnp.where(dead, 1.0, 0.0))
@@ -27,7 +27,7 @@ def prepared(w: Array, hessian: Array) -> tuple[Array, Array]:
 
 
 @jax.jit
-def factor(hessian: Array) -> Array:
+def cholesky_inverse(hessian: Array) -> Array:
     """The upper triangle U with UᵀU the inverse of the damped Hessian. By one Cholesky factor of the Hessian
     read backwards: turned around again it is upper, and its inverse is U."""
     size = hessian.shape[0]
@@ -37,7 +37,7 @@ def factor(hessian: Array) -> Array:
 
 
 @partial(jax.jit, static_argnames=("nearest",))
-def sweep(w: Array, upper: Array, nearest: Callable[..., Any], given: Any, rows: Any = None) -> Any:
+def gptq_sweep(w: Array, upper: Array, nearest: Callable[..., Any], given: Any, rows: Any = None) -> Any:
     """Goes over the inputs of w. `nearest(given, row, weights)` rounds the weights of one input: it returns
     them rounded, and whatever is to be kept of it (codes). `rows` has something for each input. Returns what
     is kept [inputs ...], the rounded matrix, and the weights as they were when their turn came."""

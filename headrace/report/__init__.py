@@ -1,0 +1,1 @@
+"""The report of a run: facts of its folder, charts, one HTML page."""

@@ -1,5 +1,7 @@
-"""Curves and bars as SVG. A drawing is stretched to whatever room there is, and its labels are HTML beside
-it, so that they can be read on a phone and on a wide screen alike."""
+"""SVG charts: curves over steps, and bars.
+
+Each drawing stretches to the available width. Labels are HTML on top of it, so that they are readable on a
+phone and on a wide screen."""
 
 import json
 import math
@@ -7,35 +9,53 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from headrace.html_page import count, escape
+from headrace.html_page import escape, format_count
 
-POINTS = 400  # of a curve: more are put together, by their mean, lowest and highest
+MAX_BINS = 400  # of a curve: points are merged into bins, by mean, lowest and highest value
 SIDE = 1000  # of a drawing, in its own units
-Point = tuple[float, float]
+Format = Callable[[float], str]
 
 
 @dataclass(frozen=True)
 class Curve:
     name: str
-    points: Sequence[tuple[float, float | None]]  # None where there is no number
+    points: Sequence[tuple[float, float | None]]  # step and value; None: no value
     dots: bool = False
 
 
 @dataclass(frozen=True)
 class Mark:
-    """A line from top to bottom."""
+    """A vertical line at a step."""
 
     x: float
-    said: str
-    kind: str  # a class of the style
+    label: str
+    kind: str  # CSS class
 
 
 @dataclass(frozen=True)
 class Bin:
+    """Merged points of a curve; `x` is the last step."""
+
     x: float
     mean: float
     low: float
     high: float
+
+
+@dataclass(frozen=True)
+class _Scale:
+    """Conversion of steps and values to the units of a drawing."""
+
+    end: float
+    bottom: float
+    top: float
+
+    def x(self, step: float) -> float:
+        return SIDE * step / self.end
+
+    def y(self, value: float) -> float:
+        clipped = min(max(value, self.bottom), 2 * self.top - self.bottom)
+        return SIDE * (1 - (clipped - self.bottom) / ((self.top - self.bottom) or 1))
 
 
 STYLE = """
@@ -63,7 +83,7 @@ STYLE = """
   border-radius: 2px; margin-right: 8px }
 """
 
-# The values under the pointer: a few lines, since nothing else on the page needs a script.
+# Shows the values under the pointer: the only script of the page.
 SCRIPT = """
 for (const chart of document.querySelectorAll('.chart')) {
   const data = JSON.parse(chart.querySelector('script').textContent)
@@ -72,7 +92,7 @@ for (const chart of document.querySelectorAll('.chart')) {
     const box = chart.getBoundingClientRect(), share = (event.clientX - box.left) / box.width
     if (!data.length || share < 0 || share > 1) return
     let best = data[0]
-    for (const one of data) if (Math.abs(one[0] - share) < Math.abs(best[0] - share)) best = one
+    for (const point of data) if (Math.abs(point[0] - share) < Math.abs(best[0] - share)) best = point
     rule.style.display = tip.style.display = 'block'
     rule.style.left = 100 * best[0] + '%'
     tip.textContent = best[1]
@@ -85,130 +105,138 @@ for (const chart of document.querySelectorAll('.chart')) {
 """
 
 
-def chart(
+def render_chart(
     curves: Sequence[Curve],
     *,
-    show: Callable[[float], str],
+    format_value: Format,
     marks: Sequence[Mark] = (),
     from_zero: bool = False,
     until: float | None = None,
 ) -> str:
-    """Curves over steps. `show` says a value; `until` is the last step of the axis."""
-    binned = [(curve, binned_points(curve.points)) for curve in curves]
+    """Render curves over steps as HTML. `until` is the last step of the axis, if that is not the last
+    point."""
+    binned = [(curve, bin_points(curve.points)) for curve in curves]
     binned = [(curve, bins) for curve, bins in binned if bins]
     if not binned:
         return "<p>Nothing yet.</p>"
-    last = max([until or 0.0, *(one.x for _, bins in binned for one in bins)], default=1.0) or 1.0
-    end = 1.01 * last  # room for a dot there
-    bottom, top = span([bins for _, bins in binned], from_zero)
-    levels = ticks(bottom, top)
-    bottom, top = min(bottom, levels[0]), max(top, levels[-1])
-    across = lambda x: SIDE * x / end
-    up = lambda y: SIDE * (1 - (min(max(y, bottom), 2 * top - bottom) - bottom) / ((top - bottom) or 1))
-    shapes = [f'<line class="level" x1="0" x2="{SIDE}" y1="{up(y):.1f}" y2="{up(y):.1f}"/>' for y in levels]
+    last = max([until or 0.0, *(bin_.x for _, bins in binned for bin_ in bins)], default=1.0) or 1.0
+    bottom, top = value_range([bins for _, bins in binned], from_zero)
+    levels = round_ticks(bottom, top)
+    # A margin of 1 % leaves room for a dot at the end.
+    scale = _Scale(1.01 * last, min(bottom, levels[0]), max(top, levels[-1]))
+    shapes = []
+    for level in levels:
+        y = scale.y(level)
+        shapes.append(f'<line class="level" x1="0" x2="{SIDE}" y1="{y:.1f}" y2="{y:.1f}"/>')
     for mark in marks:
-        x = across(mark.x)
+        x = scale.x(mark.x)
         shapes.append(f'<line class="{mark.kind}" x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{SIDE}"/>')
     for number, (curve, bins) in enumerate(binned):
-        shapes += drawn(curve, bins, number, across, up)
+        shapes += render_curve(curve, bins, number, scale)
     label = '<span class="y" style="top: {:.2%}">{}</span>'
-    labels = [label.format(up(y) / SIDE, escape(trimmed(show(y)))) for y in levels]
-    labels += x_labels(last, end)
-    said = json.dumps(told(binned, end, show)).replace("<", "\\u003c")
+    labels = [
+        label.format(scale.y(level) / SIDE, escape(strip_zeros(format_value(level)))) for level in levels
+    ]
+    labels += render_x_labels(last, scale.end)
+    points = json.dumps(hover_points(binned, scale.end, format_value)).replace("<", "\\u003c")
     return (
         f'<div class="chart"><svg viewBox="0 0 {SIDE} {SIDE}" preserveAspectRatio="none" role="img" '
         f'aria-label="{escape(", ".join(curve.name for curve, _ in binned))}">{"".join(shapes)}</svg>'
         f'{"".join(labels)}<i class="rule"></i><span class="tip"></span>'
-        f'<script type="application/json">{said}</script></div>' + key([c for c, _ in binned], marks)
+        f'<script type="application/json">{points}</script></div>'
+        + render_legend([curve for curve, _ in binned], marks)
     )
 
 
-def binned_points(points: Sequence[tuple[float, float | None]]) -> list[Bin]:
-    known = [(x, y) for x, y in points if y is not None and math.isfinite(y)]
-    each = math.ceil(len(known) / POINTS)
-    groups = [known[n : n + each] for n in range(0, len(known), each or 1)]
-    found = []
+def bin_points(points: Sequence[tuple[float, float | None]]) -> list[Bin]:
+    """Merge points into at most MAX_BINS bins. Points without a finite value are skipped."""
+    finite = [(x, y) for x, y in points if y is not None and math.isfinite(y)]
+    size = math.ceil(len(finite) / MAX_BINS)
+    groups = [finite[n : n + size] for n in range(0, len(finite), size or 1)]
+    bins = []
     for group in groups:
         values = [y for _, y in group]
-        found.append(Bin(group[-1][0], sum(values) / len(values), min(values), max(values)))
-    return found
+        bins.append(Bin(group[-1][0], sum(values) / len(values), min(values), max(values)))
+    return bins
 
 
-def drawn(
-    curve: Curve,
-    bins: Sequence[Bin],
-    number: int,
-    across: Callable[[float], float],
-    up: Callable[[float], float],
-) -> list[str]:
-    line = " ".join(f"{across(one.x):.1f},{up(one.mean):.1f}" for one in bins)
+def render_curve(curve: Curve, bins: Sequence[Bin], number: int, scale: _Scale) -> list[str]:
+    """Render a curve as SVG elements: dots, or a line with a band from the lowest to the highest values."""
+    line = " ".join(f"{scale.x(bin_.x):.1f},{scale.y(bin_.mean):.1f}" for bin_ in bins)
     if curve.dots or len(bins) == 1:
         dot = '<path class="dot c{}" d="M{} h0"/>'
-        return [dot.format(number, place.replace(",", " ")) for place in line.split()]
+        return [dot.format(number, point.replace(",", " ")) for point in line.split()]
     shapes = [f'<polyline class="line c{number}" style="fill: none" points="{line}"/>']
-    if any(one.high > one.low for one in bins):
-        edge = [f"{across(one.x):.1f},{up(one.high):.1f}" for one in bins]
-        edge += [f"{across(one.x):.1f},{up(one.low):.1f}" for one in reversed(bins)]
+    if any(bin_.high > bin_.low for bin_ in bins):
+        edge = [f"{scale.x(bin_.x):.1f},{scale.y(bin_.high):.1f}" for bin_ in bins]
+        edge += [f"{scale.x(bin_.x):.1f},{scale.y(bin_.low):.1f}" for bin_ in reversed(bins)]
         shapes.insert(0, f'<polygon class="band c{number}" style="stroke: none" points="{" ".join(edge)}"/>')
     return shapes
 
 
-def span(curves: Sequence[Sequence[Bin]], from_zero: bool) -> Point:
-    """What is to be seen, from the lowest to the highest: of a curve that falls at first, as a loss does, its
-    first twentieth may be cut off at the top."""
-    lows = [one.low for bins in curves for one in bins]
-    highs = [one.high for bins in curves for one in bins[len(bins) // 20 :]]
+def value_range(curves: Sequence[Sequence[Bin]], from_zero: bool) -> tuple[float, float]:
+    """Return the lowest and the highest value to show.
+
+    The first twentieth of a curve may be cut off at the top, since losses fall steeply there."""
+    lows = [bin_.low for bins in curves for bin_ in bins]
+    highs = [bin_.high for bins in curves for bin_ in bins[len(bins) // 20 :]]
     low, high = (0.0 if from_zero else min(lows)), max(highs)
     if high <= low:
         return low - (0.0 if from_zero else abs(low) / 2), low + (abs(low) / 2 or 1.0)
     return low, high
 
 
-def ticks(low: float, high: float, about: int = 4) -> list[float]:
-    """Round numbers that go from one end to the other."""
-    rough = (high - low) / about
+def round_ticks(low: float, high: float, count: int = 4) -> list[float]:
+    """Return about `count` evenly spaced round numbers that cover a range."""
+    rough = (high - low) / count
     power = 10 ** math.floor(math.log10(rough))
     step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= rough * 0.999)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     return [round(n * step, 12) for n in range(first, last + 1)]
 
 
-def x_labels(last: float, end: float) -> list[str]:
-    marked = [x for x in ticks(0, last) if x <= last * 1.001]
-    kinds = ["first", *[""] * (len(marked) - 2), "last" if marked[-1] > 0.9 * last else ""]
-    label = '<span class="x {}" style="left: {:.2%}">{}{}</span>'
-    show = (lambda x: f"{x:,.0f}") if last < 1e5 else count
-    unit = lambda kind: " steps" if kind == "first" else ""
-    return [label.format(kind, x / end, show(x), unit(kind)) for x, kind in zip(marked, kinds, strict=False)]
+def render_x_labels(last: float, end: float) -> list[str]:
+    """Render labels for steps up to `last` on an axis that ends at `end`."""
+    ticks = [x for x in round_ticks(0, last) if x <= last * 1.001]
+    kinds = ["first", *[""] * (len(ticks) - 2), "last" if ticks[-1] > 0.9 * last else ""]
+    labels = []
+    for x, kind in zip(ticks, kinds, strict=False):
+        text = f"{x:,.0f}" if last < 1e5 else format_count(x)
+        unit = " steps" if kind == "first" else ""
+        labels.append(f'<span class="x {kind}" style="left: {x / end:.2%}">{text}{unit}</span>')
+    return labels
 
 
-def trimmed(said: str) -> str:
-    """A round number without the zeros that end it: 2.5, not 2.5000."""
-    return re.sub(r"\.0+(?!\d)|(\.\d*[1-9])0+(?!\d)", lambda found: found[1] or "", said)
+def strip_zeros(text: str) -> str:
+    """Remove trailing zeros of decimals: 2.5000 becomes 2.5."""
+    return re.sub(r"\.0+(?!\d)|(\.\d*[1-9])0+(?!\d)", lambda match: match[1] or "", text)
 
 
-def told(
-    binned: Sequence[tuple[Curve, Sequence[Bin]]], end: float, show: Callable[[float], str]
+def hover_points(
+    binned: Sequence[tuple[Curve, Sequence[Bin]]], end: float, format_value: Format
 ) -> list[tuple[float, str]]:
-    """Places across the drawing, and what there is to say of them under the pointer."""
+    """Return positions across the drawing, from 0 to 1, and the text to show there under the pointer."""
     return [
-        (round(one.x / end, 4), f"step {one.x:,.0f}: {curve.name} {show(one.mean)}")
+        (round(bin_.x / end, 4), f"step {bin_.x:,.0f}: {curve.name} {format_value(bin_.mean)}")
         for curve, bins in binned
-        for one in bins
+        for bin_ in bins
     ]
 
 
-def key(curves: Sequence[Curve], marks: Sequence[Mark]) -> str:
+def render_legend(curves: Sequence[Curve], marks: Sequence[Mark]) -> str:
+    """Render names of curves and marks; empty for a single curve without marks."""
     if len(curves) < 2 and not marks:
         return ""
-    named = {f"k{n}": curve.name for n, curve in enumerate(curves)} | {mark.kind: mark.said for mark in marks}
-    parts = [f'<span><i class="{kind}"></i>{escape(said)}</span> ' for kind, said in named.items()]
-    return f'<div class="key">{"".join(parts)}</div>'
+    labels = {f"k{n}": curve.name for n, curve in enumerate(curves)}
+    labels |= {mark.kind: mark.label for mark in marks}
+    items = [f'<span><i class="{kind}"></i>{escape(label)}</span> ' for kind, label in labels.items()]
+    return f'<div class="key">{"".join(items)}</div>'
 
 
-def parts(shares: dict[str, float]) -> str:
-    """One bar, divided; the classes of the parts are their names."""
-    said = lambda name, share: escape(f"{name.replace('_', ' ')} {share:.1%}")
-    one = '<i class="{}" style="flex: {:.5f}" title="{}"></i>'
-    made = [one.format(name, share, said(name, share)) for name, share in shares.items()]
-    return f'<div class="parts">{"".join(made)}</div>'
+def render_shares(shares: dict[str, float]) -> str:
+    """Render one bar, divided into shares. The CSS class of each is its name."""
+    bars = []
+    for name, share in shares.items():
+        title = escape(f"{name.replace('_', ' ')} {share:.1%}")
+        bars.append(f'<i class="{name}" style="flex: {share:.5f}" title="{title}"></i>')
+    return f'<div class="parts">{"".join(bars)}</div>'

@@ -1,4 +1,4 @@
-"""What a run folder tells about its run, also while it goes on. Reads its files alone, and needs no JAX."""
+"""Facts about a run from the files of its folder, also while it is in progress. Does not need JAX."""
 
 import contextlib
 import json
@@ -8,179 +8,193 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from headrace.runtime import goodput
-from headrace.config import run_length as lengths, recipe, sections
-from headrace.checkpoint import inventory as saved
-from headrace.storage import files as store
-from headrace.errors import UserError
-from headrace.runtime.goodput import Account
+from headrace.checkpoint import inventory
+from headrace.config import run_length
+from headrace.config.recipe import load_run
+from headrace.config.sections import TrainRecipe
+from headrace.errors import ExitCode, UserError
 from headrace.hardware import chips
-from headrace.trackers.terminal import duration
+from headrace.hardware.chips import Range
+from headrace.runtime import goodput
+from headrace.runtime.goodput import Attempt, GoodputTotals
+from headrace.storage import files
+from headrace.trackers.terminal import Row, format_duration
 
-SILENT = 300.0  # seconds without a sign of life after which a run is taken to hang, or to be gone
-Row = dict[str, Any]
+MAX_SILENCE = 300.0  # seconds without output after which a run is assumed to hang or to be dead
 
 
 @dataclass(frozen=True)
 class Status:
-    """How a run is, in a word, and in a sentence."""
+    """State of a run in a word and in a sentence."""
 
-    mood: Literal["good", "bad", "still"]
+    color_class: Literal["good", "bad", "still"]  # in the page's style
     word: str
-    said: str
+    text: str
 
 
 @dataclass(frozen=True)
-class Warned:
-    when: str
+class LoggedWarning:
+    logged_at: str
     level: Literal["warning", "error"]
-    said: str
+    message: str
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Dollars, low and high; of chips that were held while a process trained."""
+    """Dollars, low and high, of the chips while a process trained. None: not known."""
 
     chips: int
     chip: str
-    on_demand: tuple[float, float] | None
-    spot: tuple[float, float] | None
+    on_demand: Range | None
+    spot: Range | None
 
 
 @dataclass(frozen=True)
 class Facts:
-    run: str
+    run: str  # folder or URL
     now: float
-    cfg: sections.Run | None
-    recipe: str
-    steps: int | None  # that are to be done
+    recipe: TrainRecipe | None  # None if this version cannot read it
+    recipe_text: str
+    steps: int | None  # of the whole run
     rows: list[Row]
     evaluations: list[Row]
-    account: Account
+    totals: GoodputTotals
     rollbacks: list[Row]
-    reports: list[str]  # of bad steps: where they lie
-    warnings: list[Warned]
-    checkpoints: list[int]
+    bad_step_reports: list[str]  # paths
+    warnings: list[LoggedWarning]
+    checkpoints: list[int]  # steps of intact ones
     samples: list[Row]
 
     @property
     def step(self) -> int:
         return self.rows[-1]["step"] if self.rows else 0
 
-    def last(self, name: str) -> float | None:
-        """The newest value of a metric."""
+    def latest(self, name: str) -> float | None:
+        """Return the newest value of a metric."""
         return next((row[name] for row in reversed(self.rows) if row.get(name) is not None), None)
 
 
 FILES = ("metrics.jsonl", "recipe.yaml", "goodput.jsonl", "log.txt", "samples.jsonl")
 
 
-def read(run: str, now: float | None = None) -> Facts:
-    """Of a run folder on a disk or at a URL."""
-    reports = [f"bad-steps/{name}" for name in store.names(store.join(run, "bad-steps"))]
-    with store.near(run, [*FILES, *reports]) as folder:
-        return _read(run, folder, time.time() if now is None else now)
+def read_facts(run: str, now: float | None = None) -> Facts:
+    """Read the facts of a run folder on a disk or at a URL. `now` defaults to the current time."""
+    reports = [f"bad-steps/{name}" for name in files.list_names(files.join(run, "bad-steps"))]
+    with files.local_copy(run, [*FILES, *reports]) as folder:
+        return _read_folder(run, folder, time.time() if now is None else now)
 
 
-def _read(run: str, folder: Path, now: float) -> Facts:
+def _read_folder(run: str, folder: Path, now: float) -> Facts:
     if not (folder / "metrics.jsonl").is_file():
         raise UserError(f"{run}: found no metrics.jsonl in it, expected a run folder")
-    cfg: sections.Run | None = None
-    with contextlib.suppress(UserError):  # of another version, perhaps
-        cfg = recipe.load_run(folder)
-    every = [row for row in _json_lines(folder / "metrics.jsonl") if type(row.get("step")) is int]
+    recipe: TrainRecipe | None = None
+    with contextlib.suppress(UserError):  # it may be of another version
+        recipe = load_run(folder)
+    rows = [row for row in _read_jsonl(folder / "metrics.jsonl") if type(row.get("step")) is int]
+    reports = sorted((folder / "bad-steps").glob("*.txt"))
     return Facts(
         run=run,
         now=now,
-        cfg=cfg,
-        recipe=_text(folder / "recipe.yaml"),
-        steps=lengths.durations(cfg)["steps"] if cfg is not None else None,
-        rows=[row for row in every if "loss" in row],
-        evaluations=[row for row in every if "evaluate/loss" in row],
-        account=goodput.read(folder / "goodput.jsonl"),
-        rollbacks=list(_json_lines(folder / "bad-steps" / "rollbacks.jsonl")),
-        reports=[
-            store.join(run, "bad-steps", path.name) for path in sorted((folder / "bad-steps").glob("*.txt"))
-        ],
-        warnings=list(_warnings(_text(folder / "log.txt"))),
-        checkpoints=[step.number for step in saved.steps(run) if step.problem is None],
-        samples=[row for row in _json_lines(folder / "samples.jsonl") if "step" in row],
+        recipe=recipe,
+        recipe_text=_read_text(folder / "recipe.yaml"),
+        steps=run_length.durations(recipe)["steps"] if recipe is not None else None,
+        rows=[row for row in rows if "loss" in row],
+        evaluations=[row for row in rows if "evaluate/loss" in row],
+        totals=goodput.read(folder / "goodput.jsonl"),
+        rollbacks=list(_read_jsonl(folder / "bad-steps" / "rollbacks.jsonl")),
+        bad_step_reports=[files.join(run, "bad-steps", path.name) for path in reports],
+        warnings=list(_parse_warnings(_read_text(folder / "log.txt"))),
+        checkpoints=[step.step for step in inventory.list_steps(run) if step.problem is None],
+        samples=[row for row in _read_jsonl(folder / "samples.jsonl") if "step" in row],
     )
 
 
-def status(facts: Facts) -> Status:
-    life = facts.account.lives[-1] if facts.account.lives else None
-    done = facts.steps is not None and facts.step >= facts.steps
-    at = lambda step: f"step {step:,}" + (f" of {facts.steps:,}" if facts.steps else "")
-    far = at(facts.step)
-    if done and (life is None or life.code in (0, None)):
+def assess_status(facts: Facts) -> Status:
+    """Decide whether a run is done, running, silent, stopped or failed."""
+    attempt = facts.totals.attempts[-1] if facts.totals.attempts else None
+    is_complete = facts.steps is not None and facts.step >= facts.steps
+    if is_complete and (attempt is None or attempt.code in (ExitCode.DONE, None)):
         return Status("good", "done", f"All {facts.steps:,} steps are done.")
-    if life is None:
-        return Status("still", "unknown", f"It is at {far}; there is no account of its time.")
-    ago = duration(max(facts.now - life.ended, 0))
-    if life.code is None:
-        if facts.now - life.ended > max(SILENT, 20 * _usual(facts)):
-            return Status("bad", "silent", f"At {far}, nothing was heard for {ago}: it hangs, or is gone.")
-        left = facts.last("eta_seconds")
-        ends = time.strftime("%a %d %b, %H:%M", time.localtime(life.ended + left)) if left is not None else ""
-        until = f", done in about {duration(left)} ({ends})" if left is not None else ""
-        return Status("good", "running", f"At {far}{until}; last heard of {ago} ago.")
-    if life.code == 0:
-        return Status("good", "done", f"It ended at {far}.")
-    if life.code == 75:
-        why = {"SIGINT": "by a person", "SIGTERM": "by SIGTERM, as when a machine is taken away"}.get(
-            life.why, ""
-        )
-        far = at(max(facts.checkpoints, default=facts.step))  # which may lie between two rows
-        return Status(
-            "still", "stopped", f"Stopped at {far} {why}, {ago} ago; the same command goes on from there."
-        )
-    why = f" ({life.why})" if life.why else ""
-    return Status("bad", "failed", f"Ended at {far} with exit code {life.code}{why}, {ago} ago.")
+    progress = _format_step(facts, facts.step)
+    if attempt is None:
+        return Status("still", "unknown", f"It is at {progress}; there is no goodput.jsonl.")
+    if attempt.code is None:
+        return _running_status(facts, attempt)
+    if attempt.code == ExitCode.DONE:
+        return Status("good", "done", f"It ended at {progress}.")
+    ago = format_duration(max(facts.now - attempt.ended_at, 0))
+    if attempt.code == ExitCode.PREEMPTED:
+        causes = {"SIGINT": " by Ctrl-C", "SIGTERM": " by SIGTERM, as when a machine is preempted"}
+        # The newest checkpoint may be between two rows.
+        progress = _format_step(facts, max(facts.checkpoints, default=facts.step))
+        stopped = f"Stopped at {progress}{causes.get(attempt.why, '')}, {ago} ago"
+        return Status("still", "stopped", f"{stopped}; the same command resumes from there.")
+    reason = f" ({attempt.why})" if attempt.why else ""
+    return Status("bad", "failed", f"Ended at {progress} with exit code {attempt.code}{reason}, {ago} ago.")
 
 
-def _usual(facts: Facts) -> float:
-    """Seconds between two rows."""
-    times = [row["step_seconds"] for row in facts.rows[-50:] if row.get("step_seconds")]
-    every = facts.cfg.log.every if facts.cfg is not None else 10
-    return every * statistics.median(times) if times else 0.0
+def _running_status(facts: Facts, attempt: Attempt) -> Status:
+    """Return the status of a run whose process has not ended, by the time since its last output."""
+    progress, silence = _format_step(facts, facts.step), facts.now - attempt.ended_at
+    ago = format_duration(max(silence, 0))
+    if silence > max(MAX_SILENCE, 20 * _seconds_between_rows(facts)):
+        return Status("bad", "silent", f"At {progress}, no output for {ago}: it hangs, or was killed.")
+    remaining = facts.latest("eta_seconds")
+    until = ""
+    if remaining is not None:
+        ends_at = time.strftime("%a %d %b, %H:%M", time.localtime(attempt.ended_at + remaining))
+        until = f", done in about {format_duration(remaining)} ({ends_at})"
+    return Status("good", "running", f"At {progress}{until}; last output {ago} ago.")
 
 
-def cost(facts: Facts, *, whole: bool = False) -> Cost | None:
-    """So far, or with what is left; None where no price is known, as for a CPU."""
-    if not facts.account.lives:
+def _format_step(facts: Facts, step: int) -> str:
+    return f"step {step:,}" + (f" of {facts.steps:,}" if facts.steps else "")
+
+
+def _seconds_between_rows(facts: Facts) -> float:
+    seconds = [row["step_seconds"] for row in facts.rows[-50:] if row.get("step_seconds")]
+    steps = facts.recipe.log.every if facts.recipe is not None else 10
+    return steps * statistics.median(seconds) if seconds else 0.0
+
+
+def compute_cost(facts: Facts, *, include_remaining: bool = False) -> Cost | None:
+    """Return the cost so far, or until the end of the run. None if no price is known, as for a CPU."""
+    if not facts.totals.attempts:
         return None
-    life = facts.account.lives[-1]
-    chip = chips.of_device(life.kind)
+    attempt = facts.totals.attempts[-1]
+    chip = chips.find_chip(attempt.kind)
     price = chips.PRICES.get(chip.name) if chip is not None else None
     if chip is None or price is None:
         return None
-    held = facts.account.total - facts.account.seconds.get("restart", 0.0)
-    held += (facts.last("eta_seconds") or 0.0) if whole else 0.0
-    count = max(life.devices // chip.devices, 1)
-    hours = held / 3600 * count
-    times = lambda ends: None if ends is None else (ends[0] * hours, ends[1] * hours)
-    return Cost(count, chip.name, times(price.on_demand), times(price.spot))
+    seconds = facts.totals.total - facts.totals.seconds.get("restart", 0.0)
+    seconds += (facts.latest("eta_seconds") or 0.0) if include_remaining else 0.0
+    count = max(attempt.devices // chip.devices, 1)
+    chip_hours = seconds / 3600 * count
+    return Cost(count, chip.name, _multiply(price.on_demand, chip_hours), _multiply(price.spot, chip_hours))
 
 
-def _warnings(log: str) -> Iterator[Warned]:
+def _multiply(price: Range | None, chip_hours: float) -> Range | None:
+    return None if price is None else (price[0] * chip_hours, price[1] * chip_hours)
+
+
+def _parse_warnings(log: str) -> Iterator[LoggedWarning]:
     for line in log.splitlines():
-        if found := re.match(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)  (warning|error): (.*)", line):
-            yield Warned(found[1], "error" if found[2] == "error" else "warning", found[3])
+        if match := re.match(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)  (warning|error): (.*)", line):
+            yield LoggedWarning(match[1], "error" if match[2] == "error" else "warning", match[3])
 
 
-def _json_lines(path: Path) -> Iterator[Row]:
-    """Those that are whole: the run may be writing."""
-    for text in _text(path).splitlines():
+def _read_jsonl(path: Path) -> Iterator[Row]:
+    """Iterate over complete rows: the run may be writing the last one."""
+    for line in _read_text(path).splitlines():
         with contextlib.suppress(ValueError):
-            row = json.loads(text)
+            row = json.loads(line)
             if isinstance(row, dict):
                 yield row
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except (FileNotFoundError, NotADirectoryError):

@@ -1,21 +1,35 @@
-"""The page about a run: first how it is, how far and what was lost, then curves, then what happened to it."""
+"""The HTML page about a run: its state and progress, what was lost, curves, and what happened to it."""
 
 import time
-from collections.abc import Callable
 from pathlib import Path, PurePath
 
-from headrace.storage import files as store
-from headrace.runtime.goodput import LOST, PRODUCTIVE, Life
-from headrace.html_page import escape, lines, page, percent, section, table, tiles
-from headrace.hardware.chips import PRICES_DATE
+from headrace.errors import ExitCode
+from headrace.hardware.chips import PRICES_DATE, Range
+from headrace.html_page import (
+    escape,
+    format_percent,
+    join_lines,
+    render_page,
+    render_section,
+    render_table,
+    render_tiles,
+)
 from headrace.report import charts
-from headrace.report.charts import Curve, Mark, chart
-from headrace.report.facts import Facts, Status, cost, status
-from headrace.trackers.terminal import duration, number, scientific, short, size
+from headrace.report.charts import Curve, Format, Mark, render_chart
+from headrace.report.facts import Facts, Status, assess_status, compute_cost
+from headrace.runtime.goodput import LOST, PRODUCTIVE, Attempt
+from headrace.storage import files
+from headrace.trackers.terminal import (
+    format_bytes,
+    format_duration,
+    format_number,
+    format_scientific,
+    format_short,
+)
 
-WARNINGS = 40  # the newest that are listed
-LIVES = 60  # and of the processes
-COLOURS = {  # of the categories, on light and on dark
+MAX_WARNINGS = 40  # listed, the newest
+MAX_ATTEMPTS = 60  # listed, the newest
+COLORS = {  # of the categories, in light and in dark mode
     PRODUCTIVE: ("#2e8b6f", "#4fb895"),
     "initialization": ("#8d99a8", "#7d8896"),
     "preparation": ("#b3a369", "#bfae72"),
@@ -56,239 +70,255 @@ details summary { cursor: pointer; color: var(--soft) } details[open] summary { 
   .times td:nth-child(2), .times th:nth-child(2) { display: none } }
 """
     + charts.STYLE
-    + "".join(f".{name} {{ background: {light} }} " for name, (light, _) in COLOURS.items())
+    + "".join(f".{name} {{ background: {light} }} " for name, (light, _) in COLORS.items())
     + "@media (prefers-color-scheme: dark) { "
-    + "".join(f".{name} {{ background: {dark} }} " for name, (_, dark) in COLOURS.items())
+    + "".join(f".{name} {{ background: {dark} }} " for name, (_, dark) in COLORS.items())
     + "}\n"
 )
 
 
-def made(facts: Facts) -> bytes:
-    """The page."""
-    how = status(facts)
-    wide = [_status(facts, how), _tiles(facts), _goodput(facts), _loss(facts)]
+def render(facts: Facts) -> bytes:
+    """Render the page."""
+    status = assess_status(facts)
+    wide = [_status(facts, status), _tiles(facts), _goodput(facts), _loss(facts)]
     halves = [
-        _curve(facts, "Tokens a second", "tokens_per_second", short, from_zero=True),
-        _curve(facts, "Gradient norm", "grad_norm", short),
-        _curve(facts, "Learning rate", "learning_rate", scientific, from_zero=True),
-        _curve(facts, "Model FLOPs utilisation", "mfu", percent, from_zero=True),
-        _curve(facts, "Memory, at the peak", "memory", _gibibytes, unit=2**30, from_zero=True),
-        _curve(facts, "Bits a byte, held out", "evaluate/bits_per_byte", number),
+        _curve(facts, "Tokens per second", "tokens_per_second", format_short, from_zero=True),
+        _curve(facts, "Gradient norm", "grad_norm", format_short),
+        _curve(facts, "Learning rate", "learning_rate", format_scientific, from_zero=True),
+        _curve(facts, "Model FLOPs utilization", "mfu", format_percent, from_zero=True),
+        _curve(facts, "Peak memory", "memory", _format_gib, unit=2**30, from_zero=True),
+        _curve(facts, "Bits per byte, held out", "evaluate/bits_per_byte", format_number),
     ]
-    rest = [_lives(facts), _bad_steps(facts), _warnings(facts), _samples(facts), _recipe(facts)]
-    body = lines(wide) + f'<div class="halves">\n{lines(halves)}</div>' + lines(rest)
+    details = [_attempts(facts), _bad_steps(facts), _warnings(facts), _samples(facts), _recipe(facts)]
+    body = join_lines(wide) + f'<div class="halves">\n{join_lines(halves)}</div>' + join_lines(details)
     body += f"<script>{charts.SCRIPT}</script>"
-    name = PurePath(facts.run).name if store.is_url(facts.run) else Path(facts.run).resolve().name
-    return page(name, _subtitle(facts), body, STYLE)
+    name = PurePath(facts.run).name if files.is_url(facts.run) else Path(facts.run).resolve().name
+    return render_page(name, _subtitle(facts), body, STYLE)
 
 
 def _subtitle(facts: Facts) -> str:
     parts = [facts.run]
-    if facts.cfg is not None:
-        cfg = facts.cfg
-        parts = [f"{cfg.model.use}, {cfg.batch.sequences:,} x {cfg.data.sequence_length:,} tokens a step"]
-        parts.append(f"data {cfg.data.path}")
-    if facts.account.lives:
-        life = facts.account.lives[-1]
-        hosts = f" of {life.hosts} hosts" if life.hosts > 1 else ""
-        parts.append(f"{life.devices} {life.kind}{hosts}")
+    if facts.recipe is not None:
+        recipe = facts.recipe
+        batch = f"{recipe.batch.sequences:,} x {recipe.data.sequence_length:,} tokens per step"
+        parts = [f"{recipe.model.use}, {batch}", f"data {recipe.data.path}"]
+    if facts.totals.attempts:
+        attempt = facts.totals.attempts[-1]
+        hosts = f" of {attempt.hosts} hosts" if attempt.hosts > 1 else ""
+        parts.append(f"{attempt.devices} {attempt.kind}{hosts}")
     return "; ".join([*parts, f"as of {time.strftime('%Y-%m-%d %H:%M', time.localtime(facts.now))}"])
 
 
-def _status(facts: Facts, how: Status) -> str:
+def _status(facts: Facts, status: Status) -> str:
     share = facts.step / facts.steps if facts.steps else 0.0
     bar = f'<div class="done"><i style="width: {min(share, 1):.2%}"></i></div>' if facts.steps else ""
-    lost = next(iter(facts.account.lost().items()), None)
-    said = ""
-    if lost is not None and facts.account.total:
-        name, seconds = lost
-        most = f"{percent(seconds / facts.account.total)} of its time, {duration(seconds)}"
-        said = f"<p>What took most beside training: {LOST[name]} ({most}).</p>"
-    whole = cost(facts, whole=True)
-    if whole is not None:
-        ways = {"on demand": whole.on_demand, "spot": whole.spot}
-        told = " or ".join(f"{_dollars(ends)} {name}" for name, ends in ways.items() if ends is not None)
-        chips = f"{whole.chips} x {whole.chip}, prices of {PRICES_DATE}"
-        said += f"<p>Cost to the end: {told} ({escape(chips)}).</p>"
+    notes = ""
+    largest_loss = next(iter(facts.totals.lost().items()), None)
+    if largest_loss is not None and facts.totals.total:
+        category, seconds = largest_loss
+        time_lost = f"{format_percent(seconds / facts.totals.total)} of its time, {format_duration(seconds)}"
+        notes = f"<p>Largest overhead: {LOST[category]} ({time_lost}).</p>"
+    cost = compute_cost(facts, include_remaining=True)
+    if cost is not None:
+        terms = {"on demand": cost.on_demand, "spot": cost.spot}
+        dollars = " or ".join(
+            f"{_format_dollars(ends)} {name}" for name, ends in terms.items() if ends is not None
+        )
+        source = f"{cost.chips} x {cost.chip}, prices of {PRICES_DATE}"
+        notes += f"<p>Cost until the end: {dollars} ({escape(source)}).</p>"
     return (
-        f'<section><div class="status {how.mood}"><b>{escape(how.word)}</b> '
-        f"<span>{escape(how.said)}</span></div>{bar}{said}</section>"
+        f'<section><div class="status {status.color_class}"><b>{escape(status.word)}</b> '
+        f"<span>{escape(status.text)}</span></div>{bar}{notes}</section>"
     )
 
 
 def _tiles(facts: Facts) -> str:
-    found: dict[str, str] = {}
-
-    def put(name: str, value: str | None, small: str = "") -> None:
-        if value is not None:
-            found[f"{name}<small>{small}</small>"] = value
-
-    last, account = facts.last, facts.account
-    show = lambda value, how: None if value is None else how(value)
-    put("training loss", show(last("loss"), number))
-    if facts.evaluations:
+    tiles = _metric_tile(facts, "training loss", "loss", format_number)
+    if facts.evaluations and facts.evaluations[-1]["evaluate/loss"] is not None:
         row = facts.evaluations[-1]
-        put("held-out loss", show(row["evaluate/loss"], number), f"at step {row['step']:,}")
-    if account.total:
-        put("goodput", percent(account.share), f"of {duration(account.total)}")
-    put("tokens", show(last("tokens"), short))
-    put(
-        "tokens a second",
-        show(last("tokens_per_second"), short),
-        f"{show(last('step_seconds'), short)} s a step",
-    )
-    put("MFU", show(last("mfu"), percent))
-    put("memory", show(last("memory"), size), "at the peak")
-    spent = cost(facts)
+        tiles |= _tile("held-out loss", format_number(row["evaluate/loss"]), f"at step {row['step']:,}")
+    if facts.totals.total:
+        total = format_duration(facts.totals.total)
+        tiles |= _tile("goodput", format_percent(facts.totals.share), f"of {total}")
+    tiles |= _metric_tile(facts, "tokens", "tokens", format_short)
+    seconds = facts.latest("step_seconds")
+    note = "" if seconds is None else f"{format_short(seconds)} s per step"
+    tiles |= _metric_tile(facts, "tokens per second", "tokens_per_second", format_short, note)
+    tiles |= _metric_tile(facts, "MFU", "mfu", format_percent)
+    tiles |= _metric_tile(facts, "memory", "memory", format_bytes, "at the peak")
+    spent = compute_cost(facts)
     if spent is not None:
-        put(
-            "spent so far", _dollars(spent.on_demand), f"{_dollars(spent.spot)} if spot" if spent.spot else ""
-        )
+        note = f"{_format_dollars(spent.spot)} if spot" if spent.spot else ""
+        tiles |= _tile("spent so far", _format_dollars(spent.on_demand), note)
     if facts.checkpoints:
-        kept = f"{len(facts.checkpoints)} checkpoint{'s' * (len(facts.checkpoints) != 1)}"
-        put("newest checkpoint", f"{facts.checkpoints[-1]:,}", kept)
-    return tiles(found)
+        count = len(facts.checkpoints)
+        note = f"{count} checkpoint{'s' * (count != 1)}"
+        tiles |= _tile("newest checkpoint", f"{facts.checkpoints[-1]:,}", note)
+    return render_tiles(tiles)
 
 
-def _dollars(ends: tuple[float, float] | None) -> str:
-    if ends is None:
+def _tile(name: str, value: str, note: str = "") -> dict[str, str]:
+    return {f"{name}<small>{note}</small>": value}
+
+
+def _metric_tile(
+    facts: Facts, name: str, metric: str, format_value: Format, note: str = ""
+) -> dict[str, str]:
+    """Return the tile of a metric's newest value; empty if there is none."""
+    value = facts.latest(metric)
+    return {} if value is None else _tile(name, format_value(value), note)
+
+
+def _format_dollars(cost: Range | None) -> str:
+    if cost is None:
         return ""
-    show = lambda value: f"{value:,.0f}" if value >= 100 else f"{value:,.2f}"
-    low, high = map(show, ends)
+    low, high = (f"{end:,.0f}" if end >= 100 else f"{end:,.2f}" for end in cost)
     return f"${low}" if low == high else f"${low} to {high}"
 
 
 def _goodput(facts: Facts) -> str:
-    account = facts.account
-    if not account.total:
+    totals = facts.totals
+    if not totals.total:
         return ""
-    lost = {name: spent for name, spent in account.lost().items() if spent >= 0.01}
-    seconds = {PRODUCTIVE: account.seconds.get(PRODUCTIVE, 0.0)} | lost
+    lost = {category: seconds for category, seconds in totals.lost().items() if seconds >= 0.01}
+    seconds_by_category = {PRODUCTIVE: totals.seconds.get(PRODUCTIVE, 0.0)} | lost
     rows = [
         [
-            f'<i class="swatch {name}"></i>{escape(name.replace("_", " "))}',
-            escape(LOST.get(name, "steps that count")),
-            duration(spent) if spent >= 1 else f"{spent:.2f}s",
-            percent(spent / account.total),
+            f'<i class="swatch {category}"></i>{escape(category.replace("_", " "))}',
+            escape(LOST.get(category, "steps that count")),
+            format_duration(seconds) if seconds >= 1 else f"{seconds:.2f}s",
+            format_percent(seconds / totals.total),
         ]
-        for name, spent in seconds.items()
+        for category, seconds in seconds_by_category.items()
     ]
-    bar = charts.parts({name: spent / account.total for name, spent in seconds.items()})
-    times = table(["where the time went", "", "time", "share"], rows)
-    return section(f"Goodput {percent(account.share)}", f'{bar}<div class="times">{times}</div>')
+    bar = charts.render_shares(
+        {category: seconds / totals.total for category, seconds in seconds_by_category.items()}
+    )
+    table = render_table(["where the time went", "", "time", "share"], rows)
+    return render_section(f"Goodput {format_percent(totals.share)}", f'{bar}<div class="times">{table}</div>')
 
 
 def _marks(facts: Facts) -> list[Mark]:
-    begun = [Mark(life.step, "started again", "restart") for life in facts.account.lives[1:]]
-    back = [Mark(row["to"], "went back to", "back") for row in facts.rollbacks if row.get("rows", -1) > 0]
-    return begun[-LIVES:] + back
+    restarts = [Mark(attempt.step, "restarted", "restart") for attempt in facts.totals.attempts[1:]]
+    rollbacks = [
+        Mark(row["to"], "rolled back to", "back") for row in facts.rollbacks if row.get("rows", -1) > 0
+    ]
+    return restarts[-MAX_ATTEMPTS:] + rollbacks
 
 
 def _loss(facts: Facts) -> str:
-    train = Curve("training", [(row["step"], row["loss"]) for row in facts.rows])
-    held = [(row["step"], row["evaluate/loss"]) for row in facts.evaluations]
-    curves = [train, Curve("held out", held, dots=len(held) < 60)] if held else [train]
-    drawn = chart(curves, show=number, marks=_marks(facts), until=facts.steps if facts.steps else None)
-    return f'<div class="big">{section("Loss", drawn)}</div>'
+    training = Curve("training", [(row["step"], row["loss"]) for row in facts.rows])
+    held_out = [(row["step"], row["evaluate/loss"]) for row in facts.evaluations]
+    curves = [training, Curve("held out", held_out, dots=len(held_out) < 60)] if held_out else [training]
+    chart = render_chart(curves, format_value=format_number, marks=_marks(facts), until=facts.steps or None)
+    return f'<div class="big">{render_section("Loss", chart)}</div>'
 
 
-def _gibibytes(value: float) -> str:
+def _format_gib(value: float) -> str:
     return f"{value:.3g} GiB"
 
 
 def _curve(
     facts: Facts,
     title: str,
-    name: str,
-    show: Callable[[float], str],
+    metric: str,
+    format_value: Format,
     *,
     unit: float = 1.0,
     from_zero: bool = False,
 ) -> str:
-    rows = facts.evaluations if name.startswith("evaluate/") else facts.rows
-    points = [(row["step"], row[name] / unit) for row in rows if row.get(name) is not None]
+    """Render a section with the curve of a metric, in multiples of `unit`. Empty if the run has no values."""
+    rows = facts.evaluations if metric.startswith("evaluate/") else facts.rows
+    points = [(row["step"], row[metric] / unit) for row in rows if row.get(metric) is not None]
     if not points:
         return ""
-    drawn = chart([Curve(title.lower(), points)], show=show, from_zero=from_zero, until=facts.steps)
-    return section(title, drawn)
+    curve = Curve(title.lower(), points)
+    chart = render_chart([curve], format_value=format_value, from_zero=from_zero, until=facts.steps)
+    return render_section(title, chart)
 
 
-def _lives(facts: Facts) -> str:
-    lives = facts.account.lives
-    if not lives:
+def _attempts(facts: Facts) -> str:
+    attempts = facts.totals.attempts
+    if not attempts:
         return ""
     rows = []
-    for before, life in list(zip([None, *lives], lives, strict=False))[-LIVES:]:
-        gap = duration(max(life.begun - before.ended, 0)) if before is not None else ""
+    neighbors = list(zip([None, *attempts], attempts, [*attempts[1:], None], strict=False))
+    for previous, attempt, following in neighbors[-MAX_ATTEMPTS:]:
+        gap = ""
+        if previous is not None:
+            gap = format_duration(max(attempt.started_at - previous.ended_at, 0))
+        # The last steps before a stop are saved, but may have no row.
+        last_step = attempt.last if following is None else max(attempt.last, following.step)
+        devices = f"{attempt.devices} {attempt.kind}"
+        devices += f", {attempt.hosts} hosts" if attempt.hosts > 1 else ""
         rows.append(
             [
-                time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(life.begun)),
+                time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(attempt.started_at)),
                 escape(gap),
-                f"{life.step:,} to {life.last:,}",
-                duration(max(life.ended - life.begun, 0)),
-                escape(f"{life.devices} {life.kind}" + (f", {life.hosts} hosts" if life.hosts > 1 else "")),
-                _ended(life, is_last=life is lives[-1]),
+                f"{attempt.step:,} to {last_step:,}",
+                format_duration(max(attempt.ended_at - attempt.started_at, 0)),
+                escape(devices),
+                _end_note(attempt, is_last=following is None),
             ]
         )
-    again = (
-        f"{len(lives) - 1} restart{'s' * (len(lives) != 2)}, {facts.account.lost_steps:,} steps done again"
-    )
-    heads = ["begun", "gap before", "steps", "lasted", "on", "ended"]
-    return section(f"Processes: {again}", f'<div class="wide">{table(heads, rows)}</div>')
+    restarts = f"{len(attempts) - 1} restart{'s' * (len(attempts) != 2)}"
+    title = f"Processes: {restarts}, {facts.totals.lost_steps:,} steps repeated"
+    heads = ["started", "gap before", "steps", "duration", "on", "ended"]
+    return render_section(title, f'<div class="wide">{render_table(heads, rows)}</div>')
 
 
-def _ended(life: Life, *, is_last: bool) -> str:
-    if life.code is None:
-        return "" if is_last else '<span class="error">without a word</span>'
-    words = {0: "done", 75: "asked to stop"}.get(life.code, f"exit code {life.code}")
-    said = escape(f"{words}: {life.why}" if life.why else words)
-    return said if life.code in (0, 75) else f'<span class="error">{said}</span>'
+def _end_note(attempt: Attempt, *, is_last: bool) -> str:
+    if attempt.code is None:
+        return "" if is_last else '<span class="error">without an exit code</span>'
+    names: dict[int, str] = {ExitCode.DONE: "done", ExitCode.PREEMPTED: "stopped by a signal"}
+    text = names.get(attempt.code, f"exit code {attempt.code}")
+    text = escape(f"{text}: {attempt.why}" if attempt.why else text)
+    return text if attempt.code in names else f'<span class="error">{text}</span>'
 
 
 def _bad_steps(facts: Facts) -> str:
-    skipped = facts.last("skipped") or 0
+    skipped = facts.latest("skipped") or 0
     if not skipped and not facts.rollbacks:
         return ""
-    told = f"<p>{skipped:,.0f} updates left out of those that count.</p>"
+    body = f"<p>{skipped:,.0f} update{'s' * (skipped != 1)} skipped.</p>"
     rows = []
     for row in facts.rollbacks:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row["time"]))
-        back = (
-            f"back to step {row['to']:,}, {row['rows']:,} rows passed over" if row["rows"] > 0 else "stopped"
-        )
-        rows.append([when, f"step {row['step']:,}", back])
+        action = "stopped"
+        if row["rows"] > 0:
+            action = f"rolled back to step {row['to']:,}, {row['rows']:,} rows skipped"
+        rows.append([when, f"step {row['step']:,}", action])
     if rows:
-        told += f'<div class="wide">{table(["when", "at", "what was done"], rows)}</div>'
-    if facts.reports:
-        told += f"<p>Their documents: {escape(', '.join(facts.reports[-5:]))}</p>"
-    return section("Bad steps", told)
+        body += f'<div class="wide">{render_table(["when", "at", "action"], rows)}</div>'
+    if facts.bad_step_reports:
+        body += f"<p>Their documents: {escape(', '.join(facts.bad_step_reports[-5:]))}</p>"
+    return render_section("Bad steps", body)
 
 
 def _warnings(facts: Facts) -> str:
     if not facts.warnings:
         return ""
     rows = [
-        [escape(one.when), f'<span class="{one.level}">{escape(one.said)}</span>']
-        for one in reversed(facts.warnings[-WARNINGS:])
+        [escape(warning.logged_at), f'<span class="{warning.level}">{escape(warning.message)}</span>']
+        for warning in reversed(facts.warnings[-MAX_WARNINGS:])
     ]
-    more = f", the newest {WARNINGS}" if len(facts.warnings) > WARNINGS else ""
-    title = f"Warnings and errors ({len(facts.warnings):,}{more})"
-    return section(title, f'<div class="wide">{table(["when", "what"], rows)}</div>')
+    newest = f", the newest {MAX_WARNINGS}" if len(facts.warnings) > MAX_WARNINGS else ""
+    title = f"Warnings and errors ({len(facts.warnings):,}{newest})"
+    return render_section(title, f'<div class="wide">{render_table(["when", "message"], rows)}</div>')
 
 
 def _samples(facts: Facts) -> str:
     if not facts.samples:
-        how = f"<code>headrace report {escape(facts.run)} --samples 3</code>"
-        return section("Samples", f"<p>None yet; {how} writes some with the newest checkpoint.</p>")
+        command = f"<code>headrace report {escape(facts.run)} --samples 3</code>"
+        return render_section("Samples", f"<p>None yet; {command} generates some.</p>")
     step = facts.samples[-1]["step"]
-    newest = [one for one in facts.samples if one["step"] == step]
-    shown = "".join(f'<pre class="sample">{escape(one["text"])}</pre>' for one in newest)
-    return section(f"Samples, of step {step:,}", shown)
+    newest = [sample for sample in facts.samples if sample["step"] == step]
+    texts = "".join(f'<pre class="sample">{escape(sample["text"])}</pre>' for sample in newest)
+    return render_section(f"Samples of step {step:,}", texts)
 
 
 def _recipe(facts: Facts) -> str:
-    if not facts.recipe:
+    if not facts.recipe_text:
         return ""
-    return section(
-        "Recipe", f"<details><summary>all of it</summary><pre>{escape(facts.recipe)}</pre></details>"
-    )
+    body = f"<details><summary>show</summary><pre>{escape(facts.recipe_text)}</pre></details>"
+    return render_section("Recipe", body)

@@ -1,0 +1,1 @@
+"""The process: exit, restart, signals, several hosts, watchdog, goodput, malloc."""

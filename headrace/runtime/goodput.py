@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from headrace.storage import redact as secret
+from headrace.storage import redact
 
 PRODUCTIVE = "productive"
 # What the rest goes to, in words.
@@ -38,17 +38,17 @@ OVER = (0, 1, 2, 3, 130)  # exit codes after which nobody waits for the run to b
 
 
 @dataclass
-class Life:
+class Attempt:
     """One process of a run."""
 
-    begun: float  # seconds since 1970, as all times here
+    started_at: float  # seconds since 1970, as all times here
     step: int
     devices: int = 0
     kind: str = ""
     hosts: int = 1
     host: str = ""
     pid: int = 0
-    ended: float = 0.0  # when it was last heard of
+    ended_at: float = 0.0  # when it was last heard of
     last: int = 0  # step
     code: int | None = None
     why: str = ""
@@ -60,13 +60,13 @@ class Life:
 
 
 @dataclass
-class Account:
+class GoodputTotals:
     """What the lines say, one after the other."""
 
     seconds: dict[str, float] = field(default_factory=dict)
-    lives: list[Life] = field(default_factory=list)
+    attempts: list[Attempt] = field(default_factory=list)
     lost_steps: int = 0
-    saved: int = 0  # the newest checkpoint that there ever was
+    last_saved: int = 0  # the newest checkpoint that there ever was
     kept: list[tuple[int, int, float]] = field(
         default_factory=list
     )  # first, last step and productive seconds
@@ -88,31 +88,31 @@ class Account:
         spent = line.get("seconds", {})
         if "begin" in line:
             self._begin(line)
-        if not self.lives:
+        if not self.attempts:
             return  # of a file whose beginning is gone
-        life = self.lives[-1]
+        life = self.attempts[-1]
         for name, seconds in spent.items():
             self._count(name, seconds)
         if "step" in line:
             self.kept.append((life.last, line["step"], spent.get(PRODUCTIVE, 0.0)))
             life.last = line["step"]
-        self.saved = max(self.saved, line.get("saved", 0), line.get("begin", 0))
+        self.last_saved = max(self.last_saved, line.get("saved", 0), line.get("begin", 0))
         if "back" in line:
             self._back(line["back"])
         if "exit" in line:
             if life.code is None:  # it died without a word, and had worked until then
-                self._count("wasted_progress", max(line["time"] - life.ended, 0.0))
+                self._count("wasted_progress", max(line["time"] - life.ended_at, 0.0))
             life.code, life.why = line["exit"], life.why or line.get("why", "")
         if "end" in line:
             life.code, life.why = line["end"], line.get("why", "")
-        life.ended = max(line["time"], life.ended)
+        life.ended_at = max(line["time"], life.ended_at)
 
     def _begin(self, line: dict[str, Any]) -> None:
         begun = line["time"] - sum(line.get("seconds", {}).values())
-        if self.lives and not self.lives[-1].over:
-            self._count("restart", max(begun - self.lives[-1].ended, 0.0))
+        if self.attempts and not self.attempts[-1].over:
+            self._count("restart", max(begun - self.attempts[-1].ended_at, 0.0))
         known = {name: line[name] for name in ("devices", "kind", "hosts", "host", "pid") if name in line}
-        self.lives.append(Life(begun, line["begin"], last=line["begin"], **known))
+        self.attempts.append(Attempt(begun, line["begin"], last=line["begin"], **known))
         self._back(line["begin"])
 
     def _back(self, step: int) -> None:
@@ -127,20 +127,20 @@ class Account:
             if step > first:
                 self.kept.append((first, step, rest))
                 break
-        self.lives[-1].last = step
+        self.attempts[-1].last = step
 
     def _count(self, name: str, seconds: float) -> None:
         self.seconds[name] = self.seconds.get(name, 0.0) + seconds
 
 
-def read(path: Path) -> Account:
-    account = Account()
+def read(path: Path) -> GoodputTotals:
+    account = GoodputTotals()
     for line in _lines(path):
         account.add(line)
     return account
 
 
-class Ledger:
+class GoodputClock:
     """The clock of a process. At any time it counts for one category, so that nothing is counted twice or not
     at all. Without a path (other hosts, a folder at a URL) nothing is written."""
 
@@ -148,35 +148,35 @@ class Ledger:
         self,
         path: Path | None,
         *,
-        started: float | None = None,
+        started_at: float | None = None,
         clock: Callable[[], float] = time.perf_counter,
         wall: Callable[[], float] = time.time,
     ) -> None:
         self.path, self.clock, self.wall = path, clock, wall
-        self.account = read(path) if path is not None else Account()
-        self.since = clock() if started is None else started
-        self.category = "initialization"
+        self.totals = read(path) if path is not None else GoodputTotals()
+        self.since = clock() if started_at is None else started_at
+        self._category = "initialization"
         self.spent: dict[str, float] = {}
         self.moved: dict[str, float] = {}
         self.pending = "\n" if path is not None and _torn(path) else ""
-        self.begun, self.why = False, ""  # why it ends, if that is known
+        self.has_begun, self.end_reason = False, ""  # why it ends, if that is known
         self.done = self.skipped = 0
 
     def enter(self, category: str) -> None:
         now = self.clock()
-        self.spent[self.category] = self.spent.get(self.category, 0.0) + now - self.since
-        self.since, self.category = now, category
+        self.spent[self._category] = self.spent.get(self._category, 0.0) + now - self.since
+        self.since, self._category = now, category
 
     @contextlib.contextmanager
-    def during(self, category: str) -> Iterator[None]:
-        before = self.category
+    def category(self, category: str) -> Iterator[None]:
+        before = self._category
         self.enter(category)
         try:
             yield
         finally:
             self.enter(before)
 
-    def move(self, category: str, seconds: float) -> None:
+    def reclassify(self, category: str, seconds: float) -> None:
         """So much of what counts as productive was not."""
         self.moved[category] = self.moved.get(category, 0.0) + seconds
 
@@ -184,7 +184,7 @@ class Ledger:
         """The process is about to train from a step on."""
         where = {"host": socket.gethostname(), "pid": os.getpid()}
         self._put({"begin": step, "devices": devices, "kind": kind, "hosts": hosts} | where)
-        self.begun = True
+        self.has_begun = True
 
     def train(self, step: int, skipped: int = 0) -> None:
         """Time is productive from here on. So many updates of the run left the weights as they were."""
@@ -194,42 +194,42 @@ class Ledger:
     def step(self, step: int, skipped: int = 0, saved: int = 0) -> None:
         """All steps up to this one are done, and up to `saved` they are kept; time of those that left the
         weights as they were is wasted."""
-        self.enter(self.category)
+        self.enter(self._category)
         share = (skipped - self.skipped) / max(step - self.done, 1)
-        self.move("wasted_progress", self.spent.get(PRODUCTIVE, 0.0) * min(max(share, 0.0), 1.0))
+        self.reclassify("wasted_progress", self.spent.get(PRODUCTIVE, 0.0) * min(max(share, 0.0), 1.0))
         self.done, self.skipped = step, skipped
         self._put({"step": step} | ({"saved": saved} if saved else {}))
 
-    def back(self, step: int) -> None:
+    def rewind(self, step: int) -> None:
         """The run gives up what came after a step, and what is not on record yet."""
         self.enter("other")
-        self.move("wasted_progress", self.spent.get(PRODUCTIVE, 0.0))
+        self.reclassify("wasted_progress", self.spent.get(PRODUCTIVE, 0.0))
         self._put({"back": step})
 
     def end(self, code: int, saved: int = 0) -> None:
         """The process is about to end."""
-        if self.begun:
-            known = {"why": secret.clean(self.why)} if self.why else {}
+        if self.has_begun:
+            known = {"why": redact.redact(self.end_reason)} if self.end_reason else {}
             self._put({"end": code} | known | ({"saved": saved} if saved else {}))
-        self.begun = False
+        self.has_begun = False
 
-    def told(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """For a row of metrics: the share, and seconds of what else there was."""
-        lost = {f"badput/{name}": round(seconds, 3) for name, seconds in self.account.lost().items()}
-        return {"goodput": self.account.share} | lost
+        lost = {f"badput/{name}": round(seconds, 3) for name, seconds in self.totals.lost().items()}
+        return {"goodput": self.totals.share} | lost
 
-    def __enter__(self) -> "Ledger":
+    def __enter__(self) -> "GoodputClock":
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is not None:
-            self.why = " ".join(f"{kind.__name__}: {error}".split())[:300]
+            self.end_reason = " ".join(f"{kind.__name__}: {error}".split())[:300]
         self.end(getattr(error, "code", 1))
 
     def _put(self, said: dict[str, Any]) -> None:
-        self.enter(self.category)
+        self.enter(self._category)
         productive = self.spent.get(PRODUCTIVE, 0.0)
         for name, seconds in self.moved.items():
             seconds = min(seconds, productive)
@@ -240,7 +240,7 @@ class Ledger:
         spent = {name: round(seconds, 6) for name, seconds in self.spent.items() if seconds > 0}
         line = {"time": round(self.wall(), 3)} | said | ({"seconds": spent} if spent else {})
         self.spent, self.moved = {}, {}
-        self.account.add(line)
+        self.totals.add(line)
         if self.path is None:
             return
         self.pending += json.dumps(line) + "\n"
@@ -252,27 +252,27 @@ class Ledger:
             self.pending = ""
 
 
-class Idle:
+class DataWait:
     """How long the devices had nothing to do because a batch was late. `watch` is called while one waits for
-    it: as long as `pending`, what the last step gives, is not there, nothing is lost."""
+    it: as long as `step_output`, what the last step gives, is not there, nothing is lost."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.clock, self.pending, self.since = clock, None, None
+        self.clock, self.step_output, self.since = clock, None, None
 
-    pending: Any
+    step_output: Any
     since: float | None
 
     def watch(self) -> None:
-        if self.since is None and (self.pending is None or self.pending.is_ready()):
+        if self.since is None and (self.step_output is None or self.step_output.is_ready()):
             self.since = self.clock()
 
-    def ended(self) -> float:
+    def finish(self) -> float:
         """The batch is there: the seconds that were lost."""
         since, self.since = self.since, None
         return 0.0 if since is None else self.clock() - since
 
 
-def spoken(account: Account) -> str:
+def summary_line(account: GoodputTotals) -> str:
     """`goodput 91.2 % of 3.4 h; 4.1 % compiling, 2.0 % ...`"""
     minutes = account.total / 60
     length = f"{minutes:,.1f} minutes" if minutes < 120 else f"{minutes / 60:,.1f} hours"

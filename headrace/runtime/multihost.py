@@ -18,9 +18,9 @@ import numpy as np
 from jax._src import distributed
 from jax.experimental import multihost_utils
 
-from headrace.storage import redact as secret
-from headrace.runtime import supervisor as supervise
-from headrace.errors import UserError
+from headrace.errors import ExitCode, UserError
+from headrace.runtime import supervisor
+from headrace.storage import redact
 
 # Plain addresses: the same everywhere but for the last, which counts the hosts from 0.
 NAMES = ("HEADRACE_COORDINATOR", "HEADRACE_PROCESSES", "HEADRACE_PROCESS")
@@ -30,7 +30,7 @@ SAID = 480  # bytes of a message to the other hosts
 SAME = 1.0  # seconds within which two Ctrl-C are one
 
 
-def join() -> None:
+def initialize() -> None:
     """Waits for the other hosts, if there are any; before anything else is asked of JAX."""
     if jax.distributed.is_initialized():
         return
@@ -77,7 +77,7 @@ def settings(env: Mapping[str, str]) -> dict[str, Any] | None:
     """What jax.distributed is to be told: all of it by plain addresses, next to nothing where it asks a
     cluster itself. None on a single host."""
     if any(name in env for name in NAMES):
-        return plain(env)
+        return explicit_settings(env)
     if "SLURM_STEP_NODELIST" in env and number(env, "SLURM_NTASKS", 1) > 1:
         # JAX would give each task one GPU, also the only task of a node.
         alone = env.get("SLURM_NTASKS") == env.get("SLURM_STEP_NUM_NODES")
@@ -91,7 +91,7 @@ def settings(env: Mapping[str, str]) -> dict[str, Any] | None:
     return {} if has_chip and env.get("JAX_PLATFORMS", "") in ("", "tpu", "tpu,cpu") else None
 
 
-def plain(env: Mapping[str, str]) -> dict[str, Any] | None:
+def explicit_settings(env: Mapping[str, str]) -> dict[str, Any] | None:
     address, processes = env.get(NAMES[0], ""), number(env, NAMES[1], 0)
     if processes == 1:
         return None
@@ -117,15 +117,15 @@ def number(env: Mapping[str, str], name: str, default: int) -> int:
     return int(text) if text else default
 
 
-def several() -> bool:
+def is_multi_host() -> bool:
     return jax.process_count() > 1
 
 
 @contextlib.contextmanager
-def agreed(settings: str) -> Iterator[None]:
+def fail_together(settings: str) -> Iterator[None]:
     """What one host finds wrong within, all of them end with, as they do if their settings differ. Else the
     others would wait for the one in vain. Within, nobody may wait for another host."""
-    if not several():
+    if not is_multi_host():
         yield
         return
     wrong: UserError | None = None
@@ -149,21 +149,21 @@ def agreed(settings: str) -> Iterator[None]:
             raise UserError(f"host {host}: its recipe is not that of host 0; start all hosts with the same")
 
 
-def stops_at(step: int) -> bool:
+def reached_stop(step: int) -> bool:
     """Whether all hosts stop after this step, since one of them was asked to. To be asked after each step."""
     return multihost_utils.reached_preemption_sync_point(step)
 
 
-def call(word: str) -> None:
+def broadcast_flag(word: str) -> None:
     """Lets the other hosts hear a word, through the service by which they found each other. JAX has no public
     way to it."""
-    if several():
+    if is_multi_host():
         client: Any = distributed.global_state.client
         client.key_value_set(f"headrace/{word}", "1", allow_overwrite=True)
 
 
-def heard(word: str) -> bool:
-    if not several():
+def flag_is_set(word: str) -> bool:
+    if not is_multi_host():
         return False
     client: Any = distributed.global_state.client
     try:
@@ -172,13 +172,13 @@ def heard(word: str) -> bool:
         return False
 
 
-def tell(key: str, value: str) -> None:
+def publish(key: str, value: str) -> None:
     """Leaves a word for the others, in the place of the last one under that key."""
     client: Any = distributed.global_state.client
     client.key_value_set(f"headrace/{key}", value, allow_overwrite=True)
 
 
-def told(folder: str) -> dict[str, str]:
+def read_published(folder: str) -> dict[str, str]:
     """What was left under the keys of a folder."""
     client: Any = distributed.global_state.client
     return {key.rpartition("/")[2]: value for key, value in client.key_value_dir_get(f"headrace/{folder}/")}
@@ -191,35 +191,35 @@ class Stopper:
     would take that away."""
 
     def __enter__(self) -> "Stopper":
-        self.asked: str | None = None
+        self.stop_signal: str | None = None
         self.when = 0.0
-        self.together = several()
-        numbers = (signal.SIGINT,) if self.together else (signal.SIGTERM, signal.SIGINT)
-        self.before = {number: signal.signal(number, self.ask) for number in numbers}
+        self.multi_host = is_multi_host()
+        numbers = (signal.SIGINT,) if self.multi_host else (signal.SIGTERM, signal.SIGINT)
+        self.before = {number: signal.signal(number, self.handle_signal) for number in numbers}
         return self
 
-    def ask(self, number: int, frame: Any) -> None:
+    def handle_signal(self, number: int, frame: Any) -> None:
         again, self.when = time.monotonic() - self.when > SAME, time.monotonic()
-        if self.asked and number == signal.SIGINT:
+        if self.stop_signal and number == signal.SIGINT:
             if again:
                 raise KeyboardInterrupt
             return
-        self.asked = signal.Signals(number).name
-        if self.together:
+        self.stop_signal = signal.Signals(number).name
+        if self.multi_host:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    def after(self, step: int) -> bool:
+    def should_stop(self, step: int) -> bool:
         """Whether the run stops after this step."""
-        if not self.together:
-            return self.asked is not None
-        stops = stops_at(step)
-        if stops and self.asked is None:
-            self.asked = "SIGTERM"
+        if not self.multi_host:
+            return self.stop_signal is not None
+        stops = reached_stop(step)
+        if stops and self.stop_signal is None:
+            self.stop_signal = "SIGTERM"
         return stops
 
-    def at_once(self) -> bool:
+    def can_abort(self) -> bool:
         """Whether to leave off in the middle of something: never where other hosts are in it too."""
-        return not self.together and self.asked is not None
+        return not self.multi_host and self.stop_signal is not None
 
     def __exit__(self, *exc: Any) -> None:
         for number, handler in self.before.items():
@@ -227,25 +227,27 @@ class Stopper:
 
 
 @contextlib.contextmanager
-def ending(*, is_program: bool) -> Iterator[None]:
+def exit_codes(*, owns_process: bool) -> Iterator[None]:
     """Gives errors that nobody foresaw an exit code by their cause. And a process that fails ends at once, if
     it is one of several: in a regular end it would wait for the others, which wait for it. So does one that
     is told twice to stop, whatever its threads are writing."""
     try:
         yield
     except KeyboardInterrupt:
-        if not is_program:
+        if not owns_process:
             raise
         print("headrace: interrupted", file=sys.stderr, flush=True)
         os._exit(130)
     except Exception as error:
         together = jax.distributed.is_initialized()
-        code = error.code if isinstance(error, UserError) else supervise.verdict(error, several=together)
-        if not is_program or not (together or code in (supervise.MACHINE, supervise.PEER)):
+        code = (
+            error.exit_code if isinstance(error, UserError) else supervisor.verdict(error, several=together)
+        )
+        if not owns_process or not (together or code in (ExitCode.MACHINE_FAULT, ExitCode.LOST_HOST)):
             raise
         sys.stdout.flush()
         told = traceback.format_exc() if code == 1 else f"headrace: {' '.join(str(error).split())[:500]}\n"
-        print(secret.clean(told), end="", file=sys.stderr, flush=True)
+        print(redact.redact(told), end="", file=sys.stderr, flush=True)
         if together and jax.process_index() == 0:
             time.sleep(1)  # its end ends the others, who may have the same to tell
         os._exit(code)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import jax
 
-from headrace.runtime import multihost as hosts
+from headrace.runtime import multihost
 
 ROWS = 3  # logged rows in a row before a host is named
 SHARE = 0.5  # of a step that a host must take for itself
@@ -19,38 +19,40 @@ TIMES = 3.0  # and as much as the others do
 
 
 @dataclass(frozen=True)
-class Own:
+class HostTime:
     """A host's own seconds of a step."""
 
     name: str
     seconds: float
 
 
-class Pace:
-    """`starts` when a host turns to its next step, `ready` once it has the data for it."""
+class StragglerMonitor:
+    """`step_started` when a host turns to its next step, `batch_ready` once it has the data for it."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.clock, self.since, self.spent, self.steps = clock, clock(), 0.0, 0
         self.late: dict[int, int] = {}  # by host, the rows for which it was late
 
-    def starts(self) -> None:
+    def step_started(self) -> None:
         self.since = self.clock()
 
-    def ready(self) -> None:
+    def batch_ready(self) -> None:
         self.spent, self.steps = self.spent + self.clock() - self.since, self.steps + 1
 
     def compare(self, step_seconds: float) -> list[str]:
         """For all hosts, when a row is logged: tells the first one the time since the last. What it says."""
         own, self.spent, self.steps = self.spent / max(self.steps, 1), 0.0, 0
-        if not hosts.several():
+        if not multihost.is_multi_host():
             return []
-        hosts.tell(f"pace/{jax.process_index()}", json.dumps([socket.gethostname(), own]))
+        multihost.publish(f"pace/{jax.process_index()}", json.dumps([socket.gethostname(), own]))
         if jax.process_index():
             return []
-        every = {int(host): Own(*json.loads(said)) for host, said in hosts.told("pace").items()}
-        return self.named(every, step_seconds)
+        every = {
+            int(host): HostTime(*json.loads(said)) for host, said in multihost.read_published("pace").items()
+        }
+        return self.find_stragglers(every, step_seconds)
 
-    def named(self, every: dict[int, Own], step_seconds: float) -> list[str]:
+    def find_stragglers(self, every: dict[int, HostTime], step_seconds: float) -> list[str]:
         said = []
         for host, own in every.items():
             others = statistics.median(

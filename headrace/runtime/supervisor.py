@@ -11,15 +11,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from headrace.errors import ExitCode, UserError
 from headrace.runtime import goodput
-from headrace.checkpoint import inventory as saved
-from headrace.storage import redact as secret, files as store
-from headrace.errors import UserError
+from headrace.storage import files, redact
 
-UNREACHABLE, PREEMPTED, HUNG, MACHINE, PEER = 74, 75, 76, 77, 78
 SUPERVISOR = "HEADRACE_SUPERVISOR"
 STACKS = "HEADRACE_STACKS"  # a file for the stacks of a process that can do nothing but dump them
 RESTARTS = 8  # without a new checkpoint in between
@@ -72,11 +71,11 @@ def classify(returncode: int) -> Exit:
         }.get(number, "")
         asked = number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE)
         return Exit(128 + number, f"was ended by {number.name}{why}", not asked)
-    words = {
-        UNREACHABLE: "got no answer from a server",
-        HUNG: "took too long for a step",
-        MACHINE: "met a fault of this machine",
-        PEER: "lost another host",
+    words: dict[int, str] = {
+        ExitCode.UNREACHABLE: "got no answer from a server",
+        ExitCode.HUNG: "took too long for a step",
+        ExitCode.MACHINE_FAULT: "met a fault of this machine",
+        ExitCode.LOST_HOST: "lost another host",
     }
     return Exit(returncode, words.get(returncode, f"ended with {returncode}"), returncode in words)
 
@@ -85,15 +84,17 @@ def verdict(error: BaseException, *, several: bool) -> int:
     """The exit code for an error that nobody foresaw: 1, unless it is known to come from a machine."""
     text = str(error)
     if any(said in text for said in MACHINE_SAID):
-        return MACHINE
-    return PEER if several and any(said in text for said in PEER_SAID) else 1
+        return ExitCode.MACHINE_FAULT
+    return ExitCode.LOST_HOST if several and any(said in text for said in PEER_SAID) else ExitCode.FAILED
 
 
 class Supervisor:
     """Starts this very command again as a worker, until it is done or cannot be helped."""
 
-    def __init__(self, run: str) -> None:
-        self.run, self.worker, self.asked = run, None, 0
+    def __init__(self, run_dir: str, latest_step: Callable[[str], int | None]) -> None:
+        """`latest_step(run_dir)` finds the newest complete checkpoint: -1 if there is none, None if
+        unknown."""
+        self.run_dir, self.latest_step, self.worker, self.stop_requests = run_dir, latest_step, None, 0
         self.command = [sys.executable, *sys.orig_argv[1:], "--once"]
 
     worker: subprocess.Popen[bytes] | None
@@ -102,92 +103,89 @@ class Supervisor:
         """Returns the exit code."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self.forward)
-        left, reached = RESTARTS, newest(self.run)
-        while not self.asked:
+        left, reached = RESTARTS, self.latest_step(self.run_dir)
+        while not self.stop_requests:
             begun = time.monotonic()
-            how = self.life()
-            if self.asked == 1 and how.code in (128 + signal.SIGTERM, 128 + signal.SIGINT):
-                return PREEMPTED  # it was asked before it could listen
-            if self.asked or not how.again:
+            how = self.run_once()
+            if self.stop_requests == 1 and how.code in (128 + signal.SIGTERM, 128 + signal.SIGINT):
+                return ExitCode.PREEMPTED  # it was asked before it could listen
+            if self.stop_requests or not how.again:
                 return how.code
-            now = newest(self.run)
+            now = self.latest_step(self.run_dir)
             lived = time.monotonic() - begun
             if lived > LIVED if now is None else reached is None or now > reached:
                 left, reached = RESTARTS, now
             elif now is not None:
                 reached = now  # or less, where it went back: from there on, what is further counts
             if not left:
-                self.say(f"the trainer {how.words}; after {RESTARTS} tries without a new checkpoint it ends")
+                self.print_line(
+                    f"the trainer {how.words}; after {RESTARTS} tries without a new checkpoint it ends"
+                )
                 return how.code
             delay = min(2.0 ** (RESTARTS - left), LONGEST) * random.uniform(0.5, 1)  # not all hosts at once
             left -= 1
             where = "" if now is None else f" from step {now}" if now >= 0 else " from the beginning"
-            self.say(f"the trainer {how.words}; starts again{where} in {delay:.1f} s ({left} tries left)")
+            self.print_line(
+                f"the trainer {how.words}; starts again{where} in {delay:.1f} s ({left} tries left)"
+            )
             self.sleep(delay)
-        return PREEMPTED
+        return ExitCode.PREEMPTED
 
-    def life(self) -> Exit:
+    def run_once(self) -> Exit:
         """Of one worker, and how it ended."""
         with tempfile.NamedTemporaryFile(prefix="headrace-stacks-") as stacks:
             mine = {SUPERVISOR: str(os.getpid()), STACKS: stacks.name}
             worker = subprocess.Popen(self.command, env=os.environ | mine)
             self.worker = worker
-            if self.asked:  # while it was being started
+            if self.stop_requests:  # while it was being started
                 worker.send_signal(signal.SIGTERM)
             code = worker.wait()
             self.worker = None
             left = stacks.read()
         if code == 1 and left:
-            code = HUNG
-            self.keep(left)
+            code = ExitCode.HUNG
+            self.save_stacks(left)
         how = classify(code)
-        goodput.note_exit(self.run, worker.pid, how.code, how.words if how.again else "")
+        goodput.note_exit(self.run_dir, worker.pid, how.code, how.words if how.again else "")
         return how
 
-    def keep(self, stacks: bytes) -> None:
+    def save_stacks(self, stacks: bytes) -> None:
         """Of a worker that hung and held Python's lock, so that it could not keep them itself."""
-        sys.stderr.write(secret.clean(stacks.decode(errors="replace")))
-        path = store.join(self.run, "stacks", f"{socket.gethostname()}-{time.strftime('%Y%m%d-%H%M%S')}.txt")
+        sys.stderr.write(redact.redact(stacks.decode(errors="replace")))
+        path = files.join(
+            self.run_dir, "stacks", f"{socket.gethostname()}-{time.strftime('%Y%m%d-%H%M%S')}.txt"
+        )
         with contextlib.suppress(OSError, UserError):
-            store.write(path, stacks)
+            files.write(path, stacks)
 
     def sleep(self, seconds: float) -> None:
         end = time.monotonic() + seconds
-        while not self.asked and time.monotonic() < end:
+        while not self.stop_requests and time.monotonic() < end:
             time.sleep(min(0.1, seconds))
 
     def forward(self, number: int, frame: Any) -> None:
         """The worker saves and ends, and so does this. A terminal has told the worker already."""
-        self.asked += 1
+        self.stop_requests += 1
         if self.worker is None:
             return
-        if self.asked > 2 and number == signal.SIGINT:  # it does not hear
+        if self.stop_requests > 2 and number == signal.SIGINT:  # it does not hear
             self.worker.kill()
         elif number != signal.SIGINT or not foreground():
             self.worker.send_signal(number)
 
-    def say(self, words: str) -> None:
-        words = secret.clean(words)
+    def print_line(self, words: str) -> None:
+        words = redact.redact(words)
         if sys.stdout.isatty():  # a display that could not close has hidden the cursor
             print("\x1b[?25h", flush=True)
         print(f"headrace: {words}", file=sys.stderr, flush=True)
         line = f"{time.strftime('%Y-%m-%d %H:%M:%S')}  warning: {words}\n"
-        path = store.join(self.run, "log.txt")
+        path = files.join(self.run_dir, "log.txt")
         with contextlib.suppress(OSError, UserError):
-            if not store.is_url(path):
+            if not files.is_url(path):
                 with open(path, "a", encoding="utf-8") as log:
                     log.write(line)
-            elif store.exists(path):  # nobody else writes there now
-                store.write(path, store.read(path) + line.encode())
-
-
-def newest(run: str) -> int | None:
-    """The step of the newest checkpoint that was written to its end, -1 if there is none, None where that
-    cannot be seen."""
-    try:
-        return max((step.number for step in saved.steps(run) if step.problem is None), default=-1)
-    except (OSError, UserError):
-        return None
+            elif files.exists(path):  # nobody else writes there now
+                files.write(path, files.read(path) + line.encode())
 
 
 def foreground() -> bool:
@@ -204,7 +202,7 @@ def foreground() -> bool:
         os.close(terminal)
 
 
-def tie() -> None:
+def die_with_parent() -> None:
     """A worker whose supervisor is killed saves and ends: nobody would start it again, nor stop it."""
     supervisor = os.environ.get(SUPERVISOR)
     if supervisor is None or int(supervisor) != os.getppid():

@@ -14,9 +14,10 @@ from typing import Any
 
 import jax
 
-from headrace.runtime import multihost as hosts
-from headrace.storage import files as store
-from headrace.runtime.supervisor import HUNG, STACKS
+from headrace.errors import ExitCode
+from headrace.runtime import multihost
+from headrace.runtime.supervisor import STACKS
+from headrace.storage import files
 
 TIMES = 20  # the median step that a step may take
 LONG = 6.0  # times as long for all but plain steps: the first one, saving, a batch of evaluation
@@ -40,14 +41,14 @@ class Watchdog:
             threading.Thread(target=self.watch, name="watchdog", daemon=True).start()
         return self
 
-    def stepped(self, step: int) -> None:
+    def step_done(self, step: int) -> None:
         """A step is done."""
         now = time.monotonic()
         if self.times == 1.0:
             self.steps.append(now - self.since)
         self.step, self.since, self.times = step, now, 1.0
 
-    def alive(self) -> None:
+    def reset(self) -> None:
         """The loop is at something else."""
         self.since, self.times = time.monotonic(), LONG
 
@@ -64,11 +65,11 @@ class Watchdog:
             file = held.enter_context(open(where, "wb")) if where else STDERR
             while not self.ended.wait(self.round):
                 faulthandler.dump_traceback_later(2 * self.limit() + GRACE, exit=True, file=file)
-                if time.monotonic() - self.since > self.limit() or hosts.heard("hang"):
-                    self.bite()
+                if time.monotonic() - self.since > self.limit() or multihost.flag_is_set("hang"):
+                    self.kill()
             faulthandler.cancel_dump_traceback_later()
 
-    def bite(self) -> None:
+    def kill(self) -> None:
         """The end of one host ends the others, the first one's at once: so each calls the others, and waits
         until they must have heard and written, the first a little longer."""
         self.bitten = True
@@ -77,24 +78,24 @@ class Watchdog:
         os.write(STDERR, f"headrace: {said}; the stacks of all threads:\n".encode())
         faulthandler.dump_traceback(STDERR, all_threads=True)
         # In a thread, since it may be the disk or the network that hangs.
-        keeping = threading.Thread(target=self.keep, args=(said,), daemon=True)
+        keeping = threading.Thread(target=self.save_stacks, args=(said,), daemon=True)
         keeping.start()
-        time.sleep(2 * self.round * hosts.several() + (1.0 if jax.process_index() else 2.0))
+        time.sleep(2 * self.round * multihost.is_multi_host() + (1.0 if jax.process_index() else 2.0))
         keeping.join(UPLOAD)
-        os._exit(HUNG)
+        os._exit(ExitCode.HUNG)
 
-    def keep(self, said: str) -> None:
+    def save_stacks(self, said: str) -> None:
         """In RUN/stacks/HOST-TIME.txt."""
-        hosts.call("hang")
+        multihost.broadcast_flag("hang")
         with tempfile.TemporaryFile() as file:
             file.write(f"{said}\n".encode())
             file.flush()
             faulthandler.dump_traceback(file, all_threads=True)
             file.seek(0)
             name = f"{jax.process_index()}-{socket.gethostname()}-{time.strftime('%Y%m%d-%H%M%S')}.txt"
-            store.write(store.join(self.run, "stacks", name), file.read())
+            files.write(files.join(self.run, "stacks", name), file.read())
 
     def __exit__(self, *exc: Any) -> None:
         self.ended.set()
         if self.bitten:  # what the loop meets now is that another host has ended
-            os._exit(HUNG)
+            os._exit(ExitCode.HUNG)

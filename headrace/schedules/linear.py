@@ -1,19 +1,18 @@
 """Warmup, then a straight line from the peak to the floor."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import optax
 
-from headrace.config.durations import Curves
-from headrace.schedules.constant import after_warmup, unchanged
+from headrace.schedules import Curves, ScheduleConfig, after_warmup, unit_curve
 
 
 @dataclass(frozen=True)
 class Config:
-    pass
+    """The keys that `use: linear` adds to the `schedule` section of a recipe: none."""
 
 
-def make(cfg: Any) -> Curves:
-    decay = optax.linear_schedule(1.0, cfg.floor, max(cfg.steps - cfg.warmup, 1))
-    return Curves(after_warmup(cfg.warmup, decay), unchanged)
+def make(cfg: ScheduleConfig) -> Curves:
+    """Make the curves."""
+    decay = optax.linear_schedule(1.0, cfg.min_lr_ratio, max(cfg.steps - cfg.warmup, 1))
+    return Curves(after_warmup(cfg.warmup, decay), unit_curve)

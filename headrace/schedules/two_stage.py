@@ -1,5 +1,5 @@
-"""BitNet's two stages: a high learning rate with weight decay, then at `switch` a drop to a lower one without
-(arXiv 2402.17764 and its training tips). Ternary weights settle only once decay stops pulling at them."""
+"""BitNet's two stages: a high learning rate with weight decay, then from `stage2_start` on a lower one
+without it (arXiv 2402.17764 and its training tips). Ternary weights converge only without weight decay."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,34 +10,39 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from headrace.errors import UserError
-from headrace.config.durations import Curves
-from headrace.schedules.constant import after_warmup
+from headrace.schedules import Curves, after_warmup
 
 
 @dataclass(frozen=True)
 class Config:
-    switch: int | str = "50 %"  # where the second stage begins
-    middle: float = 0.53  # end of the first stage, as a share of the peak
-    second: float = 0.33  # start of the second
-    floor: float = 0.0  # where it ends
+    """The keys that `use: two_stage` adds to the `schedule` section of a recipe."""
+
+    stage2_start: int | str = "50 %"  # start of the second stage [steps, "3B tokens" or "20 %"]
+    stage1_end_ratio: float = 0.53  # learning rate at the end of the first stage, as a share of the peak
+    stage2_start_ratio: float = 0.33  # learning rate at the start of the second stage, as a share of the peak
+    min_lr_ratio: float = 0.0  # learning rate at the end, as a share of the peak
 
     def __post_init__(self) -> None:
-        for name in ("middle", "second"):
-            if not 0 <= getattr(self, name) <= 1:
+        for name, ratio in (
+            ("stage1_end_ratio", self.stage1_end_ratio),
+            ("stage2_start_ratio", self.stage2_start_ratio),
+        ):
+            if not 0 <= ratio <= 1:
                 raise ValueError(f"{name}: expected a share from 0 to 1")
 
 
 def make(cfg: Any) -> Curves:
-    if not cfg.warmup < cfg.switch < cfg.steps:
+    """Make the curves. Raises UserError if the switch is not between warmup and end."""
+    if not cfg.warmup < cfg.stage2_start < cfg.steps:
         raise UserError(
-            f"schedule.switch: found step {cfg.switch}, expected one after the warmup ({cfg.warmup}) "
-            f"and before the end ({cfg.steps})"
+            f"schedule.stage2_start: found step {cfg.stage2_start}, expected one after the warmup "
+            f"({cfg.warmup}) and before the end ({cfg.steps})"
         )
-    first = optax.linear_schedule(1.0, cfg.middle, cfg.switch - cfg.warmup)
-    second = optax.linear_schedule(cfg.second, cfg.floor, cfg.steps - cfg.switch)
-    stages = optax.join_schedules([first, second], [cfg.switch - cfg.warmup])
+    first = optax.linear_schedule(1.0, cfg.stage1_end_ratio, cfg.stage2_start - cfg.warmup)
+    second = optax.linear_schedule(cfg.stage2_start_ratio, cfg.min_lr_ratio, cfg.steps - cfg.stage2_start)
+    stages = optax.join_schedules([first, second], [cfg.stage2_start - cfg.warmup])
 
     def weight_decay(step: ArrayLike) -> Array:
-        return jnp.where(jnp.asarray(step) < cfg.switch, 1.0, 0.0)
+        return jnp.where(jnp.asarray(step) < cfg.stage2_start, 1.0, 0.0)
 
     return Curves(after_warmup(cfg.warmup, stages), weight_decay)

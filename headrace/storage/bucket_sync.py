@@ -1,6 +1,7 @@
-"""The small files of a run in a bucket: metrics, log, TensorBoard, recipe, profile. Objects cannot be
-appended to, so they are written in a folder here as always, and those that changed are uploaded whole, in a
-thread: every 15 s, before a checkpoint counts, and at the end."""
+"""Upload of the small files of a run to a bucket: metrics, log, TensorBoard, recipe, profile.
+
+Objects cannot be appended to. So these files are written to a local folder, and those that changed are
+uploaded as a whole by a thread: every 15 s, before a checkpoint becomes valid, and at the end."""
 
 import contextlib
 import hashlib
@@ -12,111 +13,123 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from headrace.storage import files as store
 from headrace.errors import UserError
+from headrace.storage import files
 
-EVERY = 15.0  # seconds
-RATE = 1e6  # bytes a second, on average, of a file that is uploaded again and again as it grows
-# What the next life of a run adds to.
-GOES_ON = ("metrics.jsonl", "goodput.jsonl", "log.txt", "wandb/headrace-id")
+UPLOAD_SECONDS = 15.0  # between uploads
+MAX_BYTES_PER_SECOND = 1e6  # on average, for a file that is uploaded again and again as it grows
+APPENDED_FILES = ("metrics.jsonl", "goodput.jsonl", "log.txt", "wandb/headrace-id")  # a resumed run appends
 
 
 class Mirror:
-    """A folder here, `near`, whose files are also in the run folder. For a run on a disk that folder itself,
-    and nothing to do."""
+    """A local folder, `local_dir`, whose files are copied to the run folder.
 
-    def __init__(self, run: str, process: int = 0) -> None:
-        self.run, self.is_far = run, store.is_url(run)
-        self.near = place(run, process) if self.is_far else Path(run)
-        self.sent: dict[str, tuple[int, int]] = {}  # size and time of what was uploaded
-        self.when: dict[str, float] = {}
+    For a run on a disk that is the run folder itself, and nothing is copied."""
+
+    def __init__(self, run_dir: str, process: int = 0) -> None:
+        self.run_dir, self.is_remote = run_dir, files.is_url(run_dir)
+        self.local_dir = local_dir_of(run_dir, process) if self.is_remote else Path(run_dir)
+        self.uploaded: dict[str, tuple[int, int]] = {}  # size and modification time, by name
+        self.next_upload: dict[str, float] = {}  # monotonic seconds, by name
         self.problems: list[str] = []
-        self.failing = False
-        self.turn, self.ended = threading.Lock(), threading.Event()
+        self.is_failing = False
+        self.upload_lock, self.closed = threading.Lock(), threading.Event()
 
     @contextlib.contextmanager
-    def open(self, *, goes_on: bool) -> Iterator["Mirror"]:
-        """Fetches what is to be gone on with, if this is the host that does."""
-        if not self.is_far:
+    def open(self, *, download: bool) -> Iterator["Mirror"]:
+        """Upload changes in a thread until the context ends, then upload the rest.
+
+        `download` fetches the files that a resumed run appends to: for the host that writes them."""
+        if not self.is_remote:
             yield self
             return
-        if self.near.is_dir() and store.exists(store.join(self.run, "recipe.yaml")):
+        if self.local_dir.is_dir() and files.exists(files.join(self.run_dir, "recipe.yaml")):
             self.recover()
-        shutil.rmtree(self.near, ignore_errors=True)
-        self.near.mkdir(parents=True)
-        for name in GOES_ON if goes_on else ():
+        shutil.rmtree(self.local_dir, ignore_errors=True)
+        self.local_dir.mkdir(parents=True)
+        for name in APPENDED_FILES if download else ():
             with contextlib.suppress(FileNotFoundError):
-                store.write(self.near / name, store.read(store.join(self.run, name)))
-                self.sent[name] = stamp(self.near / name)
-        thread = threading.Thread(target=self.work, name="mirror", daemon=True)
+                files.write(self.local_dir / name, files.read(files.join(self.run_dir, name)))
+                self.uploaded[name] = change_stamp(self.local_dir / name)
+        thread = threading.Thread(target=self.upload_periodically, name="mirror", daemon=True)
         thread.start()
         try:
             yield self
         finally:
-            self.ended.set()
+            self.closed.set()
             thread.join()
-            if self.bring():
-                shutil.rmtree(self.near, ignore_errors=True)
+            if self.upload():
+                shutil.rmtree(self.local_dir, ignore_errors=True)
             else:
-                said = "; ".join([*self.told(), f"what could not be uploaded is in {self.near}"])
-                print(f"headrace: {said}", file=sys.stderr)
+                lines = [*self.drain_problems(), f"files that could not be uploaded are in {self.local_dir}"]
+                print(f"headrace: {'; '.join(lines)}", file=sys.stderr)
 
     def recover(self) -> None:
-        """What an earlier life on this machine could not upload, where it adds to what is there."""
-        for name in self.changed():
-            here, there = (self.near / name).read_bytes(), b""
+        """Upload what an earlier attempt on this machine could not, if it continues the file in the
+        bucket."""
+        for name in self.list_changed():
+            local_content, remote_content = (self.local_dir / name).read_bytes(), b""
             with contextlib.suppress(FileNotFoundError):
-                there = store.read(store.join(self.run, name))
-            if len(here) > len(there) and here.startswith(there):
-                store.write(store.join(self.run, name), here)
+                remote_content = files.read(files.join(self.run_dir, name))
+            if len(local_content) > len(remote_content) and local_content.startswith(remote_content):
+                files.write(files.join(self.run_dir, name), local_content)
 
-    def told(self) -> list[str]:
-        """What went wrong since this was last asked."""
-        told, self.problems = self.problems, []
-        return told
+    def drain_problems(self) -> list[str]:
+        """Return the problems since the last call."""
+        problems, self.problems = self.problems, []
+        return problems
 
-    def work(self) -> None:
-        while not self.ended.wait(EVERY):
-            self.bring(due=True)
+    def upload_periodically(self) -> None:
+        while not self.closed.wait(UPLOAD_SECONDS):
+            self.upload(due=True)
 
-    def bring(self, *, due: bool = False) -> bool:
-        """Uploads what has changed; with `due`, large files not each time. Whether all went well. A run does
-        not stop for it: the next round tries again."""
-        if not self.is_far:
+    def upload(self, *, due: bool = False) -> bool:
+        """Upload the files that have changed. Returns whether that worked; the next call tries again.
+
+        With `due`, large files are skipped until MAX_BYTES_PER_SECOND allows their next upload."""
+        if not self.is_remote:
             return True
-        with self.turn:
+        with self.upload_lock:
             try:
-                for name in self.changed():
-                    if not due or time.monotonic() > self.when.get(name, 0.0):
-                        self.upload(name)
-                self.failing = False
+                for name in self.list_changed():
+                    if not due or time.monotonic() > self.next_upload.get(name, 0.0):
+                        self._upload_file(name)
+                self.is_failing = False
             except (UserError, OSError) as error:
-                if not self.failing:
+                if not self.is_failing:
                     self.problems.append(
-                        f"metrics and log cannot be uploaded: {error}; kept here; training goes on"
+                        f"metrics and log cannot be uploaded: {error}; they stay on this machine, "
+                        "and training continues"
                     )
-                self.failing = True
-        return not self.failing
+                self.is_failing = True
+        return not self.is_failing
 
-    def changed(self) -> list[str]:
-        here = sorted(path for path in self.near.rglob("*") if path.is_file())
-        names = [str(path.relative_to(self.near)) for path in here if path.suffix not in (".new", ".draft")]
-        ours = [name for name in names if not name.startswith("wandb/") or name in GOES_ON]
-        return [name for name in ours if self.sent.get(name) != stamp(self.near / name)]
+    def list_changed(self) -> list[str]:
+        """Names of the files that differ from their last upload, sorted."""
+        paths = sorted(path for path in self.local_dir.rglob("*") if path.is_file())
+        names = [
+            str(path.relative_to(self.local_dir)) for path in paths if path.suffix not in (".new", ".draft")
+        ]
+        names = [name for name in names if not name.startswith("wandb/") or name in APPENDED_FILES]
+        return [name for name in names if self.uploaded.get(name) != change_stamp(self.local_dir / name)]
 
-    def upload(self, name: str) -> None:
-        before = stamp(self.near / name)
-        content = (self.near / name).read_bytes()
-        store.write(store.join(self.run, name), content)
-        self.sent[name], self.when[name] = before, time.monotonic() + len(content) / RATE
+    def _upload_file(self, name: str) -> None:
+        stamp = change_stamp(self.local_dir / name)  # before reading: a later change is then uploaded again
+        content = (self.local_dir / name).read_bytes()
+        files.write(files.join(self.run_dir, name), content)
+        self.uploaded[name] = stamp
+        self.next_upload[name] = time.monotonic() + len(content) / MAX_BYTES_PER_SECOND
 
 
-def stamp(path: Path) -> tuple[int, int]:
-    found = path.stat()
-    return found.st_size, found.st_mtime_ns
+def change_stamp(path: Path) -> tuple[int, int]:
+    """Size and modification time of a file: they differ after a change."""
+    stat = path.stat()
+    return stat.st_size, stat.st_mtime_ns
 
 
-def place(run: str, process: int) -> Path:
-    """The same for each life of a run on a machine, so that killed ones leave one folder and no more."""
+def local_dir_of(run_dir: str, process: int) -> Path:
+    """The local folder of a run in a bucket, for one process.
+
+    All attempts of a run on a machine use the same one, so that killed ones leave one folder, not many."""
     cache = Path(os.environ.get("HEADRACE_CACHE") or Path.home() / ".cache/headrace")
-    return cache / "runs" / f"{hashlib.sha256(run.encode()).hexdigest()[:16]}-{process}"
+    return cache / "runs" / f"{hashlib.sha256(run_dir.encode()).hexdigest()[:16]}-{process}"

@@ -1,1 +1,1 @@
-"""TPU slices by one command: rented, set up, trained on, taken again after a preemption, and given back."""
+"""Rent TPU slices, train on them, replace them after a preemption, and delete them at the end."""

@@ -1,5 +1,6 @@
-"""The seam to whoever rents out machines: what a slice looks like from outside, and what can be asked for.
-gcp.py is Google's; local.py is this machine, "a pod on your laptop"."""
+"""The interface to a cloud that rents out slices: `Slice`, `Cloud` and the errors of a request.
+
+gcp.py implements it for Google Cloud, local.py with processes of this machine."""
 
 import os
 import re
@@ -10,138 +11,157 @@ from typing import Protocol
 
 from headrace.errors import UserError
 from headrace.tpu.request import Request
-from headrace.tpu.workers import login
+from headrace.tpu.workers import login_name
 
-# Labels and metadata of everything that is rented from here, so that it is found again.
-LABEL = "headrace"
-SECONDS = "headrace-seconds"  # that a slice may live; the timer on it goes by this
-IDLE = "headrace-idle"  # and after its job has ended, if nobody gives it back; 0: no end by that
-OWNER = "headrace-owner"  # who asked for it
+# Labels and metadata of everything that Headrace rents.
+MANAGED_LABEL = "headrace"
+TIME_LIMIT_LABEL = "headrace-seconds"  # after its creation; the timer of the slice reads it
+IDLE_LIMIT_LABEL = "headrace-idle"  # seconds after the end of its job; 0: no such limit
+OWNER_LABEL = "headrace-owner"  # the user who requested it
 
 
-class State(Enum):
+class SliceState(Enum):
+    """The state of a slice, as far as the launcher has to distinguish it."""
+
     WAITING = "waiting"
     READY = "ready"
-    LOST = "lost"  # preempted or suspended: holds its name and quota, and must be deleted
+    LOST = "lost"  # preempted or suspended: keeps its name and quota until it is deleted
     FAILED = "failed"
-    STOPPED = "stopped"  # by hand: its machines and their disks can be started again
+    STOPPED = "stopped"  # by a user, who can start its machines again with their disks
     DELETING = "deleting"
 
 
 @dataclass(frozen=True)
-class Rented:
-    """A slice as the cloud sees it."""
+class Slice:
+    """A slice as the cloud describes it."""
 
     name: str
     zone: str
     accelerator: str
     terms: str
-    state: State
-    said: str  # the cloud's own words for the state
-    workers: tuple[str, ...] = ()  # addresses, in the order of their numbers
-    created: float = 0.0  # when machines were there, seconds since 1970; 0: not yet
-    births: frozenset[float] = frozenset()  # when each of its nodes was made
+    state: SliceState
+    status_text: str  # the cloud's own name of the state
+    workers: tuple[str, ...] = ()  # addresses, in order of worker number
+    created_at: float = 0.0  # of its machines, in seconds since 1970; 0: no machines yet
+    node_creation_times: frozenset[float] = frozenset()
     labels: Mapping[str, str] = field(default_factory=dict)
-    slices: int = 1  # that are joined to one
-    single: bool = False  # a node that belongs to no queued resource
-    disks: tuple[str, ...] = ()  # data disks, by name
+    slices: int = 1  # joined to one
+    is_standalone: bool = False  # a node that belongs to no queued resource
+    disks: tuple[str, ...] = ()  # names of its data disks
 
     @property
-    def ours(self) -> bool:
-        return LABEL in self.labels
+    def is_managed(self) -> bool:
+        """Whether Headrace made it."""
+        return MANAGED_LABEL in self.labels
 
     @property
-    def theirs(self) -> str:
-        """The user who made it by Headrace, if that is not who asks."""
-        return other(self.labels)
+    def other_owner(self) -> str:
+        """The user who made it with Headrace, unless that is the current user: then the empty string."""
+        return other_owner(self.labels)
 
     @property
-    def stays(self) -> bool:
-        """Whether it was asked for without a job whose end is its own."""
-        return self.labels.get(IDLE) == "0"
-
-    def replaces(self, other: "Rented") -> bool:
-        """Whether it is not that one, but another of its name that was asked for since. Nodes that are gone
-        do not make it another."""
-        new = self.births or self.state is State.WAITING
-        return bool(other.births and new and not self.births & other.births)
+    def is_own(self) -> bool:
+        """Whether the current user made it with Headrace."""
+        return self.is_managed and not self.other_owner
 
     @property
-    def seconds(self) -> float | None:
-        """How long it may live, by its label."""
-        text = self.labels.get(SECONDS, "")
+    def outlives_job(self) -> bool:
+        """Whether it was requested to stay after the end of its job."""
+        return self.labels.get(IDLE_LIMIT_LABEL) == "0"
+
+    def replaces(self, earlier: "Slice") -> bool:
+        """Whether this is another slice than `earlier`, requested later under the same name. A slice that has
+        only lost nodes is still the same."""
+        is_known = self.node_creation_times or self.state is SliceState.WAITING
+        return bool(
+            earlier.node_creation_times
+            and is_known
+            and not self.node_creation_times & earlier.node_creation_times
+        )
+
+    @property
+    def time_limit(self) -> float | None:
+        """Seconds after its creation at which it deletes itself, by its label; None without one."""
+        text = self.labels.get(TIME_LIMIT_LABEL, "")
         return float(text) if text.isdigit() else None
 
     @property
-    def idle(self) -> float | None:
-        """How long it may live after its job has ended; None: as long as else."""
-        text = self.labels.get(IDLE, "")
+    def idle_limit(self) -> float | None:
+        """Seconds after the end of its job at which it deletes itself, by its label; None without a limit."""
+        text = self.labels.get(IDLE_LIMIT_LABEL, "")
         return float(text) or None if text.isdigit() else None
 
 
-def user() -> str:
-    """Who asks, as a label can hold it: the name by which ssh goes to the machines, and by which folders
-    there are told apart; or HEADRACE_OWNER, where one person or team has several."""
-    name = os.environ.get("HEADRACE_OWNER") or login()
+def current_user_label() -> str:
+    """The current user as a value of `OWNER_LABEL`: HEADRACE_OWNER, which a team may share, or the login."""
+    name = os.environ.get("HEADRACE_OWNER") or login_name()
     return re.sub(r"[^a-z0-9_-]", "-", name.lower())[:63]
 
 
-def other(labels: Mapping[str, str]) -> str:
-    """The user who made what has these labels, if that is not who asks."""
-    owner = labels.get(OWNER, "")
-    return owner if owner and owner != user() else ""
+def other_owner(labels: Mapping[str, str]) -> str:
+    """The owner by these labels, or the empty string if there is none or it is the current user."""
+    owner = labels.get(OWNER_LABEL, "")
+    return owner if owner and owner != current_user_label() else ""
 
 
-class Refused(UserError):
-    """The cloud has none of these now, or lets us have no more: another zone or another time may do."""
+def limit_labels(time_limit: float, idle_limit: float | None) -> dict[str, str]:
+    """The labels that store the limits of a slice."""
+    return {TIME_LIMIT_LABEL: str(int(time_limit)), IDLE_LIMIT_LABEL: str(int(idle_limit or 0))}
 
-    code = 1
 
-    def __init__(self, message: str, *, quota: bool) -> None:
+class CloudRefused(UserError):
+    """The cloud has no such slice now, or the quota is used up. Another zone or time may help."""
+
+    exit_code = 1
+
+    def __init__(self, message: str, *, is_quota: bool) -> None:
         super().__init__(message)
-        self.quota = quota
+        self.is_quota = is_quota
 
 
-class Silent(UserError):
-    """The cloud does not answer. Nothing is known, and nothing should be concluded."""
+class CloudUnreachable(UserError):
+    """The cloud did not answer, so nothing is known about the slice."""
 
-    code = 1
+    exit_code = 1
 
 
-class LoggedOut(Silent):
-    """It would answer, but not to us: the login has run out. Who logs in again goes on."""
+class CredentialsExpired(CloudUnreachable):
+    """The login has expired. Waiting helps if the user logs in again."""
 
-    code = 2
+    exit_code = 2
 
 
 class Cloud(Protocol):
+    """A provider of slices. Every method may raise CloudUnreachable, CloudRefused or another UserError."""
+
     name: str
-    scope: str  # within which the name of a slice means one: a project, or this machine
+    scope: str  # in which names of slices are unique: a project, or this machine
 
-    def find(self, name: str, zone: str = "") -> Rented | None:
-        """The slice of that name, in whatever zone, or in that one alone."""
+    def find(self, name: str, zone: str = "") -> Slice | None:
+        """Look up a slice by name, in all zones or in one."""
         ...
 
-    def survey(self) -> tuple[list[Rented], dict[str, str]]:
-        """All slices, and why those of some zones are not known."""
+    def list_slices(self) -> tuple[list[Slice], dict[str, str]]:
+        """List all slices. The second value names the zones that did not answer, each with the reason."""
         ...
 
-    def create(self, request: Request, zone: str, seconds: float, idle: float | None) -> None:
-        """Asks for it, and does not wait. Raises Refused."""
+    def create(self, request: Request, zone: str, time_limit: float, idle_limit: float | None) -> None:
+        """Request a slice, without waiting for it, with its timer. Raises CloudRefused."""
         ...
 
-    def extend(self, rented: Rented, seconds: float, idle: float | None) -> None:
-        """Lets it live that long in all, and so long without a job."""
+    def set_timer(self, slice_: Slice, time_limit: float, idle_limit: float | None) -> None:
+        """Set the seconds after its creation, and after the end of its job, at which it deletes itself."""
         ...
 
-    def delete(self, rented: Rented) -> None:
-        """Asks for its end, and does not wait. What is gone already is no error."""
+    def delete(self, slice_: Slice) -> None:
+        """Request the deletion of a slice, without waiting for it. Does nothing if it is gone already."""
         ...
 
 
-def by_hand(cloud: Cloud, found: Rented) -> str:
-    """The command that deletes it, from wherever it is typed."""
-    local = cloud.name == "local"
-    words = " --platform local" if local else f" --project {cloud.scope} --zone {found.zone}"
-    force = "" if found.ours and not found.theirs else " --force"
-    return f"headrace tpu delete {found.name}{words}{force}"
+def delete_command(cloud: Cloud, slice_: Slice) -> str:
+    """The `headrace tpu delete` command for this slice, complete for any directory and machine."""
+    location = (
+        " --platform local" if cloud.name == "local" else f" --project {cloud.scope} --zone {slice_.zone}"
+    )
+    force = "" if slice_.is_own else " --force"
+    return f"headrace tpu delete {slice_.name}{location}{force}"

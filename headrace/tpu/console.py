@@ -1,5 +1,4 @@
-"""What the launcher says while it works, and what it hears meanwhile: Ctrl-C, SIGTERM, and that nobody reads
-it any more."""
+"""The launcher's terminal: log lines, a status line, and the signals that ask it to stop."""
 
 import contextlib
 import errno
@@ -8,74 +7,83 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from types import FrameType
 
 
-class Voice:
+class Console:
+    """Output of one command, and what signals mean to it at the moment."""
+
     def __init__(self) -> None:
-        self.asked = 0  # how often it was asked to end
-        self.gentle = False  # whether that is a wish that somebody looks at, and not an end at once
-        self.alone = True  # whether what is at work goes on without us, when the terminal is closed
-        self.shown = ""
+        self.stop_requests = 0  # signals received
+        self.finish_gracefully = False  # a signal is counted for the main loop, not raised at once
+        self.detach_on_hangup = True  # when the terminal is closed, end at once and leave the job running
+        self.last_status = ""
 
-    def put(self, line: str) -> None:
-        self.show("")
-        self.print(line)
+    def print_line(self, line: str) -> None:
+        """Print a line in place of the status."""
+        self.show_status("")
+        self.write(line)
 
-    def print(self, words: str, end: str = "\n") -> None:
-        """Where nobody listens any more (`| head`), it ends as by Ctrl-C: saved, and given back. A file that
-        has no room for it is none who listened."""
+    def write(self, text: str, end: str = "\n") -> None:
+        """Print text. A closed pipe, as with `| head`, counts as a signal to stop: training saves and the
+        slice is deleted. A full disk does not."""
         try:
-            print(words, end=end, flush=True)
-        except OSError as why:
-            if why.errno in (errno.ENOSPC, errno.EDQUOT):
+            print(text, end=end, flush=True)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 return
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            self.ask(signal.SIGPIPE, None)
+            self.handle_signal(signal.SIGPIPE, None)
 
-    def say(self, words: str) -> None:
-        self.put(f"{time.strftime('%H:%M:%S')} {words}")
+    def log(self, message: str) -> None:
+        """Print a message after the time of day."""
+        self.print_line(f"{time.strftime('%H:%M:%S')} {message}")
 
-    def show(self, words: str, more: str = "") -> None:
-        """What is waited for: in place on a terminal, else a line whenever it changes."""
+    def show_status(self, status: str, detail: str = "") -> None:
+        """Show what the launcher waits for: in place on a terminal, otherwise as a line when `status`
+        changes. `detail`, such as a duration, is shown only in place. An empty status clears it."""
         if sys.stdout.isatty():
-            self.print(f"\r\x1b[K{words}{more}", end="" if words else "\r")
-        elif words and words != self.shown:
-            self.print(f"{time.strftime('%H:%M:%S')} {words}")
-        self.shown = words or self.shown
+            self.write(f"\r\x1b[K{status}{detail}", end="" if status else "\r")
+        elif status and status != self.last_status:
+            self.write(f"{time.strftime('%H:%M:%S')} {status}")
+        self.last_status = status or self.last_status
 
     @contextlib.contextmanager
-    def signals(self) -> Iterator[None]:
+    def signal_handlers(self) -> Iterator[None]:
+        """Handle SIGINT, SIGTERM and SIGHUP inside this context. Under `nohup` SIGHUP stays ignored."""
         numbers = [signal.SIGINT, signal.SIGTERM]
-        if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # and not `nohup`
+        if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
             numbers.append(signal.SIGHUP)
-        before = {number: signal.signal(number, self.ask) for number in numbers}
+        previous = {number: signal.signal(number, self.handle_signal) for number in numbers}
         try:
             yield
         finally:
-            for number, handler in before.items():
+            for number, handler in previous.items():
                 signal.signal(number, handler)
 
-    def ask(self, number: int, frame: Any) -> None:
-        """While it trains, a wish that the loop sees; before that, an end; while it deletes, nothing. A
-        terminal that is closed ends who waits in the queue, and leaves a slice with its job alone, unless
-        that was to end already."""
-        if number == signal.SIGHUP and self.alone:
+    def handle_signal(self, number: int, frame: FrameType | None) -> None:
+        """Count a signal; raise KeyboardInterrupt unless `finish_gracefully` is set.
+
+        A closed terminal (SIGHUP) ends this process at once while `detach_on_hangup` is set: the job
+        continues on the slice. While it already stops gracefully, only SIGINT and SIGTERM count again."""
+        if number == signal.SIGHUP and self.detach_on_hangup:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-        if self.asked and self.gentle and number not in (signal.SIGINT, signal.SIGTERM):
-            return  # it ends already, and nobody is in a hurry because no terminal is there
-        self.asked += 1
-        self.alone = False
-        if not self.gentle:
+        if self.stop_requests and self.finish_gracefully and number not in (signal.SIGINT, signal.SIGTERM):
+            return
+        self.stop_requests += 1
+        self.detach_on_hangup = False
+        if not self.finish_gracefully:
             raise KeyboardInterrupt
-        whisper(complain, f"\nheadrace: {signal.Signals(number).name} heard; please wait")
+        print_quietly(print_error, f"\nheadrace: received {signal.Signals(number).name}; please wait")
 
 
-def whisper(say: Callable[[str], None], words: str) -> None:
-    with contextlib.suppress(OSError, ValueError):  # a pipe that is closed at its other end, or here
-        say(words)
+def print_quietly(print_function: Callable[[str], None], text: str) -> None:
+    """Print, and ignore that the output is closed."""
+    with contextlib.suppress(OSError, ValueError):  # closed at the other end, or here
+        print_function(text)
 
 
-def complain(words: str) -> None:
-    print(words, file=sys.stderr, flush=True)
+def print_error(text: str) -> None:
+    """Print a line to standard error."""
+    print(text, file=sys.stderr, flush=True)

@@ -1,51 +1,49 @@
-"""Google's TPUs, through the client that Google makes: queued resources for everything, since they alone can
-be spot, on demand, reserved and joined, and wait where there is none."""
+"""Google's TPUs, through Google's client library.
+
+Everything is requested as a queued resource: only these can be spot, on demand, reserved or joined, and wait
+until there are TPUs. The API lists requests (queued resources) and machines (nodes) separately."""
 
 import contextlib
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from headrace.errors import UserError
-from headrace.tpu import google_auth as google
-from headrace.tpu.cloud import IDLE, LABEL, OWNER, SECONDS, LoggedOut, Refused, Rented, Silent, State, user
+from headrace.tpu import google_auth
+from headrace.tpu.cloud import (
+    MANAGED_LABEL,
+    OWNER_LABEL,
+    CloudRefused,
+    CloudUnreachable,
+    CredentialsExpired,
+    Slice,
+    current_user_label,
+    limit_labels,
+)
+from headrace.tpu.gcp_slices import is_same_resource, node_to_slice, to_slice
 from headrace.tpu.request import Request
 
-TIMER = Path(__file__).with_name("timer.py")
-UPDATE = 300.0  # seconds that a change of a node may take
-VALID = 86400  # seconds that a request may wait: one that nobody remembers comes to nothing
+if TYPE_CHECKING:
+    from google.cloud.tpu_v2 import Node
 
-STATES = {
-    "CREATING": State.WAITING,
-    "ACCEPTED": State.WAITING,
-    "WAITING_FOR_RESOURCES": State.WAITING,
-    "PROVISIONING": State.WAITING,
-    "ACTIVE": State.READY,
-    "SUSPENDING": State.LOST,
-    "SUSPENDED": State.LOST,
-    "FAILED": State.FAILED,
-    "DELETING": State.DELETING,
-}
-# Of a machine; what is not here comes by itself (CREATING, STARTING, REPAIRING, RESTARTING, ...) or becomes
-# one of them (STOPPING).
-NODE_STATES = {
-    "READY": State.READY,
-    "PREEMPTED": State.LOST,
-    "TERMINATED": State.LOST,
-    "STOPPED": State.STOPPED,
-    "DELETING": State.DELETING,
-}
+TIMER_SCRIPT = Path(__file__).with_name("timer.py")
+UPDATE_TIMEOUT = 300.0  # seconds for a change of a node to be done
+REQUEST_VALIDITY = 86400  # seconds after which Google drops a request that still waits
 
 
 class Gcp:
-    """One project, and the zones that are looked into: all of them, if none is named."""
+    """The `Cloud` of one Google Cloud project, restricted to some zones if they are given."""
 
     name = "gcp"
 
-    def __init__(self, project: str, zones: tuple[str, ...] = (), patience: float = google.PATIENCE) -> None:
-        google.credentials(google.address("TPU", google.TPU))  # says what to install, or to log in
+    def __init__(
+        self, project: str, zones: tuple[str, ...] = (), retry_seconds: float = google_auth.RETRY_SECONDS
+    ) -> None:
+        # First, since its error says what to install or how to log in.
+        google_auth.load_credentials(google_auth.api_url("TPU", google_auth.TPU))
         from google.api_core import exceptions
         from google.api_core.retry import Retry, if_exception_type
         from google.auth.exceptions import GoogleAuthError, TransportError
@@ -53,9 +51,9 @@ class Gcp:
         from google.protobuf.json_format import ParseError
         from requests.exceptions import ConnectionError, RequestException, Timeout
 
-        self.api: Any = tpu_v2
-        self.errors: Any = exceptions
-        self.broken = (
+        self.api: ModuleType = tpu_v2
+        self.errors: ModuleType = exceptions
+        self.outage_errors = (
             exceptions.InternalServerError,
             exceptions.BadGateway,
             exceptions.ServiceUnavailable,
@@ -64,295 +62,252 @@ class Gcp:
             ConnectionError,
             Timeout,
         )
-        self.unknown = GoogleAuthError
-        self.garbled = (ValueError, ParseError, RequestException)
-        # The client repeats nothing by itself, not even after a 503.
-        again = Retry(if_exception_type(*self.broken), initial=0.5, maximum=20, timeout=patience)
-        self.how: dict[str, Any] = dict(retry=again, timeout=60)
+        self.auth_error = GoogleAuthError
+        self.malformed_errors = (ValueError, ParseError, RequestException)
+        # The client retries nothing by default, not even a 503.
+        retry = Retry(if_exception_type(*self.outage_errors), initial=0.5, maximum=20, timeout=retry_seconds)
+        self.call_options: dict[str, Any] = dict(retry=retry, timeout=60)
         self.project, self.scope, self.zones = project, project, zones
-        self.without: set[tuple[str, str]] = set()  # zones that had none of a name when they last answered
-        self.last: dict[str, str] = {}  # where one of a name was seen last
+        self.last_zone: dict[str, str] = {}  # where a slice of this name was last found
+        self.searched: set[tuple[str, str]] = set()  # (zone, name) that had none at its last answer
         self.log_in()
 
     def log_in(self) -> None:
-        """With what is on disk now: who has logged in again meanwhile has other credentials there."""
-        url = google.address("TPU", google.TPU)
-        credentials, _ = google.credentials(url)
+        """Open the client with the credentials that are on disk now: the user may have logged in again."""
+        url = google_auth.api_url("TPU", google_auth.TPU)
+        credentials, _ = google_auth.load_credentials(url)
         self.client = self.api.TpuClient(
             transport="rest", credentials=credentials, client_options={"api_endpoint": url}
         )
 
-    def find(self, name: str, zone: str = "") -> Rented | None:
-        """A zone that does not answer hides nothing of the others, nor of itself if it had none when it last
-        answered and was asked for none since. Where only one zone matters, it is asked alone."""
+    def find(self, name: str, zone: str = "") -> Slice | None:
+        """Look up a slice by name. Raises CloudUnreachable if it may be in a zone that does not answer.
+
+        A zone that had none of this name when it last answered, and was sent no request since, is assumed to
+        still have none. With `zone` only that zone is searched."""
         if not zone and not self.zones:
-            every, silent = self.survey()
-            found = next((one for one in every if one.name == name), None)
-            if found is None and silent:
-                raise silent_zones(silent)
-            return found
-        answered, doubtful = False, None
-        for where in (zone,) if zone else sorted(self.zones, key=lambda one: one != self.last.get(name)):
+            slices, unreachable = self.list_slices()
+            match = next((slice_ for slice_ in slices if slice_.name == name), None)
+            if match is None and unreachable:
+                raise unreachable_error(unreachable)
+            return match
+        has_answer, last_error = False, None
+        for candidate in (zone,) if zone else self.zones_to_search(name):
             try:
-                found = next((one for one in self.within(where) if one.name == name), None)
-            except LoggedOut:
+                slices = self.list_slices_in_zone(candidate)
+            except CredentialsExpired:
                 raise
-            except (Silent, Refused) as why:
-                doubtful = why if zone or (where, name) not in self.without else doubtful
+            except (CloudUnreachable, CloudRefused) as error:
+                if zone or (candidate, name) not in self.searched:
+                    last_error = error
                 continue
-            answered = True
-            if found is not None:
-                self.last[name] = where
-                self.without.discard((where, name))
-                return found
-            self.without.add((where, name))
-        if doubtful is None and not answered:
-            raise Silent(f"Google Cloud: {', '.join(self.zones)}: no answer")
-        if doubtful is not None:
-            raise doubtful
+            has_answer = True
+            for slice_ in slices:
+                if slice_.name == name:
+                    self.last_zone[name] = candidate
+                    self.searched.discard((candidate, name))
+                    return slice_
+            self.searched.add((candidate, name))
+        if last_error is not None:
+            raise last_error
+        if not has_answer:
+            raise CloudUnreachable(f"Google Cloud: {', '.join(self.zones)}: no answer")
         return None
 
-    def survey(self) -> tuple[list[Rented], dict[str, str]]:
-        """What there is, and the zones that do not answer, with what they say instead."""
+    def zones_to_search(self, name: str) -> list[str]:
+        """The zones to search, the one where the slice was last found first."""
+        return sorted(self.zones, key=lambda zone: zone != self.last_zone.get(name))
+
+    def list_slices(self) -> tuple[list[Slice], dict[str, str]]:
+        """List the slices of all zones. The second value names the zones that did not answer, with the
+        reason."""
         if self.zones:
-            return self.each(self.zones)
+            return self.list_slices_in_zones(self.zones)
         try:
-            return self.listed("-")
-        except (Silent, Refused):
+            return self.list_slices_in_location("-")
+        except (CloudUnreachable, CloudRefused):
             raise
-        except UserError:  # the documentation has this wildcard for nodes alone
-            with self.asking():
-                wanted = dict(name=f"projects/{self.project}")
-                answer = self.client.list_locations(request=wanted, **self.how)
-            return self.each([place.location_id for place in answer.locations])
+        except UserError:  # Google documents this wildcard for nodes only
+            with self.translate_errors():
+                request = dict(name=f"projects/{self.project}")
+                answer = self.client.list_locations(request=request, **self.call_options)
+            return self.list_slices_in_zones([location.location_id for location in answer.locations])
 
-    def each(self, zones: Sequence[str]) -> tuple[list[Rented], dict[str, str]]:
-        silent = {}
+    def list_slices_in_zones(self, zones: Sequence[str]) -> tuple[list[Slice], dict[str, str]]:
+        """List the slices of some zones in parallel, see `list_slices`."""
+        unreachable = {}
 
-        def one(zone: str) -> list[Rented]:
+        def list_or_note(zone: str) -> list[Slice]:
             try:
-                return self.within(zone)
-            except LoggedOut:
+                return self.list_slices_in_zone(zone)
+            except CredentialsExpired:
                 raise
-            except (Silent, Refused) as why:
-                silent[zone] = str(why)
+            except (CloudUnreachable, CloudRefused) as error:
+                unreachable[zone] = str(error)
                 return []
 
         with ThreadPoolExecutor(8) as pool:
-            found = list(itertools.chain.from_iterable(pool.map(one, zones)))
-        return found, silent
+            slices = list(itertools.chain.from_iterable(pool.map(list_or_note, zones)))
+        return slices, unreachable
 
-    def within(self, zone: str) -> list[Rented]:
-        """All of one zone, or an exception."""
-        found, silent = self.listed(zone)
-        if silent:
-            raise silent_zones(silent)
-        return found
+    def list_slices_in_zone(self, zone: str) -> list[Slice]:
+        """List the slices of one zone. Raises CloudUnreachable if the list may be incomplete."""
+        slices, unreachable = self.list_slices_in_location(zone)
+        if unreachable:
+            raise unreachable_error(unreachable)
+        return slices
 
-    def listed(self, zone: str) -> tuple[list[Rented], dict[str, str]]:
-        """Google leaves out what it does not reach, and says so beside the list alone."""
+    def list_slices_in_location(self, location: str) -> tuple[list[Slice], dict[str, str]]:
+        """List the slices of a zone, or of all with `-`. Google omits what it cannot reach, and names those
+        zones in a separate field only."""
+        parent = f"projects/{self.project}/locations/{location}"
+        with self.translate_errors():
+            answer = self.client.list_queued_resources(parent=parent, **self.call_options)
+            queued, zones = read_pages(answer, "queued_resources")
+            nodes, more_zones = self.list_nodes(parent)
+        unreachable = {zone: "Google does not reach it" for zone in sorted(zones | more_zones)}
+        slices = [to_slice(request, nodes) for request in queued]
+        slices += [node_to_slice(node) for node in nodes if not node.queued_resource]
+        return [slice_ for slice_ in slices if slice_.zone not in unreachable], unreachable
+
+    def list_nodes(self, parent: str) -> "tuple[list[Node], set[str]]":
+        """List the nodes of a location, and the zones that are missing from the list."""
+        return read_pages(self.client.list_nodes(parent=parent, **self.call_options), "nodes")
+
+    def create(self, request: Request, zone: str, time_limit: float, idle_limit: float | None) -> None:
+        """Request a slice with its timer. Does nothing if an earlier call, whose answer was lost, did so."""
         parent = f"projects/{self.project}/locations/{zone}"
-        with self.asking():
-            queued, lost = whole(
-                self.client.list_queued_resources(parent=parent, **self.how), "queued_resources"
-            )
-            nodes, lost_too = whole(self.client.list_nodes(parent=parent, **self.how), "nodes")
-        silent = {zone: "Google does not reach it" for zone in sorted(lost | lost_too)}
-        found = [self.queued(one, {node.name: node for node in nodes}) for one in queued]
-        found += [self.node(node) for node in nodes if not node.queued_resource]
-        return [one for one in found if one.zone not in silent], silent
-
-    def queued(self, one: Any, nodes: dict[str, Any]) -> Rented:
-        said = one.state.state.name
-        spec = one.tpu.node_spec[0]
-        own = [node for node in nodes.values() if same(node.queued_resource, one.name)]
-        own.sort(key=lambda node: (len(node.name), node.name))  # -2 before -10
-        state = STATES.get(said, State.WAITING)
-        expected = spec.multislice_params.node_count or 1
-        if state is State.READY:
-            for node in own:
-                if node.state.name != "READY":
-                    state, said = NODE_STATES.get(node.state.name, State.WAITING), node.state.name
-                    break
-            if len(own) < expected:
-                state, said = State.LOST, f"ACTIVE, but {expected - len(own)} of {expected} nodes are gone"
-        if state is State.FAILED and one.state.failed_data.error.message:
-            said = f"FAILED: {one.state.failed_data.error.message}"
-        return Rented(
-            name=one.name.rpartition("/")[2],
-            zone=one.name.split("/")[3],
-            accelerator=spec.node.accelerator_type,
-            terms="spot" if "spot" in one else "reserved" if one.reservation_name else "on-demand",
-            state=state,
-            said=said,
-            workers=tuple(itertools.chain.from_iterable(map(addresses, own))),
-            created=min(births(own), default=0.0),
-            births=births(own),
-            labels=dict(own[0].labels if own else spec.node.labels),
-            slices=expected,
-            disks=disks(own[0] if own else spec.node),
-        )
-
-    def node(self, node: Any) -> Rented:
-        said = node.state.name
-        return Rented(
-            name=node.name.rpartition("/")[2],
-            zone=node.name.split("/")[3],
-            accelerator=node.accelerator_type,
-            terms=terms(node.scheduling_config),
-            state=NODE_STATES.get(said, State.WAITING),
-            said=said,
-            workers=tuple(addresses(node)),
-            created=min(births([node]), default=0.0),
-            births=births([node]),
-            labels=dict(node.labels),
-            single=True,
-            disks=disks(node),
-        )
-
-    def create(self, request: Request, zone: str, seconds: float, idle: float | None) -> None:
-        parent = f"projects/{self.project}/locations/{zone}"
-        spec: dict[str, Any] = dict(parent=parent, node=self.described(request, zone, seconds, idle))
+        node = self.describe_node(request, zone, time_limit, idle_limit)
+        spec: dict[str, Any] = dict(parent=parent, node=node)
         if request.slice.slices > 1:
             spec["multislice_params"] = dict(node_count=request.slice.slices, node_id_prefix=request.name)
         else:
             spec["node_id"] = request.name
-        body: dict[str, Any] = dict(tpu=dict(node_spec=[spec]))
+        resource: dict[str, Any] = dict(tpu=dict(node_spec=[spec]))
         if request.terms == "spot":
-            body["spot"] = {}
+            resource["spot"] = {}
         elif request.terms == "reserved":
-            body["reservation_name"] = f"{parent}/reservations/-"
+            resource["reservation_name"] = f"{parent}/reservations/-"
         else:
-            body["guaranteed"] = {}
-        body["queueing_policy"] = dict(valid_until_duration=f"{VALID}s")
-        wanted = dict(parent=parent, queued_resource_id=request.name, queued_resource=body)
-        self.without.discard((zone, request.name))
-        with self.asking(), contextlib.suppress(self.errors.Conflict):  # asked before, and not heard
-            self.client.create_queued_resource(request=wanted, **self.how)
+            resource["guaranteed"] = {}
+        resource["queueing_policy"] = dict(valid_until_duration=f"{REQUEST_VALIDITY}s")
+        call = dict(parent=parent, queued_resource_id=request.name, queued_resource=resource)
+        self.searched.discard((zone, request.name))
+        with self.translate_errors(), contextlib.suppress(self.errors.Conflict):
+            self.client.create_queued_resource(request=call, **self.call_options)
 
-    def described(self, request: Request, zone: str, seconds: float, idle: float | None) -> dict[str, Any]:
-        """A node, with the timer that ends it: started by the machine itself, whatever becomes of us."""
-        network = dict(network="default", enable_external_ips=not request.internal)
+    def describe_node(
+        self, request: Request, zone: str, time_limit: float, idle_limit: float | None
+    ) -> dict[str, Any]:
+        """The description of a node. Its startup script is the timer, so that the machines start it by
+        themselves, whatever becomes of the launcher."""
         node: dict[str, Any] = dict(
             accelerator_type=request.accelerator,
             runtime_version=request.image,
-            labels=labels(seconds, idle),
-            metadata=metadata(self.project, request, zone, seconds, idle),
-            network_config=network,
-            service_account=dict(scope=[google.SCOPE]),
+            labels=make_labels(time_limit, idle_limit),
+            metadata=make_metadata(self.project, request, zone, time_limit, idle_limit),
+            network_config=dict(network="default", enable_external_ips=not request.internal_ips),
+            service_account=dict(scope=[google_auth.SCOPE]),
         )
         if request.disks:
-            read = self.api.AttachedDisk.DiskMode.READ_ONLY
+            mode = self.api.AttachedDisk.DiskMode.READ_ONLY
             node["data_disks"] = [
-                dict(source_disk=disk_source(self.project, zone, disk), mode=read) for disk in request.disks
+                dict(source_disk=disk_path(self.project, zone, disk), mode=mode) for disk in request.disks
             ]
         return node
 
-    def extend(self, rented: Rented, seconds: float, idle: float | None) -> None:
-        """Written where the timer reads it, and into the label that shows it. That it was accepted does not
-        mean that it is done."""
-        for node in self.nodes(rented):
-            node.labels[SECONDS] = node.metadata[SECONDS] = str(int(seconds))
-            node.labels[IDLE] = node.metadata[IDLE] = str(int(idle or 0))
-            self.update(node, "labels", "metadata")
+    def set_timer(self, slice_: Slice, time_limit: float, idle_limit: float | None) -> None:
+        """Set the limits of a slice: in the metadata, which the timer reads, and in the labels. Waits until
+        the change is done, since Google may accept it and then fail."""
+        limits = limit_labels(time_limit, idle_limit)
+        for node in self.nodes_of(slice_):
+            for key, value in limits.items():
+                node.labels[key] = node.metadata[key] = value
+            self.update_node(node, "labels", "metadata")
 
-    def update(self, node: Any, *fields: str) -> None:
-        with self.asking():
-            wanted = dict(node=node, update_mask={"paths": list(fields)})
-            self.client.update_node(request=wanted, **self.how).result(timeout=UPDATE)
+    def update_node(self, node: "Node", *fields: str) -> None:
+        """Store changed fields of a node, and wait until that is done."""
+        with self.translate_errors():
+            call = dict(node=node, update_mask={"paths": list(fields)})
+            self.client.update_node(request=call, **self.call_options).result(timeout=UPDATE_TIMEOUT)
 
-    def nodes(self, rented: Rented) -> list[Any]:
-        parent = f"projects/{self.project}/locations/{rented.zone}"
-        with self.asking():
-            nodes, silent = whole(self.client.list_nodes(parent=parent, **self.how), "nodes")
-        if silent:
-            raise silent_zones(silent)
-        asked, alone = f"{parent}/queuedResources/{rented.name}", f"{parent}/nodes/{rented.name}"
-        return [node for node in nodes if same(node.queued_resource, asked) or same(node.name, alone)]
+    def nodes_of(self, slice_: Slice) -> "list[Node]":
+        """The nodes of a slice."""
+        parent = f"projects/{self.project}/locations/{slice_.zone}"
+        with self.translate_errors():
+            nodes, unreachable = self.list_nodes(parent)
+        if unreachable:
+            raise unreachable_error(unreachable)
+        request, standalone = f"{parent}/queuedResources/{slice_.name}", f"{parent}/nodes/{slice_.name}"
+        return [
+            node
+            for node in nodes
+            if is_same_resource(node.queued_resource, request) or is_same_resource(node.name, standalone)
+        ]
 
-    def delete(self, rented: Rented) -> None:
-        parent = f"projects/{self.project}/locations/{rented.zone}"
-        with self.asking(), contextlib.suppress(self.errors.NotFound):
-            if rented.single:
-                self.client.delete_node(name=f"{parent}/nodes/{rented.name}", **self.how)
+    def delete(self, slice_: Slice) -> None:
+        """Request the deletion of a slice."""
+        parent = f"projects/{self.project}/locations/{slice_.zone}"
+        with self.translate_errors(), contextlib.suppress(self.errors.NotFound):
+            if slice_.is_standalone:
+                self.client.delete_node(name=f"{parent}/nodes/{slice_.name}", **self.call_options)
                 return
-            wanted = dict(name=f"{parent}/queuedResources/{rented.name}", force=True)
-            self.client.delete_queued_resource(request=wanted, **self.how)
+            call = dict(name=f"{parent}/queuedResources/{slice_.name}", force=True)
+            self.client.delete_queued_resource(request=call, **self.call_options)
 
     @contextlib.contextmanager
-    def asking(self) -> Iterator[None]:
-        """Tells the kinds of bad answers apart: try elsewhere, try later, log in, put it right."""
+    def translate_errors(self) -> Iterator[None]:
+        """Context manager: turn Google's errors into those of `Cloud`, by what helps: another zone
+        (CloudRefused), another time (CloudUnreachable), a login (CredentialsExpired), or the user
+        (UserError)."""
         try:
             yield
         except self.errors.TooManyRequests as error:
-            raise Refused(error.message, quota="quota" in error.message.lower()) from None
-        except (*self.broken, self.errors.RetryError, TimeoutError) as error:
-            raise Silent(" ".join(str(error).split())[:300]) from None
-        except self.unknown as error:  # it was known when we began, and can be again
+            raise CloudRefused(error.message, is_quota="quota" in error.message.lower()) from None
+        except (*self.outage_errors, self.errors.RetryError, TimeoutError) as error:
+            raise CloudUnreachable(" ".join(str(error).split())[:300]) from None
+        except self.auth_error as error:
             with contextlib.suppress(UserError):
                 self.log_in()
-            raise LoggedOut(google.logged_out(error)) from None
+            raise CredentialsExpired(google_auth.format_login_error(error)) from None
         except self.errors.GoogleAPICallError as error:
-            if "recondition" in f"{error.message} {getattr(error, 'reason', '')}":  # busy with something else
-                raise Silent(error.message) from None
+            details = f"{error.message} {getattr(error, 'reason', '')}"
+            if "recondition" in details:  # "Failed precondition": the resource is busy
+                raise CloudUnreachable(error.message) from None
             raise UserError(f"Google Cloud: {error.message}") from None
-        except self.garbled as error:  # what a proxy says in place of an answer
-            raise Silent(f"Google Cloud: found {' '.join(str(error).split())[:200]}") from None
+        except self.malformed_errors as error:  # for example the error page of a proxy
+            raise CloudUnreachable(f"Google Cloud: found {' '.join(str(error).split())[:200]}") from None
 
 
-def whole(pager: Any, field: str) -> tuple[list[Any], set[str]]:
-    """What all pages of a list have, and the zones that it lacks."""
-    found, lacking = [], set()
-    for page in pager.pages:
-        found += getattr(page, field)
-        lacking |= {place.rpartition("/")[2] for place in page.unreachable}
-    return found, lacking
+def read_pages(pager: Any, field: str) -> tuple[list[Any], set[str]]:
+    """Collect the items of a list over its pages, and the zones that Google could not reach for it."""
+    pages = list(pager.pages)
+    items = [item for page in pages for item in getattr(page, field)]
+    return items, {name.rpartition("/")[2] for page in pages for name in page.unreachable}
 
 
-def silent_zones(zones: Iterable[str]) -> Silent:
-    return Silent(f"Google Cloud does not reach {', '.join(zones)}: what is there is not known")
+def unreachable_error(zones: Iterable[str]) -> CloudUnreachable:
+    """The error for zones that Google does not reach."""
+    return CloudUnreachable(f"Google Cloud does not reach {', '.join(zones)}: its slices are unknown")
 
 
-def terms(scheduling: Any) -> str:
-    """Of a node that belongs to no queued resource."""
-    if scheduling.spot or scheduling.preemptible:
-        return "spot"
-    return "reserved" if scheduling.reserved else "on-demand"
+def make_labels(time_limit: float, idle_limit: float | None) -> dict[str, str]:
+    """The labels of a slice that Headrace requests."""
+    return {MANAGED_LABEL: "yes", OWNER_LABEL: current_user_label()} | limit_labels(time_limit, idle_limit)
 
 
-def same(one: str, other: str) -> bool:
-    """Whether two names mean one thing. Google calls a project by its name here and by its number there."""
-    return bool(one) and one.split("/")[-4:] == other.split("/")[-4:]
-
-
-def disks(node: Any) -> tuple[str, ...]:
-    return tuple(disk.source_disk.rpartition("/")[2] for disk in node.data_disks)
-
-
-def addresses(node: Any) -> list[str]:
-    return [end.access_config.external_ip or end.ip_address for end in node.network_endpoints]
-
-
-def births(nodes: Iterable[Any]) -> frozenset[float]:
-    return frozenset(node.create_time.timestamp() for node in nodes if node.create_time)
-
-
-def labels(seconds: float, idle: float | None) -> dict[str, str]:
-    return {LABEL: "yes", OWNER: user(), SECONDS: str(int(seconds)), IDLE: str(int(idle or 0))}
-
-
-def metadata(project: str, request: Request, zone: str, seconds: float, idle: float | None) -> dict[str, str]:
-    """What the machines can read of themselves; nothing in it is secret."""
-    found = {
-        "startup-script": TIMER.read_text(),
-        "headrace-resource": f"projects/{project}/locations/{zone}/queuedResources/{request.name}",
-        SECONDS: str(int(seconds)),
-        IDLE: str(int(idle or 0)),
-    }
+def make_metadata(
+    project: str, request: Request, zone: str, time_limit: float, idle_limit: float | None
+) -> dict[str, str]:
+    """The metadata of a slice, which its machines can read. Nothing in it is secret."""
+    resource = f"projects/{project}/locations/{zone}/queuedResources/{request.name}"
+    metadata = {"startup-script": TIMER_SCRIPT.read_text(), "headrace-resource": resource}
+    metadata |= limit_labels(time_limit, idle_limit)
     if request.public_key:
-        found["ssh-keys"] = request.public_key
-    return found
+        metadata["ssh-keys"] = request.public_key
+    return metadata
 
 
-def disk_source(project: str, zone: str, disk: str) -> str:
+def disk_path(project: str, zone: str, disk: str) -> str:
+    """The full name of a data disk."""
     return f"projects/{project}/zones/{zone}/disks/{disk}"

@@ -1,129 +1,146 @@
-"""What this machine remembers of a job: the hours it had, its logs, and whether somebody watches it."""
+"""The records of this machine about a job: the hours it used, its logs, and whether a launcher watches it."""
 
 import contextlib
 import fcntl
 import json
 import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TypedDict
 
 from headrace.errors import UserError
-from headrace.tpu.console import complain, whisper
+from headrace.tpu import clock
+from headrace.tpu.console import print_error, print_quietly
+
+LOCK_TIMEOUT = 2.0  # seconds; `is_watched` in another process takes the lock for a moment
 
 
-def home() -> Path:
+class AttemptRecord(TypedDict, total=False):
+    """One attempt of a job. Times are in seconds since 1970."""
+
+    zone: str
+    created: float  # when the hours began to count
+    seen: float  # when the slice was last known to exist, or when it ended
+    open: bool  # it is not known to be gone
+    until: float  # when its timer deletes it
+
+
+def state_dir() -> Path:
+    """The folder of everything that the launcher stores on this machine."""
     return Path(os.environ.get("HEADRACE_HOME") or Path.home() / ".headrace")
 
 
-def key(scope: str, name: str) -> str:
-    """Of a slice: another project may have one of the same name, and so may this machine."""
+def job_id(scope: str, name: str) -> str:
+    """The id of a job on this machine: the name of its slice and the project in which it is unique."""
     return f"{scope}/{name}"
 
 
-def folder(key: str) -> Path:
-    """Where that is. Never holds a credential."""
-    path = home() / "tpu" / key
+def job_dir(job: str) -> Path:
+    """The folder of a job by its id, created if missing. It never holds a credential."""
+    path = state_dir() / "tpu" / job
     path.mkdir(parents=True, exist_ok=True)
     return path
 
 
 @contextlib.contextmanager
-def watching(key: str) -> Iterator[None]:
-    """While this lasts, no other launcher of this machine takes the job on. Tried for a moment: who only asks
-    whether somebody watches holds the lock no longer than that."""
-    with open(folder(key) / "lock", "w") as file:
-        until = time.monotonic() + 2.0
-        while not locked(file, fcntl.LOCK_EX):
-            if time.monotonic() > until:
-                name = key.rpartition("/")[2]
+def watch_lock(job: str) -> Iterator[None]:
+    """Hold the lock of a job while a launcher watches it. Raises UserError if another one holds it."""
+    with open(job_dir(job) / "lock", "w") as file:
+        deadline = clock.monotonic() + LOCK_TIMEOUT
+        while not try_lock(file, fcntl.LOCK_EX):
+            if clock.monotonic() > deadline:
+                name = job.rpartition("/")[2]
                 raise UserError(
-                    f"{name}: another `headrace tpu run` watches it; `headrace tpu logs {name}` shows it"
+                    f"{name}: another `headrace tpu run` watches it; `headrace tpu logs {name}` shows its "
+                    "output"
                 )
-            time.sleep(0.05)
+            clock.sleep(0.05)
         yield
 
 
-def watched(key: str) -> bool:
-    """Makes nothing: many of those who are asked about were never here."""
+def is_watched(job: str) -> bool:
+    """Whether a launcher on this machine watches the job. Creates no file."""
     try:
-        with open(home() / "tpu" / key / "lock") as file:
-            return not locked(file, fcntl.LOCK_SH)
+        with open(state_dir() / "tpu" / job / "lock") as file:
+            return not try_lock(file, fcntl.LOCK_SH)
     except FileNotFoundError:
         return False
 
 
-def locked(file: IO[str], how: int) -> bool:
+def try_lock(file: IO[str], operation: int) -> bool:
+    """Take a lock (`fcntl.LOCK_EX` or `LOCK_SH`) without waiting. Return False if another process has it."""
     try:
-        fcntl.flock(file, how | fcntl.LOCK_NB)
+        fcntl.flock(file, operation | fcntl.LOCK_NB)
         return True
     except OSError:
         return False
 
 
-class Ledger:
-    """The lives of a job: when machines were there, when they were last seen, and when their timer ends them.
-    A launcher that is killed leaves a life open: it counts until the slice is known to be gone."""
+class JobLedger:
+    """The attempts of a job and their hours.
 
-    def __init__(self, key: str, run: str | None = None) -> None:
-        """Of a run folder, if one is named: hours that another had are not this one's."""
-        self.key, self.path = key, home() / "tpu" / key / "lives.json"
+    An attempt stays open if the launcher is killed: its hours count until its slice is known to be gone."""
+
+    def __init__(self, job: str, run_dir: str | None = None) -> None:
+        """Read the ledger of a job by its id. With `run_dir`, attempts for another run folder are dropped:
+        their hours do not count for this one."""
+        self.job, self.path = job, state_dir() / "tpu" / job / "lives.json"
+        self.has_warned = False
         try:
-            told = json.loads(self.path.read_text())
+            stored = json.loads(self.path.read_text())
         except (OSError, ValueError):
-            told = dict(run=run, lives=[])
-        self.run = told["run"] if run is None else run
-        self.lives: list[dict[str, Any]] = told["lives"] if told["run"] == self.run else []
+            stored = dict(run=run_dir, lives=[])
+        self.run_dir: str | None = stored["run"] if run_dir is None else run_dir
+        self.attempts: list[AttemptRecord] = stored["lives"] if stored["run"] == self.run_dir else []
 
-    def seen(self, zone: str, created: float, now: float, seconds: float | None = None) -> None:
-        """`seconds` are those after which the slice ends itself."""
-        if not self.lives or self.lives[-1]["created"] != created:
+    def record(self, zone: str, created_at: float, now: float, time_limit: float | None = None) -> None:
+        """Record that a slice exists now; one created at another time begins a new attempt. `time_limit` is
+        in how many seconds after its creation its timer deletes it."""
+        if not self.attempts or self.attempts[-1]["created"] != created_at:
             self.close(now)
-            self.lives.append(dict(zone=zone, created=created))
-        life = self.lives[-1]
-        life |= dict(seen=now, open=True)
-        if seconds is not None:
-            life["until"] = created + seconds
+            self.attempts.append(AttemptRecord(zone=zone, created=created_at))
+        attempt = self.attempts[-1]
+        attempt["seen"], attempt["open"] = now, True
+        if time_limit is not None:
+            attempt["until"] = created_at + time_limit
         self.save()
 
     def close(self, now: float) -> None:
-        """The slice is gone: since now, or since its timer ended it if nobody looked before."""
-        for life in self.lives:
-            life |= dict(seen=until(life, now), open=False)
+        """Record that the slice is gone: since now, or since its timer deleted it."""
+        for attempt in self.attempts:
+            attempt["seen"], attempt["open"] = end_time(attempt, now), False
         self.save()
 
-    def spent(self, now: float, but: float = 0.0) -> float:
-        """Hours in all, without the life that began at `but`."""
-        lives = [life for life in self.lives if life["created"] != but]
-        return sum(until(life, now) - life["created"] for life in lives) / 3600
+    def hours_spent(self, now: float, excluding: float = 0.0) -> float:
+        """Hours of all attempts, but for the one that was created at `excluding`."""
+        counted = [attempt for attempt in self.attempts if attempt["created"] != excluding]
+        return sum(end_time(attempt, now) - attempt["created"] for attempt in counted) / 3600
 
-    def zones(self) -> tuple[str, ...]:
-        """Where it was last, which saves looking everywhere."""
-        return tuple(life["zone"] for life in self.lives[-1:])
+    def last_zones(self) -> tuple[str, ...]:
+        """The zone of the last attempt, or nothing. It saves a search in all zones."""
+        return tuple(attempt["zone"] for attempt in self.attempts[-1:])
 
     def clear(self) -> None:
-        """The job is done: the next of this name begins anew."""
-        self.lives = []
+        """Forget all attempts, since the job is done: the next one of this name starts at 0 hours."""
+        self.attempts = []
         self.save()
 
-    unsaved = False
-
     def save(self) -> None:
-        """Where that cannot be written, hours are counted on in memory: the slice has a timer of its own."""
+        """Write the ledger. On failure warn once and continue in memory: the slice has its own timer."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             new = self.path.with_suffix(".new")
-            new.write_text(json.dumps(dict(run=self.run, lives=self.lives)))
+            new.write_text(json.dumps(dict(run=self.run_dir, lives=self.attempts)))
             new.replace(self.path)
-        except OSError as why:
-            if not self.unsaved:
-                words = f"warning: {self.path}: {why.strerror}; the hours of this run are not kept there"
-                whisper(complain, words)
-            self.unsaved = True
+        except OSError as error:
+            if not self.has_warned:
+                warning = f"warning: {self.path}: {error.strerror}; the hours of this run are not stored"
+                print_quietly(print_error, warning)
+            self.has_warned = True
 
 
-def until(life: dict[str, Any], now: float) -> float:
-    if not life.get("open"):
-        return life["seen"]
-    return max(life["seen"], min(now, life.get("until", now)))
+def end_time(attempt: AttemptRecord, now: float) -> float:
+    """The end of an attempt, or `now` for an open one whose timer has not deleted it."""
+    if not attempt.get("open"):
+        return attempt["seen"]
+    return max(attempt["seen"], min(now, attempt.get("until", now)))

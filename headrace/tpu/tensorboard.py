@@ -1,4 +1,4 @@
-"""TensorBoard on the folder of a run, in a bucket or not."""
+"""TensorBoard on the curves of a run, in a folder or a bucket."""
 
 import importlib.util
 import os
@@ -9,15 +9,16 @@ from pathlib import Path
 from headrace.errors import UserError
 
 
-def serve(run: str, port: int) -> int:
+def serve_run(run_dir: str, port: int) -> int:
+    """Run TensorBoard until it is interrupted, and return its exit code."""
     if importlib.util.find_spec("tensorboard") is None:
         raise UserError("tensorboard: not installed: pip install -e '.[cloud]' in a clone of Headrace")
-    if "://" not in run and not Path(run).is_dir():
-        raise UserError(f"{run}: found no folder, expected a run folder or gs://BUCKET/RUN")
-    folder = f"{run.rstrip('/')}/tensorboard"
-    print(f"http://localhost:{port} shows {folder}; Ctrl-C ends it", flush=True)
-    command = [sys.executable, "-m", "tensorboard.main", "--logdir", folder, "--port", str(port)]
-    # Its fast loader knows no bucket of an emulator; the slow one reads everything.
-    # And gcsfs would first ask whether it is a bucket of a newer kind, for a minute where there is no gRPC.
+    if "://" not in run_dir and not Path(run_dir).is_dir():
+        raise UserError(f"{run_dir}: found no folder, expected a run folder or gs://BUCKET/RUN")
+    log_dir = f"{run_dir.rstrip('/')}/tensorboard"
+    print(f"http://localhost:{port} shows {log_dir}; Ctrl-C ends it", flush=True)
+    command = [sys.executable, "-m", "tensorboard.main", "--logdir", log_dir, "--port", str(port)]
+    # load_fast=false: the fast loader cannot read buckets of an emulator. GCSFS_...: otherwise gcsfs first
+    # tests for a hierarchical namespace, which takes a minute where gRPC is blocked.
     env = {"GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false"} | os.environ
     return subprocess.call([*command, "--load_fast=false", "--reload_interval=15"], env=env)

@@ -1,6 +1,8 @@
 #!/usr/bin/env python3
-"""The timer that every machine of a slice starts for itself, and that gives the slice back when its hours are
-over or its job has ended and nobody came for it. Read by the launcher as text: the standard library alone."""
+"""The timer on every machine of a slice: deletes the slice when its hours are used up, or when its job has
+ended and the launcher does not delete it.
+
+The launcher sends this file as the startup script of the machines. It imports the standard library only."""
 
 import contextlib
 import json
@@ -16,21 +18,21 @@ from pathlib import Path
 
 METADATA = os.environ.get("GCE_METADATA_HOST", "metadata.google.internal")
 API = os.environ.get("HEADRACE_TIMER_API", "https://tpu.googleapis.com")
-PLACE = Path(os.environ.get("HEADRACE_TIMER_PLACE", "/var/lib/headrace"))
+STATE_DIR = Path(os.environ.get("HEADRACE_TIMER_PLACE", "/var/lib/headrace"))
 HOMES = os.environ.get("HEADRACE_TIMER_HOMES", "/home")
-ROOT = os.environ.get("HEADRACE_TIMER_ROOT", "/root")  # the home of who launched as root
-UNITS = Path(os.environ.get("HEADRACE_TIMER_UNITS", "/run/systemd/system"))  # there where systemd is
-PACE = float(os.environ.get("HEADRACE_TIMER_PACE", "20"))  # seconds between two looks
-IAM = os.environ.get("HEADRACE_TIMER_IAM", "https://cloudresourcemanager.googleapis.com")
-SAVING = 9  # looks that a job has to save itself
-TRIES = 30  # to delete the slice, before the machine is switched off at least
-ASKS = 15  # looks between two questions what this machine may do: somebody may give it the role
-NEEDED = "tpu.nodes.delete"  # what the account of the machine must be allowed
-YES, NO = f"yes {NEEDED}", f"no {NEEDED}"
-# Under systemd, which starts it again whatever ends it, and as often as it takes.
+ROOT_HOME = os.environ.get("HEADRACE_TIMER_ROOT", "/root")  # of jobs that root started
+UNIT_DIR = Path(os.environ.get("HEADRACE_TIMER_UNITS", "/run/systemd/system"))  # exists where systemd runs
+POLL = float(os.environ.get("HEADRACE_TIMER_PACE", "20"))  # seconds
+IAM_API = os.environ.get("HEADRACE_TIMER_IAM", "https://cloudresourcemanager.googleapis.com")
+SAVE_POLLS = 9  # polls that a job has to save
+MAX_DELETE_ATTEMPTS = 30  # then the machine is switched off as well
+PERMISSION_POLLS = 15  # polls between two checks of the permission, which somebody may grant meanwhile
+PERMISSION = "tpu.nodes.delete"  # what the account of the machine needs
+YES, NO = f"yes {PERMISSION}", f"no {PERMISSION}"
+# systemd starts the timer again whenever it ends, without a limit.
 UNIT = """\
 [Unit]
-Description=Gives this TPU slice back
+Description=Deletes this TPU slice when its time is up
 StartLimitIntervalSec=0
 
 [Service]
@@ -42,113 +44,119 @@ OOMScoreAdjust=-1000
 
 
 def main() -> None:
-    """Goes on in the background: a machine does not count as started before its startup script has ended."""
+    """Run the timer in the background: a machine counts as started only when its startup script has ended."""
     if sys.argv[1:] != ["watch"]:
-        if under_systemd() or os.fork():
+        if start_under_systemd() or os.fork():
             return
         os.setsid()
-    # What is told and written down may fail, as on a disk that is full; what costs money ends all the same.
+    # Logs and state may fail to be written, for example on a full disk. The slice is deleted all the same.
     with contextlib.suppress(OSError):
-        PLACE.mkdir(parents=True, exist_ok=True)
+        STATE_DIR.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("-1000")
-    log = os.open(os.devnull, os.O_WRONLY)
+    log_file = os.open(os.devnull, os.O_WRONLY)
     with contextlib.suppress(OSError):
-        log = os.open(PLACE / "timer.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for number, target in ((os.open(os.devnull, os.O_RDONLY), 0), (log, 1), (log, 2)):
-        os.dup2(number, target)
-    watch(born())
+        log_file = os.open(STATE_DIR / "timer.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for source, target in ((os.open(os.devnull, os.O_RDONLY), 0), (log_file, 1), (log_file, 2)):
+        os.dup2(source, target)
+    watch(boot_time())
 
 
-def under_systemd() -> bool:
-    """Whether a unit of it runs this script now. Nothing of it is on a disk: at the next start of the machine
-    the startup script comes again."""
-    if not UNITS.is_dir():
+def start_under_systemd() -> bool:
+    """Start a systemd unit that runs this script; return whether that worked. The unit is not stored on disk:
+    at the next boot the startup script runs again."""
+    if not UNIT_DIR.is_dir():
         return False
     try:
-        script = UNITS.parent / "headrace-timer.py"
+        script = UNIT_DIR.parent / "headrace-timer.py"
         script.write_text(Path(__file__).read_text())
-        (UNITS / "headrace-timer.service").write_text(UNIT.format(python=sys.executable, script=script))
-        for words in ("daemon-reload", "restart headrace-timer"):
-            subprocess.run(["systemctl", *words.split()], check=True, timeout=60)
+        (UNIT_DIR / "headrace-timer.service").write_text(UNIT.format(python=sys.executable, script=script))
+        for command in ("daemon-reload", "restart headrace-timer"):
+            subprocess.run(["systemctl", *command.split()], check=True, timeout=60)
         return True
     except (OSError, subprocess.SubprocessError) as error:
-        say(f"systemd: {type(error).__name__}")
+        log(f"systemd: {type(error).__name__}")
         return False
 
 
-def ask_permission() -> None:
-    """Writes down whether this machine may delete its slice, for who is there to put it right. Where that
-    cannot be asked (the API for it is off), nothing is known."""
+def store_permission() -> None:
+    """Write to a file whether this machine may delete its slice; the launcher reads it. If the IAM API does
+    not answer, for example because it is off, the file stays as it is."""
     with contextlib.suppress(Exception):
-        project = attribute("headrace-resource").split("/")[1]
-        url = f"{IAM}/v1/projects/{project}:testIamPermissions"
-        told = json.loads(call("POST", url, json.dumps({"permissions": [NEEDED]}).encode()))
-        (PLACE / "may-delete").write_text(YES if NEEDED in told.get("permissions", ()) else NO)
+        project = get_attribute("headrace-resource").split("/")[1]
+        url = f"{IAM_API}/v1/projects/{project}:testIamPermissions"
+        answer = json.loads(call_api("POST", url, json.dumps({"permissions": [PERMISSION]}).encode()))
+        (STATE_DIR / "may-delete").write_text(YES if PERMISSION in answer.get("permissions", ()) else NO)
 
 
-def born() -> float:
-    """When this machine first started; a restart does not give it more time. An empty file has a time, and
-    room on a disk that is full; what is in memory outlives us at least."""
-    for file in (PLACE / "born", UNITS.parent / "headrace-born"):
+def boot_time() -> float:
+    """The time of the first boot of this machine, in seconds since 1970: a restart does not give it more
+    time.
+
+    It is the time of an empty file, which can be created on a full disk too; or of one in memory, which at
+    least outlives this process."""
+    for file in (STATE_DIR / "born", UNIT_DIR.parent / "headrace-born"):
         with contextlib.suppress(OSError):
             os.close(os.open(file, os.O_WRONLY | os.O_CREAT))
             return file.stat().st_mtime
     return time.time()
 
 
-def watch(since: float) -> None:
-    """Whatever goes wrong with one look, there is another."""
-    looks, seconds, idle = 0, None, None
+def watch(booted_at: float) -> None:
+    """Poll until the time is up, then stop the jobs and delete the slice. An error ends one poll only."""
+    polls, time_limit, idle_limit = 0, None, None
     while True:
         try:
-            if looks < 3 or looks % ASKS == 0:
-                ask_permission()
-            beat()
-            seconds = number("headrace-seconds", seconds)
-            idle = number("headrace-idle", idle)
-            if over(since, seconds, idle):
+            if polls < 3 or polls % PERMISSION_POLLS == 0:
+                store_permission()
+            touch_heartbeat()
+            time_limit = read_limit("headrace-seconds", time_limit)
+            idle_limit = read_limit("headrace-idle", idle_limit)
+            if is_expired(booted_at, time_limit, idle_limit):
                 break
         except Exception as error:
-            say(f"look: {type(error).__name__}: {error}")
-        looks += 1
-        time.sleep(PACE)
+            log(f"poll: {type(error).__name__}: {error}")
+        polls += 1
+        time.sleep(POLL)
     with contextlib.suppress(Exception):
-        stop()
-    time.sleep(PACE * random.uniform(2, 3))  # the other workers save too, and one of them is the first
-    give_back()
+        stop_jobs()
+    time.sleep(POLL * random.uniform(2, 3))  # lets other workers save; random, so that one of them is first
+    delete_slice()
 
 
-def over(since: float, seconds: "float | None", idle: "float | None") -> bool:
-    if seconds is not None and time.time() > since + seconds:
-        say("the hours of this slice are over")
+def is_expired(booted_at: float, time_limit: "float | None", idle_limit: "float | None") -> bool:
+    """Whether the slice has to be deleted now."""
+    if time_limit is not None and time.time() > booted_at + time_limit:
+        log("the hours of this slice are used up")
         return True
-    if idle and forgotten(since, idle):
-        say("the job of this slice has ended, and nobody gave it back")
+    if idle_limit and is_idle(booted_at, idle_limit):
+        log("the job of this slice has ended, and the launcher did not delete the slice")
         return True
     return False
 
 
-def beat() -> None:
-    """Shows whoever asks that this lives."""
+def touch_heartbeat() -> None:
+    """Update the file that shows the launcher that this process lives."""
     with contextlib.suppress(OSError):
-        (PLACE / "alive").touch()
+        (STATE_DIR / "alive").touch()
 
 
-def forgotten(since: float, idle: float) -> bool:
-    """Whether nothing runs here, and nothing has for that long."""
-    jobs = places()
+def is_idle(booted_at: float, idle_limit: float) -> bool:
+    """Whether no job has run on this machine for so many seconds. Before the first job it takes twice as
+    long: the launcher has to install everything first."""
+    jobs = job_dirs()
     if not jobs:
-        return time.time() > since + 2 * idle  # the launcher went away before it had set up anything
-    if any(map(running, jobs)):
+        return time.time() > booted_at + 2 * idle_limit
+    if any(map(running_pid, jobs)):
         return False
-    return time.time() > max(map(ended, jobs)) + idle
+    return time.time() > max(map(last_alive_at, jobs)) + idle_limit
 
 
-def ended(job: Path) -> float:
-    """When a job that does not run was last alive: who holds it may have been killed before it wrote that."""
+def last_alive_at(job_dir: Path) -> float:
+    """The time at which a job that does not run was last alive. If its process was killed before it wrote its
+    exit code, that is the time of the newest of its other files."""
     times = [0.0]
-    for file in (job / "exit", job / "log", job / "pid", job):
+    for file in (job_dir / "exit", job_dir / "log", job_dir / "pid", job_dir):
         with contextlib.suppress(OSError):
             if file.name == "exit":
                 return file.stat().st_mtime
@@ -156,86 +164,94 @@ def ended(job: Path) -> float:
     return max(times)
 
 
-def stop() -> None:
-    """Lets jobs save and end."""
-    for _ in range(SAVING):
-        alive = [pid for pid in map(running, places()) if pid]
-        if not alive:
+def stop_jobs() -> None:
+    """Ask all jobs on this machine to save, and wait until they have ended, for `SAVE_POLLS` at most."""
+    for _ in range(SAVE_POLLS):
+        pids = [pid for pid in map(running_pid, job_dirs()) if pid]
+        if not pids:
             return
-        for pid in alive:
+        for pid in pids:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGTERM)
-        time.sleep(PACE)
+        time.sleep(POLL)
 
 
-def places() -> "list[Path]":
-    homes = [*Path(HOMES).glob("*"), Path(ROOT)]
-    return sorted(job for home in homes for job in home.glob(".headrace/jobs/*/"))
+def job_dirs() -> "list[Path]":
+    """The folders of all jobs of all users."""
+    user_dirs = [*Path(HOMES).glob("*"), Path(ROOT_HOME)]
+    return sorted(job for folder in user_dirs for job in folder.glob(".headrace/jobs/*/"))
 
 
-def running(job: Path) -> int:
+def running_pid(job_dir: Path) -> int:
+    """The process number of the trainer of a job; 0 if it does not run."""
     try:
-        pid = int((job / "pid").read_text())
-        command = Path(f"/proc/{pid}/cmdline").read_text()  # a number may be another's after a restart
+        pid = int((job_dir / "pid").read_text())
+        command_line = Path(f"/proc/{pid}/cmdline").read_text()  # after a restart it may be another process
     except (OSError, ValueError):
         return 0
-    return 0 if (job / "exit").exists() or f"/jobs/{job.name}/recipe.yaml" not in command else pid
+    is_trainer = f"/jobs/{job_dir.name}/recipe.yaml" in command_line and not (job_dir / "exit").exists()
+    return pid if is_trainer else 0
 
 
-def give_back() -> None:
-    """Goes on for as long as this machine lives: that a delete was accepted does not mean that it is done."""
-    tries = 0
+def delete_slice() -> None:
+    """Request the deletion of this slice again and again, until this machine is gone: Google may accept a
+    request and then fail."""
+    attempts = 0
     while True:
-        tries += 1
-        beat()
+        attempts += 1
+        touch_heartbeat()
         try:
-            call("DELETE", f"{API}/v2/{attribute('headrace-resource')}?force=true")
-            say("asked to be deleted")
+            call_api("DELETE", f"{API}/v2/{get_attribute('headrace-resource')}?force=true")
+            log("requested the deletion of this slice")
         except urllib.error.HTTPError as error:
-            say(f"delete: {error.code} {error.reason}")
+            log(f"delete: {error.code} {error.reason}")
             if error.code == 403:
                 with contextlib.suppress(OSError):
-                    (PLACE / "may-delete").write_text(NO)
+                    (STATE_DIR / "may-delete").write_text(NO)
         except Exception as error:
-            say(f"delete: {type(error).__name__}")
-        if tries >= TRIES:
-            say("this slice is not deleted; switched off")
+            log(f"delete: {type(error).__name__}")
+        if attempts >= MAX_DELETE_ATTEMPTS:
+            log("this slice could not be deleted; switching the machine off")
             with contextlib.suppress(Exception):
                 subprocess.call(os.environ.get("HEADRACE_TIMER_OFF", "shutdown -h now").split())
-        time.sleep(PACE)
+        time.sleep(POLL)
 
 
-def call(method: str, url: str, body: "bytes | None" = None) -> str:
-    request = urllib.request.Request(url, body, {"Authorization": f"Bearer {token()}"}, method=method)
+def call_api(method: str, url: str, body: "bytes | None" = None) -> str:
+    """Call an API of Google as the account of this machine, and return the answer."""
+    request = urllib.request.Request(url, body, {"Authorization": f"Bearer {access_token()}"}, method=method)
     return urllib.request.urlopen(request, timeout=60).read().decode()
 
 
-def token() -> str:
-    """Of the machine's own account; never leaves this process but for Google."""
-    return json.loads(get("service-accounts/default/token"))["access_token"]
+def access_token() -> str:
+    """A token of the account of this machine. It is sent to Google only."""
+    return json.loads(get_metadata("service-accounts/default/token"))["access_token"]
 
 
-def attribute(name: str) -> str:
-    return get(f"attributes/{name}").strip()
+def get_attribute(name: str) -> str:
+    """An attribute that the launcher gave to this machine."""
+    return get_metadata(f"attributes/{name}").strip()
 
 
-def number(name: str, before: "float | None") -> "float | None":
-    """As it is now; as it was where that cannot be asked."""
+def read_limit(name: str, previous: "float | None") -> "float | None":
+    """A limit in seconds from the attributes of this machine; the previous one if it cannot be read."""
     try:
-        return float(attribute(name))
+        return float(get_attribute(name))
     except Exception:
-        return before
+        return previous
 
 
-def get(path: str) -> str:
+def get_metadata(path: str) -> str:
+    """The answer of the metadata server."""
     url = f"http://{METADATA}/computeMetadata/v1/instance/{path}"
     request = urllib.request.Request(url, headers={"Metadata-Flavor": "Google"})
     return urllib.request.urlopen(request, timeout=10).read().decode()
 
 
-def say(words: str) -> None:
+def log(message: str) -> None:
+    """Write a line with the time to the log."""
     with contextlib.suppress(OSError, ValueError):
-        os.write(2, f"{time.strftime('%Y-%m-%d %H:%M:%S')} {words}\n".encode())
+        os.write(2, f"{time.strftime('%Y-%m-%d %H:%M:%S')} {message}\n".encode())
 
 
 if __name__ == "__main__":

@@ -1,64 +1,70 @@
-"""Whether the timer on the machines of a slice lives and may delete it, and what to say where that is not
-known: nobody else ends the bill when the launcher is gone."""
+"""The health of the timers on the machines of a slice, read over ssh.
+
+If the launcher is gone, only they end the bill. Each needs to run and to have the right to delete the
+slice."""
 
 import re
-import time
 from concurrent.futures import ThreadPoolExecutor
 
-from headrace.tpu import timer
-from headrace.tpu.workers import ANSWER, Failed, Workers
+from headrace.tpu import clock, timeouts, timer
+from headrace.tpu.workers import WorkerFailed, Workers
 
-SILENT = 15 * 60  # seconds without a sign of life
-ASK = """
+MAX_SILENCE = 15 * 60  # seconds since the last sign of life
+STATUS_SCRIPT = """
 cd "${HEADRACE_TIMER_PLACE:-/var/lib/headrace}" 2> /dev/null || exit 0
 echo "may-delete: $(cat may-delete 2> /dev/null)"
 [ -e alive ] && echo "silent: $(($(date +%s) - $(stat -c %Y alive)))"
 exit 0
 """
-WELL = ""
-ROLE = "give it the role TPU Admin (roles/tpu.admin)"
-REFUSED = f"the account of the machines may not delete TPUs: {ROLE}"
-UNKNOWN = (
+HEALTHY = ""
+GRANT_ROLE = "give it the role TPU Admin (roles/tpu.admin)"
+NOT_PERMITTED = f"the account of the machines may not delete TPUs: {GRANT_ROLE}"
+PERMISSION_UNKNOWN = (
     "it is not known whether the account of the machines may delete TPUs: `gcloud services enable "
-    f"cloudresourcemanager.googleapis.com` lets them ask; {ROLE} if it has not"
+    f"cloudresourcemanager.googleapis.com` lets them find out; {GRANT_ROLE} if it may not"
 )
-DEAD = "its timer does not run"
-NEVER = "its timer has not started"
+STOPPED = "its timer does not run"
+NOT_STARTED = "its timer has not started"
 
 
-def doubt(workers: Workers, patience: float = 0.0) -> str:
-    """Why a slice may not end itself, or nothing. One machine that can is enough. A slice that has just come
-    to be is given some seconds: its machines ask what they may do when they start."""
-    end = time.monotonic() + patience
+def find_timer_problem(workers: Workers, retry_seconds: float = 0.0) -> str:
+    """Why a slice may fail to delete itself, or the empty string if at least one of its machines can.
+
+    The machines of a new slice look up their rights when they start, so problems that may pass are checked
+    again for `retry_seconds`."""
+    deadline = clock.monotonic() + retry_seconds
     while True:
-        words = of(workers, 0)
-        if words and len(workers) > 1:
+        problem = query_timer(workers, 0)
+        if problem and len(workers) > 1:
             with ThreadPoolExecutor(min(64, len(workers))) as pool:
-                rest = list(pool.map(lambda worker: of(workers, worker), range(1, len(workers))))
-            words = WELL if WELL in rest else words
-        if not words or words == REFUSED or time.monotonic() > end:
-            return words
-        time.sleep(0.5)
+                problems = list(pool.map(lambda worker: query_timer(workers, worker), range(1, len(workers))))
+            problem = HEALTHY if HEALTHY in problems else problem
+        if not problem or problem == NOT_PERMITTED or clock.monotonic() > deadline:
+            return problem
+        clock.sleep(0.5)
 
 
-def of(workers: Workers, worker: int) -> str:
+def query_timer(workers: Workers, worker: int) -> str:
+    """The problem with the timer on one worker, or the empty string."""
     try:
-        said = workers.one(worker, ASK, limit=ANSWER)
-    except Failed as why:
-        return f"[w{worker}] cannot be asked after its timer: {why.said}"
-    return read(said)
+        status = workers.run_on(worker, STATUS_SCRIPT, timeout=timeouts.COMMAND_TIMEOUT)
+    except WorkerFailed as error:
+        return f"[w{worker}] its timer cannot be checked: {error.output}"
+    return parse_timer_status(status)
 
 
-def read(said: str) -> str:
-    if f"may-delete: {timer.NO}" in said:
-        return REFUSED
-    silent = re.search(r"^silent: (-?\d+)$", said, re.M)
-    if silent is None:
-        return NEVER
-    if int(silent[1]) > SILENT:
-        return f"{DEAD} since {int(silent[1]) / 3600:.1f} h"
-    return WELL if f"may-delete: {timer.YES}" in said else UNKNOWN
+def parse_timer_status(status: str) -> str:
+    """The problem that the output of `STATUS_SCRIPT` shows, or the empty string."""
+    if f"may-delete: {timer.NO}" in status:
+        return NOT_PERMITTED
+    silence = re.search(r"^silent: (-?\d+)$", status, re.M)
+    if silence is None:
+        return NOT_STARTED
+    if int(silence[1]) > MAX_SILENCE:
+        return f"{STOPPED} since {int(silence[1]) / 3600:.1f} h"
+    return HEALTHY if f"may-delete: {timer.YES}" in status else PERMISSION_UNKNOWN
 
 
-def warning(name: str, why: str) -> str:
-    return f"warning: {name} may not end itself, and cost money until you delete it: {why}"
+def format_warning(name: str, problem: str) -> str:
+    """Warning that a slice may fail to delete itself."""
+    return f"warning: {name} may fail to delete itself, and then costs money until you delete it: {problem}"

@@ -1,5 +1,6 @@
-"""The machines of a slice, as places where a bash script can be run: by ssh, or as processes of this machine.
-What is secret goes over standard input, never into a command line or a file."""
+"""The machines of a slice as places where bash scripts run: over ssh, or as processes of this machine.
+
+Secrets are passed on standard input, never on a command line or in a file."""
 
 import getpass
 import os
@@ -8,204 +9,231 @@ import shutil
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from headrace.errors import UserError
-from headrace.tpu.timeouts import BROKEN, DENIED
+from headrace.tpu import clock, timeouts
 
-UNREACHABLE = 255  # ssh's own exit code
-CONNECT = 20  # seconds that ssh has for a connection
-ANSWER = CONNECT + BROKEN  # and a worker for a short answer, with the connection
-KEYS = ("google_compute_engine", "id_ed25519", "id_rsa")  # the first is gcloud's
+UNREACHABLE = 255  # exit code of ssh itself
+KEY_FILES = ("google_compute_engine", "id_ed25519", "id_rsa")  # in ~/.ssh; the first is gcloud's
 
 
-class Failed(UserError):
-    """What a worker was to do went wrong, or the worker could not be reached at all."""
+class WorkerFailed(UserError):
+    """A script failed on a worker, or the worker could not be reached (`worker_exit_code` is
+    `UNREACHABLE`)."""
 
-    code = 1
+    exit_code = 1
 
-    def __init__(self, worker: int, exit_code: int, said: str) -> None:
-        last = " | ".join(line for line in said.strip().splitlines()[-3:])
-        super().__init__(f"[w{worker}] ended with {exit_code}: {last}"[:600])
-        self.exit_code, self.said = exit_code, last
+    def __init__(self, worker: int, worker_exit_code: int, output: str) -> None:
+        """`output` is what the script or ssh printed; its last lines become part of the message."""
+        last_lines = " | ".join(output.strip().splitlines()[-3:])
+        super().__init__(f"[w{worker}] exit code {worker_exit_code}: {last_lines}"[:600])
+        self.worker_exit_code, self.output = worker_exit_code, last_lines
 
 
 @dataclass(frozen=True)
-class Place:
-    """One worker: how a script gets there."""
+class WorkerAddress:
+    """The command that runs a script on one worker."""
 
-    argv: tuple[str, ...]  # before the script; it is one argument of a shell there
-    env: Mapping[str, str] = field(default_factory=dict)  # of the process here
-    remote: bool = True
-    shell: tuple[str, ...] = ("bash",)  # for who wants to type there
+    argv: tuple[str, ...]  # before the script, which a shell on the worker reads as one argument
+    env: Mapping[str, str] = field(default_factory=dict)  # of the local process
+    is_remote: bool = True
+    shell: tuple[str, ...] = ("bash",)  # command of an interactive shell
 
     def command(self, script: str) -> list[str]:
-        if self.remote:  # what ssh is given is read by a shell over there
+        """The local command that runs a bash script on the worker."""
+        if self.is_remote:  # a login shell on the worker parses what ssh is given
             return [*self.argv, f"bash -c {shlex.quote(script)}"]
         return [*self.argv, "bash", "-c", script]
 
 
 class Workers:
-    def __init__(self, places: Sequence[Place]) -> None:
-        self.places = list(places)
-        self.live: set[subprocess.Popen[bytes]] = set()
-        self.reached: set[int] = set()
-        self.trouble: Callable[[int, str], None] = lambda worker, said: None  # hears of each failed try
+    """The workers of a slice, by number."""
+
+    def __init__(self, addresses: Sequence[WorkerAddress]) -> None:
+        self.addresses = list(addresses)
+        self.processes: set[subprocess.Popen[bytes]] = set()  # local ones that run a script now
+        self.reached: set[int] = set()  # workers that have answered at least once
+        self.on_retry: Callable[[int, str], None] = lambda worker, error: None
 
     def __len__(self) -> int:
-        return len(self.places)
+        return len(self.addresses)
 
-    def start(self, worker: int, script: str, stderr: int = subprocess.STDOUT) -> subprocess.Popen[bytes]:
-        """A process here that is that script there."""
-        place = self.places[worker]
+    def start_script(
+        self, worker: int, script: str, stderr: int = subprocess.STDOUT
+    ) -> subprocess.Popen[bytes]:
+        """Start a script on a worker, and return the local process that stands for it, with pipes for
+        standard input and output."""
+        address = self.addresses[worker]
         try:
             return subprocess.Popen(
-                place.command(script),
-                env=os.environ | place.env,
+                address.command(script),
+                env=os.environ | address.env,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stderr,
-                start_new_session=True,  # Ctrl-C is for the launcher
+                start_new_session=True,  # Ctrl-C is for the launcher only
             )
-        except OSError as why:  # no such program, no memory for it: nothing is known of the worker
-            raise Failed(worker, UNREACHABLE, f"{why.strerror}: {why.filename}") from None
+        except OSError as error:  # no ssh program, no memory: this says nothing about the worker
+            raise WorkerFailed(worker, UNREACHABLE, f"{error.strerror}: {error.filename}") from None
 
-    def one(
+    def run_on(
         self,
         worker: int,
         script: str,
-        given: bytes = b"",
-        patience: float = 0.0,
-        ended: threading.Event | None = None,
-        limit: float | None = None,
+        stdin: bytes = b"",
+        *,
+        retry_seconds: float = 0.0,
+        cancel: threading.Event | None = None,
+        timeout: float | None = None,
     ) -> str:
-        """What a script says. A worker that cannot be reached is tried again for so many seconds, for fewer
-        if it answers that it does not let us in, and no more when `ended` is set. One that has not
-        answered within `limit` seconds is not reached either, though it let us in."""
-        begin, delay, ended = time.monotonic(), 0.5, ended or threading.Event()
+        """Run a script on one worker and return its standard output. Raises WorkerFailed.
+
+        A worker that cannot be reached is tried again for `retry_seconds`, for `AUTH_RETRY` at most if it
+        refuses the key, and no longer once `cancel` is set. One that has not answered within `timeout`
+        seconds counts as not reached."""
+        started_at, delay, cancel = clock.monotonic(), 0.5, cancel or threading.Event()
         while True:
-            process = self.start(worker, script, stderr=subprocess.PIPE)
-            self.live.add(process)
-            with process:
-                try:
-                    out, err = process.communicate(given, limit)
-                    code = process.returncode
-                except subprocess.TimeoutExpired:
-                    process.kill()
-                    code, out, err = UNREACHABLE, b"", f"no answer within {limit:g} s".encode()
-                except BaseException:  # Ctrl-C: nobody would end it, nor close its pipes
-                    process.kill()
-                    raise
-                finally:
-                    self.live.discard(process)
-            said = (err or out).decode(errors="replace")
-            if reached(code):
+            code, out, err = self.run_once(worker, script, stdin, timeout)
+            output = (err or out).decode(errors="replace")
+            if was_reached(code):
                 self.reached.add(worker)
             if code == 0:
                 return out.decode(errors="replace")
-            longest = min(patience, DENIED) if "Permission denied" in said else patience
-            if code != UNREACHABLE or time.monotonic() + delay > begin + longest:
-                raise Failed(worker, code, said)
-            self.trouble(worker, "".join(said.strip().splitlines()[-1:]))
-            if ended.wait(delay):
-                raise Failed(worker, code, said)
+            is_denied = "Permission denied" in output
+            limit = min(retry_seconds, timeouts.AUTH_RETRY) if is_denied else retry_seconds
+            if code != UNREACHABLE or clock.monotonic() + delay > started_at + limit:
+                raise WorkerFailed(worker, code, output)
+            self.on_retry(worker, "".join(output.strip().splitlines()[-1:]))
+            if cancel.wait(delay):
+                raise WorkerFailed(worker, code, output)
             delay = min(2 * delay, 10)
 
-    def each(
-        self, script: str, given: bytes = b"", patience: float = 0.0, limit: float | None = None
+    def run_once(
+        self, worker: int, script: str, stdin: bytes, timeout: float | None
+    ) -> tuple[int, bytes, bytes]:
+        """Run a script on one worker; return exit code, output and errors. After `timeout` seconds, or when
+        this thread is interrupted, the local process is killed."""
+        process = self.start_script(worker, script, stderr=subprocess.PIPE)
+        self.processes.add(process)
+        with process:
+            try:
+                out, err = process.communicate(stdin, timeout)
+                return process.returncode, out, err
+            except subprocess.TimeoutExpired:
+                process.kill()
+                return UNREACHABLE, b"", f"no answer within {timeout:g} s".encode()
+            except BaseException:  # Ctrl-C: the process has a session of its own and would not end
+                process.kill()
+                raise
+            finally:
+                self.processes.discard(process)
+
+    def run_on_all(
+        self, script: str, stdin: bytes = b"", *, retry_seconds: float = 0.0, timeout: float | None = None
     ) -> list[str]:
-        """The same on all, at once. An interruption ends all of it."""
-        ended = threading.Event()
+        """Run a script on all workers at once, and return their outputs in order of worker number.
+
+        The first failure or an interruption ends all of them and is raised."""
+        cancel = threading.Event()
+
+        def run(worker: int) -> str:
+            return self.run_on(
+                worker, script, stdin, retry_seconds=retry_seconds, cancel=cancel, timeout=timeout
+            )
+
         with ThreadPoolExecutor(min(64, len(self))) as pool:
             try:
-                tasks = [
-                    pool.submit(self.one, number, script, given, patience, ended, limit)
-                    for number in range(len(self))
-                ]
+                tasks = [pool.submit(run, worker) for worker in range(len(self))]
                 return [task.result() for task in tasks]
             except BaseException:
-                ended.set()
+                cancel.set()
                 pool.shutdown(wait=False, cancel_futures=True)
-                for process in list(self.live):
+                for process in list(self.processes):
                     process.kill()
                 raise
 
 
-def reached(code: int) -> bool:
-    """Whether that is the word of somebody over there. An ssh of ours that was killed has none."""
-    return code >= 0 and code != UNREACHABLE
+def was_reached(exit_code: int) -> bool:
+    """Whether an exit code comes from the worker. A negative one is that of a local ssh that was killed."""
+    return exit_code >= 0 and exit_code != UNREACHABLE
 
 
-def by_ssh(addresses: Sequence[str], key: Path | None, known: Path) -> Workers:
-    """`known` holds the machines' keys: addresses are used again for others, which ssh would refuse."""
-    argv = ssh()
+def ssh_workers(addresses: Sequence[str], key: Path | None, known_hosts: Path) -> Workers:
+    """Workers that are reached over ssh at these addresses.
+
+    `known_hosts` must be a file of this slice: Google reuses addresses, and ssh would refuse a new host
+    key."""
+    argv = ssh_command()
     argv += ["-o", "StrictHostKeyChecking=accept-new", "-o", "LogLevel=ERROR"]
-    argv += ["-o", f"UserKnownHostsFile={known}", "-o", f"ConnectTimeout={CONNECT}"]
+    argv += ["-o", f"UserKnownHostsFile={known_hosts}", "-o", f"ConnectTimeout={timeouts.SSH_CONNECT:.0f}"]
     argv += ["-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=4"]
     argv += ["-i", str(key)] if key else []
-    places = []
+    workers = []
     for address in addresses:
-        target = f"{login()}@{address}"
-        batch = (*argv, "-o", "BatchMode=yes", target, "--")
-        places.append(Place(batch, shell=(*argv, target)))
-    return Workers(places)
+        target = f"{login_name()}@{address}"
+        workers.append(WorkerAddress((*argv, "-o", "BatchMode=yes", target, "--"), shell=(*argv, target)))
+    return Workers(workers)
 
 
-def login() -> str:
-    """The name by which ssh goes to the machines."""
+def login_name() -> str:
+    """The user name for ssh. Raises UserError if the user has none."""
     try:
         return getpass.getuser()
-    except (KeyError, OSError):  # a container whose user has a number alone
+    except (KeyError, OSError):  # in a container whose user is only a number
         raise UserError(
             "user: found no name of the user with this number, expected one for ssh: set USER or LOGNAME"
         ) from None
 
 
-def ssh() -> list[str]:
-    """HEADRACE_SSH is another command to take for ssh, with options of its own."""
+def ssh_command() -> list[str]:
+    """The ssh program with its options. HEADRACE_SSH replaces it."""
     text = os.environ.get("HEADRACE_SSH", "")
     try:
         return shlex.split(text) or ["ssh"]
-    except ValueError as why:
-        raise UserError(f"HEADRACE_SSH: found {text}, expected a command: {why}") from None
+    except ValueError as error:
+        raise UserError(f"HEADRACE_SSH: found {text}, expected a command: {error}") from None
 
 
 def check_ssh() -> None:
-    """Before anything is rented that could not be reached."""
-    command = ssh()[0]
-    if shutil.which(command) is None:
+    """Raise UserError if there is no ssh program. Called before a slice is rented that could not be
+    reached."""
+    program = ssh_command()[0]
+    if shutil.which(program) is None:
         raise UserError(
-            f"ssh: found no program {command} here, by which the workers are reached; install OpenSSH's "
-            "client, or name another by HEADRACE_SSH"
+            f"ssh: found no program {program} on this machine, expected one to reach the workers; install "
+            "OpenSSH's client, or name another with HEADRACE_SSH"
         )
 
 
-def on_this_machine(addresses: Sequence[str], coordinator: str) -> Workers:
-    """An address is a folder, which the worker takes for its home."""
-    places = []
-    for number, folder in enumerate(addresses):
+def local_workers(folders: Sequence[str], coordinator: str) -> Workers:
+    """Workers that are processes of this machine, each with a folder as its home."""
+    workers = []
+    for number, folder in enumerate(folders):
         env = {"HOME": folder, "HEADRACE_WORKER_PYTHON": sys.executable}
-        env["HEADRACE_TIMER_HOMES"] = folder  # other trainings of this machine are none of its business
-        if len(addresses) > 1:
-            env |= {"HEADRACE_COORDINATOR": coordinator, "HEADRACE_PROCESSES": str(len(addresses))}
+        env["HEADRACE_TIMER_HOMES"] = folder  # or the timer would count other jobs of this machine
+        if len(folders) > 1:
+            env |= {"HEADRACE_COORDINATOR": coordinator, "HEADRACE_PROCESSES": str(len(folders))}
             env |= {"HEADRACE_PROCESS": str(number)}
-        places.append(Place((), env, remote=False))
-    return Workers(places)
+        workers.append(WorkerAddress((), env, is_remote=False))
+    return Workers(workers)
 
 
-def public_key(named: Path | None) -> tuple[Path, str]:
-    """The user's key for machines, and its public half as Google wants it. None is ever made here."""
-    candidates = [named] if named else [Path.home() / ".ssh" / name for name in KEYS]
+def find_public_key(option: Path | None) -> tuple[Path, str]:
+    """The user's private key file for ssh and its public half as Google expects it (USER:KEY).
+
+    `option` names a key, otherwise the usual ones are tried. Raises UserError if there is none; no key is
+    ever created here."""
+    candidates = [option] if option else [Path.home() / ".ssh" / name for name in KEY_FILES]
     for key in candidates:
         public = key.with_name(key.name + ".pub")
         if public.is_file():
-            return key, f"{login()}:{public.read_text().strip()}"
-    looked = ", ".join(map(str, candidates))
+            return key, f"{login_name()}:{public.read_text().strip()}"
+    searched = ", ".join(map(str, candidates))
     raise UserError(
-        f"ssh: found no key with a .pub beside it ({looked}); "
+        f"ssh: found no key with a .pub file next to it ({searched}); "
         "`ssh-keygen -t ed25519 -f ~/.ssh/google_compute_engine` makes one"
     )

@@ -1,5 +1,6 @@
-"""Where the rows and events of a run go. metrics.jsonl, log.txt and the terminal always; trackers when
-asked for. Nothing that goes wrong in here may stop a training run."""
+"""Outputs of a run's metrics and events: metrics.jsonl, log.txt and the terminal, and optional trackers.
+
+An error in one of them never stops a training run."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -7,80 +8,83 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from headrace.storage import redact as secret
+from headrace.storage import redact
 from headrace.trackers import terminal
 from headrace.trackers.jsonl import Jsonl
 from headrace.trackers.tensorboard import TensorBoard
-from headrace.trackers.terminal import Level
+from headrace.trackers.terminal import Level, Row
 from headrace.trackers.wandb import Wandb
 
 
-class Writer(Protocol):
-    """`optional` writers are dropped at their first error, the others are tried again."""
+class Tracker(Protocol):
+    """One output. If it is `optional`, it is removed at its first error; the others are tried again."""
 
     name: str
     optional: bool
 
-    def write(self, step: int, row: dict[str, Any]) -> None: ...
+    def write(self, step: int, row: Row) -> None: ...
 
     def event(self, message: str, level: Level) -> None: ...
 
-    def back(self, step: int) -> None: ...
+    def rewind(self, step: int) -> None: ...
 
     def close(self) -> None: ...
 
 
-class Writers:
-    """Hands every row and event to each writer. An optional one that fails is dropped; the others are
-    tried again with the next row. Either is told once. Without writers (other hosts) it does nothing."""
+class Trackers:
+    """The outputs of a run, each of which receives every row and event.
 
-    def __init__(self, writers: Sequence[Writer] = ()) -> None:
-        self._writers = list(writers)
+    An optional output that fails is removed; the others are tried again with the next row. Both cause one
+    warning. Hosts other than the first have no outputs, so that nothing is written there."""
+
+    def __init__(self, trackers: Sequence[Tracker] = ()) -> None:
+        self._trackers = list(trackers)
         self._failing: set[str] = set()
 
-    def write(self, step: int, row: dict[str, Any]) -> None:
-        """A row of the training loop, or of `evaluate/...` keys."""
-        for writer in list(self._writers):
-            self._attempt(writer, partial(writer.write, step, row))
+    def write(self, step: int, row: Row) -> None:
+        """Write a row of the training loop, or one of `evaluate/...` keys."""
+        for tracker in list(self._trackers):
+            self._attempt(tracker, partial(tracker.write, step, row))
 
     def event(self, message: str, level: Level = "info") -> None:
-        """One sentence for the user: a checkpoint was saved, an update was skipped."""
-        words = secret.clean(message)
-        for writer in list(self._writers):
-            self._attempt(writer, partial(writer.event, words, level))
+        """Write a sentence for the user, such as that an update was skipped. Secrets are redacted."""
+        text = redact.redact(message)
+        for tracker in list(self._trackers):
+            self._attempt(tracker, partial(tracker.event, text, level))
 
-    def back(self, step: int) -> None:
-        """The run goes on from an earlier step once more: later rows are not its own."""
-        for writer in list(self._writers):
-            self._attempt(writer, partial(writer.back, step))
+    def rewind(self, step: int) -> None:
+        """Discard rows after `step`, from which the run continues."""
+        for tracker in list(self._trackers):
+            self._attempt(tracker, partial(tracker.rewind, step))
 
-    def add(self, name: str, make: Callable[[], Writer]) -> None:
-        """Opens a writer; one that cannot be opened is told and left out."""
+    def add(self, name: str, open_tracker: Callable[[], Tracker]) -> None:
+        """Open an output. If that fails, log a warning and continue without it."""
         try:
-            self._writers.append(make())
+            self._trackers.append(open_tracker())
         except Exception as error:
-            self.event(f"{name} is off: {_reason(error)}; training goes on without it", "warning")
+            self.event(f"{name} is off: {_reason(error)}; training continues without it", "warning")
 
     def close(self) -> None:
-        for writer in list(self._writers):
-            self._attempt(writer, writer.close)
-        self._writers = []
+        for tracker in list(self._trackers):
+            self._attempt(tracker, tracker.close)
+        self._trackers = []
 
-    def _attempt(self, writer: Writer, call: Callable[[], None]) -> None:
-        if writer not in self._writers:  # dropped while telling of another
+    def _attempt(self, tracker: Tracker, call: Callable[[], None]) -> None:
+        if tracker not in self._trackers:  # removed while the failure of another was reported
             return
         try:
             call()
         except Exception as error:
-            if writer.optional:
-                self._writers.remove(writer)
-                self.event(f"{writer.name} failed and is off: {_reason(error)}; training goes on", "warning")
-            elif writer.name not in self._failing:
-                self._failing.add(writer.name)
-                self.event(f"{writer.name} cannot be written: {_reason(error)}; training goes on", "warning")
+            reason = _reason(error)
+            if tracker.optional:
+                self._trackers.remove(tracker)
+                self.event(f"{tracker.name} failed and is off: {reason}; training continues", "warning")
+            elif tracker.name not in self._failing:
+                self._failing.add(tracker.name)
+                self.event(f"{tracker.name} cannot be written: {reason}; training continues", "warning")
 
 
-def make(
+def make_trackers(
     folder: str | os.PathLike[str],
     *,
     step: int = 0,
@@ -88,23 +92,24 @@ def make(
     tensorboard: bool = False,
     wandb: bool = False,
     recipe: dict[str, Any] | None = None,
-) -> Writers:
-    """The writers of a run that goes on from `step`, 0 for a new one. For the first host only; the
-    others take `Writers()`."""
-    run = Path(folder)
-    run.mkdir(parents=True, exist_ok=True)
-    writers = Writers()
-    writers.add("terminal", lambda: terminal.make(total_steps, step=step))
-    writers.add("log.txt", lambda: terminal.log(run / "log.txt", total_steps))
-    writers.add("metrics.jsonl", lambda: Jsonl(run / "metrics.jsonl", step=step))
+) -> Trackers:
+    """Open the outputs of a run that starts at `step`, or resumes from it.
+
+    For the first host only; the others use `Trackers()`."""
+    run_dir = Path(folder)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    trackers = Trackers()
+    trackers.add("terminal", lambda: terminal.make_terminal(total_steps, step=step))
+    trackers.add("log.txt", lambda: terminal.make_log(run_dir / "log.txt", total_steps))
+    trackers.add("metrics.jsonl", lambda: Jsonl(run_dir / "metrics.jsonl", step=step))
     if tensorboard:
-        writers.add("tensorboard", lambda: TensorBoard(run / "tensorboard", step=step))
+        trackers.add("tensorboard", lambda: TensorBoard(run_dir / "tensorboard", step=step))
     if wandb:
-        writers.add("wandb", lambda: Wandb(run, recipe=recipe or {}, say=writers.event))
-    return writers
+        trackers.add("wandb", lambda: Wandb(run_dir, recipe=recipe or {}, on_message=trackers.event))
+    return trackers
 
 
 def _reason(error: Exception) -> str:
-    """One line, without the full stop that would stand before our own words."""
+    """Return an error's message as one line without a final period."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text.rstrip(".")

@@ -1,5 +1,6 @@
-"""metrics.jsonl: one JSON object a logged row. It is the record that reports are made of, so it
-survives kills, full disks and resuming from an earlier step."""
+"""metrics.jsonl: one JSON object per logged row.
+
+Reports are made from it, so that it survives kills, full disks and resuming from an earlier step."""
 
 import json
 import math
@@ -7,38 +8,41 @@ import os
 from pathlib import Path
 from typing import Any
 
+from headrace.trackers.terminal import Level, Row
+
 
 class Jsonl:
     name = "metrics.jsonl"
     optional = False
 
     def __init__(self, path: Path, *, step: int = 0) -> None:
-        """Opens the file for a run that goes on from `step`: later rows of an earlier life go."""
+        """Open the file for a run that continues from `step`. Later rows are removed."""
         self.path = path
-        self._size = _keep_until(path, step)
+        self._size = _remove_after(path, step)
         self._pending = b""
 
-    def write(self, step: int, row: dict[str, Any]) -> None:
+    def write(self, step: int, row: Row) -> None:
+        """Append a row, after those that could not be written before."""
         self._pending += (json.dumps(_encode({"step": step} | row | {"step": step})) + "\n").encode()
-        # A write that fails halfway (disk full) is written over, with the rows since, by the next one.
+        # After a partial write (full disk), the next one starts at the same position, with all rows since.
         with self.path.open("r+b") as file:
             file.seek(self._size)
             file.write(self._pending)
         self._size += len(self._pending)
         self._pending = b""
 
-    def event(self, message: str, level: str) -> None:
+    def event(self, message: str, level: Level) -> None:
         pass
 
-    def back(self, step: int) -> None:
-        self._size, self._pending = _keep_until(self.path, step), b""
+    def rewind(self, step: int) -> None:
+        self._size, self._pending = _remove_after(self.path, step), b""
 
     def close(self) -> None:
         pass
 
 
-def _encode(row: dict[str, Any]) -> dict[str, Any]:
-    """JSON has neither NaN nor infinity: such a value is null, and the row says so."""
+def _encode(row: Row) -> Row:
+    """Replace NaN and infinity, which JSON lacks, by null, and mark the row with `finite: false`."""
     values = {key: value if _is_plain(value) else float(value) for key, value in row.items()}
     bad = [key for key, value in values.items() if isinstance(value, float) and not math.isfinite(value)]
     return values | dict.fromkeys(bad) | ({"finite": False} if bad else {})
@@ -48,22 +52,22 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, int | float | str)
 
 
-def _keep_until(path: Path, step: int) -> int:
-    """Leaves the whole rows up to `step` and returns the size of the file."""
+def _remove_after(path: Path, step: int) -> int:
+    """Remove incomplete rows and those after `step`, and return the size of the file."""
     before = path.read_bytes() if path.exists() else None
-    kept = b"".join(line + b"\n" for line in (before or b"").split(b"\n") if _step(line) <= step)
-    if kept != before:
-        beside = path.with_name(path.name + ".new")
-        with beside.open("wb") as file:
-            file.write(kept)
+    remaining = b"".join(line + b"\n" for line in (before or b"").split(b"\n") if _step_of(line) <= step)
+    if remaining != before:
+        new_path = path.with_name(path.name + ".new")
+        with new_path.open("wb") as file:
+            file.write(remaining)
             file.flush()
             os.fsync(file.fileno())
-        beside.replace(path)
-    return len(kept)
+        new_path.replace(path)
+    return len(remaining)
 
 
-def _step(line: bytes) -> float:
-    """The step of a row; infinity for a line that was cut off, which is no row."""
+def _step_of(line: bytes) -> float:
+    """Return the step of a row; infinity if the line is incomplete or not a row."""
     try:
         return json.loads(line)["step"]
     except (ValueError, KeyError, TypeError):

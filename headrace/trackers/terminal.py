@@ -1,5 +1,7 @@
-"""What the user reads while a run is going: a display that stays in place on a terminal, with events
-scrolling by above it, or aligned plain lines where output is not a terminal and in log.txt."""
+"""Terminal output of a run, and log.txt.
+
+On a terminal, two lines stay at the bottom and events scroll above them. Otherwise, and in log.txt, rows are
+aligned plain lines."""
 
 import math
 import os
@@ -17,66 +19,73 @@ from rich.table import Table
 from rich.text import Text
 
 Level = Literal["info", "warning", "error"]
-HEADER_EVERY = 20
+Row = dict[str, Any]  # metrics by name: JSON values
+HEADER_EVERY = 20  # rows
 STYLES = {"info": "", "warning": "yellow", "error": "bold red"}
 
 
-def make(total_steps: int, *, step: int = 0) -> "Live | Plain":
-    """The display for this process' standard output."""
+def make_terminal(total_steps: int, *, step: int = 0) -> "LiveTerminal | PlainTerminal":
+    """Make the tracker for standard output: live on a terminal, else plain."""
     if sys.stdout.isatty() and os.environ.get("TERM") != "dumb":
-        return Live(total_steps, step=step, console=Console(highlight=False))
-    return Plain(lambda line: print(line, flush=True), total_steps)
+        return LiveTerminal(total_steps, step=step, console=Console(highlight=False))
+    return PlainTerminal(lambda line: print(line, flush=True), total_steps)
 
 
-def log(path: Path, total_steps: int) -> "Plain":
-    """log.txt: the plain lines, each with the time. Opened for each line, so that a full disk costs the
-    lines of that while and no more."""
+def make_log(path: Path, total_steps: int) -> "PlainTerminal":
+    """Make the tracker for log.txt: plain lines with timestamps.
 
-    def put(line: str) -> None:
+    The file is opened for each line, so that a full disk loses only the lines written meanwhile."""
+
+    def write_line(line: str) -> None:
         with path.open("a", encoding="utf-8") as file:
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {line}\n")
 
-    return Plain(put, total_steps, name="log.txt")
+    return PlainTerminal(write_line, total_steps, name="log.txt")
 
 
-class Plain:
-    """A line a row, in aligned columns, without control characters. A column that a row has no value for
-    is left out, and the header is said again when the columns change."""
+class PlainTerminal:
+    """Rows as lines in aligned columns, without control characters.
+
+    Columns without a value are omitted. The header is repeated when the columns change."""
 
     optional = False
 
-    def __init__(self, put: Callable[[str], None], total_steps: int, *, name: str = "terminal") -> None:
+    def __init__(
+        self, write_line: Callable[[str], None], total_steps: int, *, name: str = "terminal"
+    ) -> None:
         self.name = name
-        self._put = put
-        self._digits = max(len(f"{total_steps:,}"), 6)
-        self._columns: list[Column] = []
-        self._lines = 0
+        self._write_line = write_line
+        self._step_width = max(len(f"{total_steps:,}"), 6)
+        self._columns: list[MetricColumn] = []
+        self._rows_since_header = 0
 
-    def write(self, step: int, row: dict[str, Any]) -> None:
+    def write(self, step: int, row: Row) -> None:
+        """Write a row of training as a line of the table, and other rows as a sentence."""
         if not _is_training(row):
-            self.event(_sentence(step, row), "info")
+            self.event(_to_sentence(step, row), "info")
             return
-        columns = _present(row)
-        if columns != self._columns or self._lines % HEADER_EVERY == 0:
-            self._columns, self._lines = columns, 0
-            self._put("step".rjust(self._digits) + "".join(c.title.rjust(c.width) for c in columns))
-        cells = "".join(column.show(row[column.key]).rjust(column.width) for column in columns)
-        self._put(f"{step:,}".rjust(self._digits) + cells)
-        self._lines += 1
+        columns = _present_columns(row)
+        if columns != self._columns or self._rows_since_header % HEADER_EVERY == 0:
+            self._columns, self._rows_since_header = columns, 0
+            titles = "".join(column.title.rjust(column.width) for column in columns)
+            self._write_line("step".rjust(self._step_width) + titles)
+        cells = "".join(column.format(row[column.key]).rjust(column.width) for column in columns)
+        self._write_line(f"{step:,}".rjust(self._step_width) + cells)
+        self._rows_since_header += 1
 
     def event(self, message: str, level: Level) -> None:
-        for line in _clean(message).splitlines():
-            self._put(line if level == "info" else f"{level}: {line}")
+        for line in _to_printable(message).splitlines():
+            self._write_line(line if level == "info" else f"{level}: {line}")
 
-    def back(self, step: int) -> None:
+    def rewind(self, step: int) -> None:
         pass
 
     def close(self) -> None:
         pass
 
 
-class Live:
-    """Two lines that stay at the foot of the terminal: how far the run is, and its newest row."""
+class LiveTerminal:
+    """Two lines at the bottom of the terminal: the progress of the run, and its newest row."""
 
     name = "terminal"
     optional = False
@@ -84,25 +93,25 @@ class Live:
     def __init__(self, total_steps: int, *, step: int = 0, console: Console) -> None:
         self._console = console
         self._display = Display(total_steps, step)
-        # Once a second: the time that is left counts down between the rows.
+        # Redrawn every second: the remaining time counts down between rows.
         self._live = RichLive(self._display, console=console, refresh_per_second=1)
         self._live.start(refresh=True)
 
-    def write(self, step: int, row: dict[str, Any]) -> None:
+    def write(self, step: int, row: Row) -> None:
         if _is_training(row):
             self._display.show(step, row)
             self._live.refresh()
         else:
-            self.event(_sentence(step, row), "info")
+            self.event(_to_sentence(step, row), "info")
 
     def event(self, message: str, level: Level) -> None:
-        words = _clean(message if level == "info" else f"{level}: {message}")
-        stamp = Text(time.strftime(" %H:%M:%S  "), "dim")
+        text = _to_printable(message if level == "info" else f"{level}: {message}")
+        timestamp = Text(time.strftime(" %H:%M:%S  "), "dim")
         line = Table.grid()
-        line.add_row(stamp, Text(words, STYLES[level], overflow="fold"))
+        line.add_row(timestamp, Text(text, STYLES[level], overflow="fold"))
         self._console.print(line)
 
-    def back(self, step: int) -> None:
+    def rewind(self, step: int) -> None:
         self._display.show(step, {})
 
     def close(self) -> None:
@@ -110,37 +119,37 @@ class Live:
 
 
 class Display:
-    """The two lines, fitted to whatever width the terminal has: what does not fit is left out."""
+    """The two lines, fitted to the width of the terminal: cells that do not fit are omitted."""
 
     def __init__(self, total_steps: int, step: int) -> None:
-        self._total = total_steps
+        self._total_steps = total_steps
         self._step = step
-        self._row: dict[str, Any] = {}
+        self._row: Row = {}
         self._shown_at = time.monotonic()
 
-    def show(self, step: int, row: dict[str, Any]) -> None:
+    def show(self, step: int, row: Row) -> None:
         self._step, self._row, self._shown_at = step, row, time.monotonic()
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        yield self._progress(options.max_width - 2)
-        yield self._numbers(options.max_width - 2)
+        yield self._progress_line(options.max_width - 2)
+        yield self._metrics_line(options.max_width - 2)
 
-    def _progress(self, width: int) -> Table:
-        # Padded, so that nothing moves sideways as numbers grow.
-        total = f"{self._total:,}"
-        done = 100 * self._step // max(self._total, 1)
-        cells = [f"{self._step:,}".rjust(len(total)) + "/" + total, f"{done:3} %"]
-        if self._step >= self._total:
+    def _progress_line(self, width: int) -> Table:
+        # Padded, so that nothing moves sideways when numbers grow.
+        total = f"{self._total_steps:,}"
+        percentage = 100 * self._step // max(self._total_steps, 1)
+        cells = [f"{self._step:,}".rjust(len(total)) + "/" + total, f"{percentage:3} %"]
+        if self._step >= self._total_steps:
             cells.append("done")
         elif self._row.get("eta_seconds") is not None:
-            left = self._row["eta_seconds"] - (time.monotonic() - self._shown_at)
-            cells.append(f"{duration(max(left, 0)):>7} left")
+            remaining = self._row["eta_seconds"] - (time.monotonic() - self._shown_at)
+            cells.append(f"{format_duration(max(remaining, 0)):>7} left")
         if self._row.get("goodput") is not None:
-            cells.append(f"{percent(self._row['goodput'])} goodput")
+            cells.append(f"{format_percent(self._row['goodput'])} goodput")
         while len(cells) > 1 and width - len("   ".join(cells)) < 13:
             cells.pop()
         bar = ProgressBar(
-            total=max(self._total, 1),
+            total=max(self._total_steps, 1),
             completed=self._step,
             width=max(min(width - len("   ".join(cells)) - 3, 60), 1),
             complete_style="cyan",
@@ -150,8 +159,9 @@ class Display:
         line.add_row(" ", bar, Text("   " + "   ".join(cells), no_wrap=True, overflow="crop"))
         return line
 
-    def _numbers(self, width: int) -> Text:
-        cells = [column.cell(self._row[column.key]) for column in _present(self._row) if column.inline]
+    def _metrics_line(self, width: int) -> Text:
+        columns = [column for column in _present_columns(self._row) if column.inline]
+        cells = [column.make_cell(self._row[column.key]) for column in columns]
         if not cells:
             return Text(" waiting for the first step", "dim")
         gap = 3 if len(Text("   ").join(cells)) <= width else 2
@@ -161,28 +171,29 @@ class Display:
 
 
 @dataclass(frozen=True)
-class Column:
-    """A value of a row: how it reads under `title` in a table, and as `inline` words in a sentence."""
+class MetricColumn:
+    """A metric of a row: under `title` in a table, and in the text `inline` in the live display."""
 
     key: str
     title: str
     width: int
-    show: Callable[[float], str]
+    format: Callable[[float], str]
     inline: str = ""
 
-    def cell(self, value: float) -> Text:
-        before, after = self.inline.split("{}")
-        return Text.assemble((before, "dim"), (self.show(value), "bold"), (after, "dim"))
+    def make_cell(self, value: float) -> Text:
+        prefix, suffix = self.inline.split("{}")
+        return Text.assemble((prefix, "dim"), (self.format(value), "bold"), (suffix, "dim"))
 
 
-def number(value: float) -> str:
+def format_number(value: float) -> str:
+    """Format with four decimals, or fewer for large numbers: 2.4012, 142.70."""
     if abs(value) < 100 or not math.isfinite(value):
         return f"{value:.4f}"
     return f"{value:.2f}" if abs(value) < 1e5 else f"{value:.3g}"
 
 
-def short(value: float) -> str:
-    """Three digits, with k, M, G or T for thousands: 0.820, 12.3k."""
+def format_short(value: float) -> str:
+    """Format with three digits, and k, M, G or T for thousands: 0.820, 12.3k."""
     if not math.isfinite(value):
         return str(value)
     power = 0
@@ -191,20 +202,22 @@ def short(value: float) -> str:
     return f"{value:#.3g}".removesuffix(".") + ("kMGT"[power - 1] if power else "")
 
 
-def whole(value: float) -> str:
+def format_count(value: float) -> str:
     return f"{value:,.0f}"
 
 
-def scientific(value: float) -> str:
+def format_scientific(value: float) -> str:
+    """Format such as 2.96e-4."""
     mantissa, _, exponent = f"{value:.2e}".partition("e")
     return f"{mantissa}e{int(exponent)}" if value and math.isfinite(value) else f"{value:g}"
 
 
-def percent(share: float) -> str:
+def format_percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
-def size(count: float) -> str:
+def format_bytes(count: float) -> str:
+    """Format bytes in binary units: 5.0 MiB, 139 GiB."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if count < 1000 or unit == "TiB":
             break
@@ -212,7 +225,8 @@ def size(count: float) -> str:
     return f"{count:.1f} {unit}" if count < 99.95 and unit != "B" else f"{count:.0f} {unit}"
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
+    """Format in the two largest units: 2d 02h, 2h 05m, 3m 20s, 5s."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     if hours >= 24:
@@ -223,35 +237,35 @@ def duration(seconds: float) -> str:
 
 
 COLUMNS = (
-    Column("loss", "loss", 9, number, "loss {}"),
-    Column("learning_rate", "lr", 9, scientific, "lr {}"),
-    Column("grad_norm", "grad", 9, short, "grad {}"),
-    Column("tokens_per_second", "tok/s", 7, short, "{} tok/s"),
-    Column("mfu", "MFU", 8, percent, "{} MFU"),
-    Column("skipped", "skipped", 9, whole, "{} skipped"),
-    Column("memory", "memory", 10, size, "{}"),
-    Column("goodput", "goodput", 9, percent),
-    Column("eta_seconds", "left", 9, duration),
+    MetricColumn("loss", "loss", 9, format_number, "loss {}"),
+    MetricColumn("learning_rate", "lr", 9, format_scientific, "lr {}"),
+    MetricColumn("grad_norm", "grad", 9, format_short, "grad {}"),
+    MetricColumn("tokens_per_second", "tok/s", 7, format_short, "{} tok/s"),
+    MetricColumn("mfu", "MFU", 8, format_percent, "{} MFU"),
+    MetricColumn("skipped", "skipped", 9, format_count, "{} skipped"),
+    MetricColumn("memory", "memory", 10, format_bytes, "{}"),
+    MetricColumn("goodput", "goodput", 9, format_percent),
+    MetricColumn("eta_seconds", "left", 9, format_duration),
 )
 
 
-def _present(row: dict[str, Any]) -> list[Column]:
-    """The columns that have something to say; no skipped updates are not news."""
-    named = [column for column in COLUMNS if row.get(column.key) is not None]
-    return [column for column in named if column.key != "skipped" or row["skipped"]]
+def _present_columns(row: Row) -> list[MetricColumn]:
+    """Return the columns that have a value; `skipped` only where it is not 0."""
+    columns = [column for column in COLUMNS if row.get(column.key) is not None]
+    return [column for column in columns if column.key != "skipped" or row["skipped"]]
 
 
-def _is_training(row: dict[str, Any]) -> bool:
+def _is_training(row: Row) -> bool:
     return any("/" not in key for key in row if key != "step")
 
 
-def _sentence(step: int, row: dict[str, Any]) -> str:
-    """`evaluate at step 1,200   loss 2.4012   perplexity 11.0400`, from keys with that prefix."""
+def _to_sentence(step: int, row: Row) -> str:
+    """Format keys with a prefix: `evaluate at step 1,200   loss 2.4012   perplexity 11.0400`."""
     names = [key for key, value in row.items() if key != "step" and value is not None]
-    values = [f"{name.rpartition('/')[2].replace('_', ' ')} {number(row[name])}" for name in names]
+    values = [f"{name.rpartition('/')[2].replace('_', ' ')} {format_number(row[name])}" for name in names]
     group = names[0].partition("/")[0] if names else "row"
     return "   ".join([f"{group} at step {step:,}", *values])
 
 
-def _clean(message: str) -> str:
+def _to_printable(message: str) -> str:
     return "".join(char if char.isprintable() or char == "\n" else " " for char in message)

@@ -1,5 +1,6 @@
-"""Weights & Biases. Project and mode come from its own environment variables where they are set
-(WANDB_PROJECT, WANDB_MODE=offline)."""
+"""Weights & Biases.
+
+Its own environment variables choose project and mode (WANDB_PROJECT, WANDB_MODE=offline)."""
 
 import importlib
 import os
@@ -8,59 +9,63 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from headrace.storage import files as store
+from headrace.storage import files
+from headrace.trackers.terminal import Level, Row
 
-PATIENCE = 60  # seconds; it waits 90 by itself, in silence
+TIMEOUT = 60  # seconds; wandb's default is 90, without a message
 
 
 class Wandb:
     name = "wandb"
     optional = True
 
-    def __init__(self, run_folder: Path, *, recipe: dict[str, Any], say: Callable[[str], None]) -> None:
+    def __init__(
+        self, run_folder: Path, *, recipe: dict[str, Any], on_message: Callable[[str], None]
+    ) -> None:
         try:
             wandb = importlib.import_module("wandb")
         except ImportError:
-            raise ImportError('it is not installed (pip install ".[wandb]")') from None
-        say(f"connecting to Weights & Biases, for {PATIENCE} s at most")
+            raise ImportError("it is not installed (pip install wandb)") from None
+        on_message(f"connecting to Weights & Biases, for at most {TIMEOUT} s")
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "headrace"),
-            id=_identity(run_folder),
-            name=_name(run_folder, str(recipe.get("run", ""))),
+            id=_run_id(run_folder),
+            name=_run_name(run_folder, str(recipe.get("run", ""))),
             dir=str(run_folder),
             resume="allow",
             config=recipe,
-            # It would copy every redraw of our terminal, and ask for a key until somebody answers.
-            settings=wandb.Settings(console="off", silent=True, login_timeout=30, init_timeout=PATIENCE),
+            # By default it copies every redraw of the terminal, and prompts for a key without a time limit.
+            settings=wandb.Settings(console="off", silent=True, login_timeout=30, init_timeout=TIMEOUT),
         )
-        # Against our own step: wandb's only grows, and it drops the rows of a run that went back.
+        # Plotted over this step: wandb's own only grows, and it drops the rows of a run that was rolled back.
         for group in ("train/*", "evaluate/*", "badput/*"):
             self._run.define_metric(group, step_metric="step")
 
-    def write(self, step: int, row: dict[str, Any]) -> None:
+    def write(self, step: int, row: Row) -> None:
         values = {key: value for key, value in row.items() if key != "step" and value is not None}
         self._run.log(
-            {"step": step} | {k if "/" in k else f"train/{k}": value for k, value in values.items()}
+            {"step": step} | {key if "/" in key else f"train/{key}": value for key, value in values.items()}
         )
 
-    def event(self, message: str, level: str) -> None:
+    def event(self, message: str, level: Level) -> None:
         pass
 
-    def back(self, step: int) -> None:
+    def rewind(self, step: int) -> None:
         pass
 
     def close(self) -> None:
         self._run.finish()
 
 
-def _name(run_folder: Path, run: str) -> str:
-    """Of a run at a URL, whose files are written elsewhere first, the last part of that."""
-    return run.rstrip("/").rpartition("/")[2] if store.is_url(run) else run_folder.resolve().name
+def _run_name(run_folder: Path, run: str) -> str:
+    """Return the name of the run folder, or the last part of a URL (`run_folder` is then a local mirror)."""
+    return run.rstrip("/").rpartition("/")[2] if files.is_url(run) else run_folder.resolve().name
 
 
-def _identity(run_folder: Path) -> str:
-    """Drawn once and kept in the run folder, so that a resumed run goes on in the same chart and equal
-    paths on two machines do not meet."""
+def _run_id(run_folder: Path) -> str:
+    """Return an id for the run, created at the first call and stored in the run folder.
+
+    A resumed run continues the same chart, and equal paths on two machines do not collide."""
     path = run_folder / "wandb" / "headrace-id"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)

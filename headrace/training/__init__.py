@@ -1,0 +1,1 @@
+"""Training: the run, the loop, the step, evaluation, rollback."""

@@ -10,13 +10,13 @@ import jax
 from jax.experimental import serialize_executable
 from jax.sharding import Mesh
 
-from headrace.data.shards import atomic
-from headrace.nn.stack import compile_fast
+from headrace.data.shards import open_atomic
+from headrace.nn.compile import compile_fast
 
 SUFFIX = ".program"
 
 
-def compiled(
+def load_or_compile(
     lowered: Any, devices: Mesh, folder: Path | None, say: Callable[[str], None]
 ) -> Callable[..., Any]:
     """The program of a step: from a file in the folder if one is of this very step, else by the compiler."""
@@ -46,7 +46,7 @@ def name(lowered: Any) -> str:
 
 def save(lowered: Any, program: Any, folder: Path) -> None:
     content, _, _ = serialize_executable.serialize(program)
-    with atomic(folder / name(lowered)) as file:
+    with open_atomic(folder / name(lowered)) as file:
         file.write(content)
 
 
@@ -62,7 +62,7 @@ def load(lowered: Any, devices: Mesh, file: Path) -> Any:
     )
 
 
-def keep_compiled(run: str) -> None:
+def enable_compilation_cache(run: str) -> None:
     """A run that is started again finds its programs in its folder, unless the user keeps them elsewhere. Not
     for CPUs: what is compiled for one may not run on the next."""
     elsewhere = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]

@@ -10,17 +10,18 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from headrace.model_wrappers import classification_head as classifier
-from headrace.nn import module
+from headrace.checkpoint.open_run import LoadedRun
 from headrace.config import sections
+from headrace.data.batch_order import BatchOrder
 from headrace.data.dataset import Dataset
 from headrace.errors import UserError
-from headrace.checkpoint.open_run import Opened
+from headrace.model_wrappers import classification_head, load_family
+from headrace.nn import module
 from headrace.nn.sharding import row_sharding
-from headrace.training.metrics import fetch
-from headrace.objectives import Batch, Vocabulary, check_data, file, make_task
-from headrace.config.durations import Ramp
+from headrace.objectives import Batch, SpecialTokens, check_dataset_kind, load_objective
+from headrace.training.metrics import read_scalars
 from headrace.training.step import eval_step
+from headrace.training.task import make_task
 
 Judged = Callable[[dict[str, Any]], dict[str, Any]]
 
@@ -41,16 +42,16 @@ def evaluate(
     `given` are the special tokens of a document that the objective does not tell, or None if it tells no text
     as a whole, of which there are no bits a byte; `judged` makes the result of the sums where no token is
     told. None if `stop` said so half-way."""
-    rows = dataset.rows("evaluation")
+    rows = dataset.rows_per_epoch("evaluation")
     if not rows:
         raise UserError(
-            "data.path: no document is held out for evaluation; pack again with pack.evaluation above 0"
+            "data.path: no document is held out for evaluation; pack again with pack.eval_fraction above 0"
         )
-    every = math.ceil(rows / sequences)
+    order, every = dataset.eval_order(sequences), math.ceil(rows / sequences)
     totals: dict[str, Any] = {}
     for number in range(min(batches or every, every)):
-        batch = place(dataset, mesh, number, split="evaluation", sequences=sequences, seed=0)
-        sums = fetch(score(batch, number * sequences))
+        batch = device_batch(dataset, order, mesh, number)
+        sums = read_scalars(score(batch, number * sequences))
         totals = {name: totals.get(name, 0.0) + value for name, value in sums.items()}
         if stop():
             return None
@@ -65,57 +66,58 @@ def evaluate(
         turn, _, told = name.rpartition("_")
         if told not in ("count", "nll") and name != "loss":
             result[name] = total / max(totals[f"{turn}_count" if turn else "count"], 1.0)
-    if given is not None and not dataset.has_loss:  # of a chat, too, only a part is told
-        result["bits_per_byte"] = loss / math.log(2) * answers_per_byte(dataset, given)
+    if given is not None and not dataset.has_loss_mask:  # of a chat, too, only a part is told
+        result["bits_per_byte"] = loss / math.log(2) * targets_per_byte(dataset, given)
     return result
 
 
-def answers_per_byte(dataset: Dataset, given: Sequence[str]) -> float:
+def targets_per_byte(dataset: Dataset, given: Sequence[str]) -> float:
     """How many tokens a model must tell for a byte of held-out text: all but those given with a document."""
     split = dataset.index.splits["evaluation"]
-    free = sum(getattr(dataset, name) is not None for name in given) * split.documents
+    free = sum(getattr(dataset.index.special, name) is not None for name in given) * split.documents
     return (split.tokens - free) / max(split.bytes, 1)
 
 
-def given_to(objective: Any) -> Sequence[str] | None:
-    return getattr(file("objectives", objective), "GIVEN", None)
+def unpredicted_tokens(objective: Any) -> Sequence[str] | None:
+    return load_objective(objective).unpredicted_tokens
 
 
-def judged_by(objective: Any) -> Judged | None:
-    return getattr(file("objectives", objective), "judged", None)
+def eval_metrics_of(objective: Any) -> Judged | None:
+    return load_objective(objective).eval_metrics
 
 
-def in_detail(objective: Any, labels: Sequence[str], totals: dict[str, Any]) -> dict[str, Any]:
+def with_label_lines(objective: Any, labels: Sequence[str], totals: dict[str, Any]) -> dict[str, Any]:
     """As judged, with a line for each label."""
-    own = file("objectives", objective)
-    return own.judged(totals) | {"labels": own.by_label(totals, labels)}
+    own = load_objective(objective)
+    assert own.eval_metrics is not None and own.per_label_lines is not None
+    return own.eval_metrics(totals) | {"labels": own.per_label_lines(totals, labels)}
 
 
-def evaluate_run(run: Opened) -> dict[str, Any]:
+def evaluate_run(run: LoadedRun) -> dict[str, Any]:
     """All held-out data of a run's recipe, through its newest weights."""
-    cfg = run.cfg
+    cfg = run.recipe
     dataset = Dataset.open(
         cfg.data.path, sequence_length=cfg.data.sequence_length, tokenizer_sha256=run.tokenizer_sha256
     )
-    check_data(cfg.objective, cfg.data.path, dataset.index)
-    task = make_task(cfg, vocabulary(dataset))
-    axes = module.axes(file("models", cfg.model).Model, cfg.model)
+    check_dataset_kind(cfg.objective, cfg.data.path, dataset.index)
+    task = make_task(cfg, special_tokens(dataset))
+    axes = module.axes(load_family(cfg.model).Model, cfg.model)
     with jax.set_mesh(run.devices):
-        score = functools.partial(jax.jit(eval_step(task, axes, cfg.eval.draws)), run.params)
-        rows = cfg.batch.sequences // cfg.batch.accumulate
-        given, judged = given_to(cfg.objective), judged_by(cfg.objective)
+        score = functools.partial(jax.jit(eval_step(task, axes, cfg.eval.repeats)), run.params)
+        rows = cfg.batch.sequences // cfg.batch.microbatches
+        given, judged = unpredicted_tokens(cfg.objective), eval_metrics_of(cfg.objective)
         if judged is not None:
-            judged = functools.partial(in_detail, cfg.objective, dataset.index.labels)
+            judged = functools.partial(with_label_lines, cfg.objective, dataset.index.labels)
         result = evaluate(score, dataset, run.devices, sequences=rows, given=given, judged=judged)
     assert result is not None
     return result
 
 
-SAID = ("loss", "unigram_entropy", "perplexity", "bits_per_byte")
+HEADLINE_METRICS = ("loss", "unigram_entropy", "perplexity", "bits_per_byte")
 
 
-def spoken(result: dict[str, Any], objective: Any) -> str:
-    name = getattr(file("objectives", objective), "LOSS", "evaluation loss")
+def format_result(result: dict[str, Any], objective: Any) -> str:
+    name = load_objective(objective).loss_name
     if "perplexity" not in result:
         numbers = {name.replace("_", " "): value for name, value in result.items() if name != "labels"}
         line = ", ".join(f"{name} {value:.4f}" for name, value in numbers.items())
@@ -125,56 +127,41 @@ def spoken(result: dict[str, Any], objective: Any) -> str:
         f"perplexity {result['perplexity']:,.2f}"
     )
     said += f", {result['bits_per_byte']:.3f} bits a byte" if "bits_per_byte" in result else ""
-    more = [name for name in result if name not in SAID]
+    more = [name for name in result if name not in HEADLINE_METRICS]
     return said + "".join(f", {name.replace('_', ' ')} {result[name]:.4f}" for name in more)
 
 
-def with_vocabulary(cfg: sections.Run, dataset: Dataset) -> sections.Run:
+def fill_model_sizes(cfg: sections.TrainRecipe, dataset: Dataset) -> sections.TrainRecipe:
     """The vocabulary comes from the data unless the recipe names one, and so do labels."""
-    check_data(cfg.objective, cfg.data.path, dataset.index)
+    check_dataset_kind(cfg.objective, cfg.data.path, dataset.index)
     model = cfg.model
-    if getattr(file("objectives", cfg.objective), "READS", "text") == "labels":
-        model = classifier.resolved(model, len(dataset.index.labels), dataset.index.labelled)
+    if load_objective(cfg.objective).data_kind == "labels":
+        model = classification_head.with_label_count(model, len(dataset.index.labels), dataset.index.labelled)
     if not model.vocab:
         model = dataclasses.replace(model, vocab=dataset.vocab)
     return cfg if model is cfg.model else dataclasses.replace(cfg, model=model)
 
 
-def vocabulary(dataset: Dataset) -> Vocabulary:
-    return Vocabulary(dataset.vocab, dataset.pad, dataset.bos, dataset.eos, dataset.mask)
+def special_tokens(dataset: Dataset) -> SpecialTokens:
+    special = dataset.index.special
+    return SpecialTokens(dataset.vocab, dataset.pad_id, special.bos, special.eos, special.mask)
 
 
-def place(
-    dataset: Dataset,
-    mesh: Mesh,
-    step: int,
-    *,
-    split: str,
-    sequences: int,
-    seed: int,
-    ramp: Ramp | None = None,
-) -> Batch:
+def device_batch(dataset: Dataset, order: BatchOrder, mesh: Mesh, step: int) -> Batch:
     """The batch at a step, on the devices. Each host reads just the rows that its devices hold. While the
     batch grows, of each `ramp.last` rows in a row the last ones are padding: those of parts that step.py,
     which takes its parts from such rows in turn, leaves out."""
+    sequences, ramp = order.batch_size, order.ramp
     shape = (sequences, dataset.sequence_length)
     sharding = row_sharding(mesh, shape)
     mine = sharding.addressable_devices_indices_map(shape).values()
     held = [index[0].indices(sequences) for index in mine if index is not None]
     first, last = min(start for start, _, _ in held), max(stop for _, stop, _ in held)
-    ramp = ramp or Ramp(1, 1)
-    each, now, before = sequences // ramp.last, ramp.parts(step), ramp.before(step)
-    packed = dataset.batch(
-        step,
-        split=split,
-        sequences=each * now,
-        seed=seed,
-        rows=slice(first * now // ramp.last, last * now // ramp.last),
-        before=each * before,
-    )
+    now = ramp.microbatches_at(step)
+    packed = dataset.batch(order, step, slice(first * now // ramp.last, last * now // ramp.last))
 
     def put(rows: Any) -> jax.Array:
-        rows = spread(rows, now, ramp.last)
+        rows = pad_ramp(rows, now, ramp.last)
 
         def part(index: Any) -> Any:
             start, stop, _ = index[0].indices(sequences)
@@ -182,12 +169,12 @@ def place(
 
         return jax.make_array_from_callback(shape, sharding, part)
 
-    loss = None if packed.loss is None else put(packed.loss)
+    loss = None if packed.loss_mask is None else put(packed.loss_mask)
     labels = None if packed.labels is None else put(packed.labels)
     return Batch(put(packed.tokens), put(packed.segments), put(packed.positions), loss, labels)
 
 
-def spread(rows: np.ndarray, now: int, last: int) -> np.ndarray:
+def pad_ramp(rows: np.ndarray, now: int, last: int) -> np.ndarray:
     """Rows of which `now` belong together, and zeros after each such group to make it `last`."""
     grouped = rows.reshape(-1, now, *rows.shape[1:])
     return np.pad(grouped, [(0, 0), (0, last - now), (0, 0)]).reshape(-1, *rows.shape[1:])

@@ -8,7 +8,7 @@ import numpy as np
 from headrace.nn.module import Array, Axes
 
 
-def tiled(
+def grow_weight(
     weight: Array,
     axes: Axes,
     shape: tuple[int, ...],
@@ -20,7 +20,7 @@ def tiled(
     for axis, (old, new) in enumerate(zip(weight.shape, shape, strict=True)):
         if axes.names[axis] == "vocab":
             if rows is not None:
-                weight = renamed(weight, axis, rows)
+                weight = remap_rows(weight, axis, rows)
             continue
         if axis < axes.stacked and axes.names[axis] != "experts":
             # A stack may lack the first layers, which have no such weight.
@@ -34,7 +34,7 @@ def tiled(
     return weight
 
 
-def renamed(weight: Array, axis: int, rows: np.ndarray) -> Array:
+def remap_rows(weight: Array, axis: int, rows: np.ndarray) -> Array:
     """The weight with these rows along an axis; new ones, -1, are the mean of all that were there."""
     found = jnp.take(weight, np.maximum(rows, 0), axis=axis)
     new = (rows < 0).reshape([-1 if dim == axis else 1 for dim in range(weight.ndim)])

@@ -1,8 +1,7 @@
 """The first weights of a run from those of another model: a run folder, or one of Hugging Face. All of them,
-or those that `take` names; along the vocabulary by token, the others grown to size (enlarge.py)."""
+or those that `init_weights` names; along the vocabulary by token, the others grown to size (grow.py)."""
 
 import contextlib
-import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -14,28 +13,24 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from headrace.model_wrappers import (
-    classification_head as classifier,
-    split_weights as matrices,
-    frozen_reference as reference,
-)
-from headrace.config import reader as config, recipe, sections
-from headrace.training import grow as enlarge
-from headrace.nn import sharding as mesh, module
-from headrace.storage import files as store
+from headrace import model_wrappers
+from headrace.checkpoint import open_hf
 from headrace.checkpoint.manager import Checkpoints
-from headrace.model_formats import quantized_folder as stored
+from headrace.config import reader, recipe
+from headrace.config.source_model import read_hf_config
 from headrace.data.memory_map import open_folder
 from headrace.errors import UserError
-from headrace.convert import head_warnings as heads, to_huggingface as huggingface
-from headrace.model_formats import hf_ternary as ternary
-from headrace.model_formats.hf_tensors import Tensors, table_of
-from headrace.nn.module import named
-from headrace.objectives import file
+from headrace.model_formats import hf_ternary, quantized_folder
+from headrace.model_formats.hf_tensors import Tensors
+from headrace.model_wrappers import classification_head, frozen_reference, load_family
+from headrace.nn import module, sharding
+from headrace.nn.module import named_leaves
+from headrace.storage import files
+from headrace.training import grow
 
 
 @dataclass(frozen=True)
-class Source:
+class InitSource:
     """A model to start from, and which of the new model's weights it gives."""
 
     path: str
@@ -47,47 +42,58 @@ class Source:
     passed: str = ""  # what is to be said of them
 
 
-def check(path: str, model: Any, take: str | None = None) -> Source:
+def check(path: str, model: Any, init_weights: str | None = None) -> InitSource:
     """What `model` can start from; UserError where it cannot."""
-    freezes, model = matrices.is_frozen(model), matrices.plain(model)
+    freezes, model = model_wrappers.has_frozen_base(model), model_wrappers.without_wrapper(model)
     held = model_of(path, model)
-    old, family = matrices.plain(held), file("models", model)
-    theirs, ours = (dict(named(module.axes(file("models", cfg).Model, cfg))) for cfg in (old, model))
-    if take is None:
+    old, family = model_wrappers.without_wrapper(held), load_family(model)
+    theirs, ours = (dict(named_leaves(module.axes(load_family(cfg).Model, cfg))) for cfg in (old, model))
+    if init_weights is None:
         if old.use != model.use:
             raise UserError(
-                f"start: {path} holds a {old.use}, expected a {model.use}, or `take` to name some weights"
+                f"init_from: {path} holds a {old.use}, expected a {model.use}, or `init_weights` to name "
+                "some weights"
             )
         other = sorted(theirs.keys() ^ ours.keys())
-        if classifier.has_labels(model):  # it needs no other head, and draws its own where there is none
-            other = sorted(ours.keys() - theirs.keys() - set(classifier.OWN))
+        if classification_head.has_labels(
+            model
+        ):  # it needs no other head, and draws its own where there is none
+            other = sorted(ours.keys() - theirs.keys() - set(classification_head.HEAD_WEIGHTS))
         if other:
-            raise UserError(f"start: {other[0]} is in one alone of {path} and this recipe's model")
-    taken = module.matching("take", take, ours) if take is not None else frozenset(ours) & frozenset(theirs)
-    if take is None and head_of(old) != head_of(model):
-        taken -= set(classifier.OWN)
-    shapes = dict(named(module.shapes(family.Model, model)))
-    before = dict(named(module.shapes(file("models", old).Model, old)))
+            raise UserError(f"init_from: {other[0]} is in one alone of {path} and this recipe's model")
+    taken = (
+        module.select_weights("init_weights", init_weights, ours)
+        if init_weights is not None
+        else frozenset(ours) & frozenset(theirs)
+    )
+    if init_weights is None and head_key(old) != head_key(model):
+        taken -= set(classification_head.HEAD_WEIGHTS)
+    shapes = dict(named_leaves(module.shapes(family.Model, model)))
+    before = dict(named_leaves(module.shapes(load_family(old).Model, old)))
     for name in (name for name in ours if name in taken):
         if name not in theirs or theirs[name].names != ours[name].names:
-            raise UserError(f"take: {path}, a {old.use}, has no weight {name} that is like this model's")
+            raise UserError(
+                f"init_weights: {path}, a {old.use}, has no weight {name} that is like this model's"
+            )
         for axis, small, large in zip(ours[name].names, before[name].shape, shapes[name].shape, strict=True):
             if large < small and axis != "vocab":
-                raise UserError(f"start: {name} is {small} along {axis} in {path}, expected at most {large}")
-    whole = not alike(old, model, taken)
+                raise UserError(
+                    f"init_from: {name} is {small} along {axis} in {path}, expected at most {large}"
+                )
+    whole = not same_deltas(old, model, taken)
     if whole and freezes and differences(model):  # weights are frozen one by one
         name, base = next(iter(differences(model).items()))
-        raise UserError(f"start: {name} is the difference to {base} here, and not in {path}")
+        raise UserError(f"init_from: {name} is the difference to {base} here, and not in {path}")
     if is_run(path):
-        return Source(path, old, taken, held, whole)
-    heads.check(old, taken, Path(path))
-    if take is not None:  # nothing else matters
-        return Source(path, old, taken, held, whole, ("*",))
-    passed = heads.passed_over(old, taken, Path(path))
-    return Source(path, old, taken, held, whole, heads.aside(file("models", old)), passed)
+        return InitSource(path, old, taken, held, whole)
+    open_hf.check_tensors(old, taken, Path(path))
+    if init_weights is not None:  # nothing else matters
+        return InitSource(path, old, taken, held, whole, ("*",))
+    passed = open_hf.ignored_note(old, taken, Path(path))
+    return InitSource(path, old, taken, held, whole, load_family(old).hf_naming.ignored_tensors, passed)
 
 
-def alike(old: Any, model: Any, taken: frozenset[str]) -> bool:
+def same_deltas(old: Any, model: Any, taken: frozenset[str]) -> bool:
     """Whether weights that are differences to others can be taken as such: they are so in both models, and
     what they differ from is taken along."""
     ours = differences(model)
@@ -96,62 +102,66 @@ def alike(old: Any, model: Any, taken: frozenset[str]) -> bool:
 
 def differences(model: Any) -> dict[str, str]:
     """The weights that a family holds as the difference to another, and to which."""
-    return getattr(file("models", model), "differences", lambda cfg: {})(model)
+    return load_family(model).delta_weights(model)
 
 
-def head_of(model: Any) -> tuple[int, str]:
+def head_key(model: Any) -> tuple[int, str]:
     """By which heads for labels are alike."""
-    return getattr(model, "labels", 0), getattr(model, "pooling", "")
+    return model.labels, "" if model.classifier is None else model.classifier.pooling
 
 
 def model_of(path: str, wanted: Any = None) -> Any:
     """The model section of a folder. One of Hugging Face is a family of ours, unless the wanted one names its
     classes itself."""
-    if store.is_url(path) and not is_run(path):
+    if files.is_url(path) and not is_run(path):
         raise UserError(
-            f"start: found no recipe.yaml in {store.shown(path)}, expected a run folder, or one of Hugging "
-            "Face on this machine"
+            f"init_from: found no recipe.yaml in {files.redacted(path)}, expected a run folder, or one of "
+            "Hugging Face on this machine"
         )
     if not is_run(path) and (Path(path) / "config.json").is_file():
-        settings = huggingface.read_config(Path(path))
-        own = None if wanted is None else file("models", wanted)
-        if own is not None and not own.HF_TYPES:
-            section = own.from_hf(settings)
+        settings = read_hf_config(Path(path))
+        own = None if wanted is None else load_family(wanted)
+        if own is not None and own.hf is not None and not own.hf.types:
+            section, head = own.hf.from_config(settings), None
         else:
-            section = huggingface.section_of(settings)
-        return config.part_class("models", section.pop("use"), sections.Every)(**section)
-    if not store.is_url(path) and stored.settings_of(path) is not None:
-        raise UserError(f"start: {path} holds a quantised model, expected the run that it was made of")
+            section, head = open_hf.model_sections(settings)
+        return reader.part_class("models", section.pop("use"))(**section, classifier=head)
+    if not files.is_url(path) and quantized_folder.read_quant_config(path) is not None:
+        raise UserError(f"init_from: {path} holds a quantised model, expected the run that it was made of")
     return recipe.load_run(path).model
 
 
 def is_run(path: str) -> bool:
-    return store.exists(store.join(path, "recipe.yaml"))
+    return files.exists(files.join(path, "recipe.yaml"))
 
 
-def weights(source: Source, model: Any, fresh: Any, devices: Mesh, data: str) -> tuple[Any, str]:
+def load_weights(source: InitSource, model: Any, fresh: Any, devices: Mesh, data: str) -> tuple[Any, str]:
     """The fresh weights of `model` with those of the source in their place, laid out as they are, and what is
     to be said of it. `data` is the folder whose tokenizer the model is to know."""
-    bare, old = matrices.plain(model), source.model
-    family = file("models", bare).Model
-    plain = mesh.placed(family, bare, devices) if matrices.is_frozen(model) else fresh
-    rows, told = rows_of(source.path, data, old.vocab, model.vocab)
-    fit = Fit(source, bare, {name: leaf for name, leaf in named(plain) if name in source.taken}, rows)
-    said = begun(fit, [name for name, _ in named(plain)], told)
-    if matrices.is_frozen(model) and not reference.has_reference(model):
-        return frozen(fit, model, fresh, devices), said
+    bare, old = model_wrappers.without_wrapper(model), source.model
+    family = load_family(bare).Model
+    plain = (
+        sharding.abstract_params(family, bare, devices) if model_wrappers.has_frozen_base(model) else fresh
+    )
+    rows, told = vocab_row_map(source.path, data, old.vocab, model.vocab)
+    fit = WeightAdapter(
+        source, bare, {name: leaf for name, leaf in named_leaves(plain) if name in source.taken}, rows
+    )
+    said = summary(fit, [name for name, _ in named_leaves(plain)], told)
+    if model_wrappers.has_frozen_base(model) and not frozen_reference.has_reference(model):
+        return load_frozen(fit, model, fresh, devices), said
     made = fit({name: w for name, w in _read(source, devices).items() if name in source.taken})
     if source.whole:
-        made |= apart(bare, made, dict(named(plain)))
-    whole = jax.tree_util.tree_map_with_path(lambda path, w: made.get(module.dotted(path), w), plain)
-    if not matrices.is_frozen(model):
+        made |= subtract_base(bare, made, dict(named_leaves(plain)))
+    whole = jax.tree_util.tree_map_with_path(lambda path, w: made.get(module.path_name(path), w), plain)
+    if not model_wrappers.has_frozen_base(model):
         return whole, said
     homes = jax.tree.map(lambda leaf: leaf.sharding, fresh)
-    twice = jax.jit(partial(matrices.of_plain, family, model), out_shardings=homes)
+    twice = jax.jit(partial(model_wrappers.wrap_params, family, model), out_shardings=homes)
     return twice(whole, jax.random.key(0)), said
 
 
-def apart(model: Any, made: dict[str, Any], fresh: dict[str, Any]) -> dict[str, Any]:
+def subtract_base(model: Any, made: dict[str, Any], fresh: dict[str, Any]) -> dict[str, Any]:
     """Those of the whole weights that this model holds as differences."""
     return {
         name: jax.jit(jnp.subtract, out_shardings=fresh[name].sharding)(made[name], (fresh | made)[other])
@@ -161,11 +171,11 @@ def apart(model: Any, made: dict[str, Any], fresh: dict[str, Any]) -> dict[str, 
 
 
 @dataclass(frozen=True)
-class Fit:
+class WeightAdapter:
     """Makes weights of the source those of a model: grown to size, tokens in their rows, laid out as those
     that are `taken`."""
 
-    source: Source
+    source: InitSource
     model: Any
     taken: dict[str, Any]
     rows: np.ndarray | None
@@ -173,12 +183,12 @@ class Fit:
     def __call__(self, theirs: dict[str, Any]) -> dict[str, Any]:
         """What is as it should be is not copied: this is where a run needs most memory beyond its state."""
         old = self.source.model
-        its = dict(named(module.axes(file("models", old).Model, old)))
+        its = dict(named_leaves(module.axes(load_family(old).Model, old)))
         depths = old.layers, self.model.layers
 
         def grown(some: dict[str, Any]) -> dict[str, Any]:
             return {
-                name: enlarge.tiled(w, its[name], self.taken[name].shape, depths, self.rows)
+                name: grow.grow_weight(w, its[name], self.taken[name].shape, depths, self.rows)
                 for name, w in some.items()
             }
 
@@ -191,25 +201,24 @@ class Fit:
         return theirs | jax.jit(grown, out_shardings=homes)(changes) if changes else theirs
 
 
-def begun(fit: Fit, names: list[str], told: str) -> str:
+def summary(fit: WeightAdapter, names: list[str], told: str) -> str:
     """What is to be said of it."""
     old, taken = fit.source.model, fit.source.taken
-    said = f"start: {len(fit.taken)} of {len(names)} weights from {fit.source.path}"
+    said = f"init_from: {len(fit.taken)} of {len(names)} weights from {fit.source.path}"
     new = sorted(set(names) - taken)
     drawn = f"; {', '.join(new[:3])}{' and others' * (len(new) > 3)} drawn" if new else ""
-    axes = dict(named(module.axes(file("models", old).Model, old)))
+    axes = dict(named_leaves(module.axes(load_family(old).Model, old)))
     has_rows = any("vocab" in axes[name].names for name in taken)
-    more = [told] * bool(told and has_rows) + changed(old, fit.model)
+    more = [told] * bool(told and has_rows) + changed_settings(old, fit.model)
     more += [fit.source.passed] * bool(fit.source.passed)
     return said + drawn + "".join(f"; {line}" for line in more)
 
 
-def changed(old: Any, model: Any) -> list[str]:
+def changed_settings(old: Any, model: Any) -> list[str]:
     """The keys by which a model of the same family computes something else with weights that were taken."""
     if old.use != model.use:
         return []
-    own = {f.name for f in dataclasses.fields(model)} - {f.name for f in dataclasses.fields(sections.Every)}
-    keys = sorted(own - {"vocab"})
+    keys = sorted(set(reader.own_keys(model)) - {"vocab"})
     return [
         f"model.{key} is {getattr(model, key)} here and {getattr(old, key)} there"
         for key in keys
@@ -217,68 +226,70 @@ def changed(old: Any, model: Any) -> list[str]:
     ]
 
 
-def frozen(fit: Fit, model: Any, fresh: Any, devices: Mesh) -> Any:
+def load_frozen(fit: WeightAdapter, model: Any, fresh: Any, devices: Mesh) -> Any:
     """With nothing learnt yet. One weight after the other is read and frozen: all of them as they were would
     not fit where all of them frozen do. Of `fresh`, what is not drawn is given up first."""
-    bare, key, made = matrices.plain(model), jax.random.key(0), {}
-    family = file("models", bare).Model
-    plain = mesh.placed(family, bare, devices)
+    bare, key, made = model_wrappers.without_wrapper(model), jax.random.key(0), {}
+    family = load_family(bare).Model
+    plain = sharding.abstract_params(family, bare, devices)
     structure: Any = jax.tree.structure(plain)
     parts = structure.flatten_up_to(jax.tree.map(lambda leaf: leaf.sharding, fresh))
-    homes = {name: home for (name, _), home in zip(named(plain), parts, strict=True)}
-    for name, leaf in named(fresh):
-        if not matrices.is_drawn(name):
+    homes = {name: home for (name, _), home in zip(named_leaves(plain), parts, strict=True)}
+    for name, leaf in named_leaves(fresh):
+        if not model_wrappers.is_randomly_initialized(name):
             leaf.delete()
     for name, w in _each(fit.source, devices):
-        freeze = jax.jit(partial(matrices.held, family, model, name), out_shardings=homes[name])
+        freeze = jax.jit(partial(model_wrappers.wrap_weight, family, model, name), out_shardings=homes[name])
         made[name] = jax.block_until_ready(freeze(fit({name: w})[name], key))
         del w  # before the next is read
     held = structure.unflatten([made[name] for name in homes])
     # What learns is drawn already, by the run's seed.
-    drawn = lambda path, made, leaf: leaf if matrices.is_drawn(module.dotted(path)) else made
+    drawn = lambda path, made, leaf: (
+        leaf if model_wrappers.is_randomly_initialized(module.path_name(path)) else made
+    )
     return jax.tree_util.tree_map_with_path(drawn, held, fresh)
 
 
-def _each(source: Source, devices: Mesh) -> Iterator[tuple[str, Any]]:
+def _each(source: InitSource, devices: Mesh) -> Iterator[tuple[str, Any]]:
     """The weights of the source one after the other, spread over the devices."""
-    path, family = source.path, file("models", source.model)
-    target = mesh.placed(family.Model, source.model, devices)
+    path, family = source.path, load_family(source.model)
+    target = sharding.abstract_params(family.Model, source.model, devices)
     if not is_run(path):
-        packed, homes = ternary.stored(huggingface.read_config(Path(path))), dict(named(target))
-        tensors, table = Tensors(Path(path), packed, source.aside), table_of(family, source.model)
-        for name, w in huggingface.each_weight(table, target, tensors, source.taken):
+        packed, homes = hf_ternary.stored(read_hf_config(Path(path))), dict(named_leaves(target))
+        tensors, table = Tensors(Path(path), packed, source.aside), family.tensor_table(source.model)
+        for name, w in open_hf.iter_weights(table, target, tensors, source.taken):
             yield name, jax.make_array_from_callback(w.shape, homes[name].sharding, w.__getitem__)
-    elif matrices.is_frozen(source.held) or source.whole:
+    elif model_wrappers.has_frozen_base(source.held) or source.whole:
         left = list(_read(source, devices).items())
         while left:
             yield left.pop(0)
     else:
         with _checkpoint(path) as (checkpoints, step):
-            yield from checkpoints.each_param(step, target)
+            yield from checkpoints.iter_params(step, target)
 
 
-def _read(source: Source, devices: Mesh) -> dict[str, Any]:
+def _read(source: InitSource, devices: Mesh) -> dict[str, Any]:
     """All weights of the source at once. Whole ones are what an export of it would hold."""
     if not is_run(source.path):
         return dict(_each(source, devices))
-    params, family = _restored(source, devices), file("models", source.model)
-    found = dict(named(params))
+    params, family = _restored(source, devices), load_family(source.model)
+    found = dict(named_leaves(params))
     if source.whole:  # of what was trained as a pair, the one that is not the generator
-        found |= dict(named(huggingface.exports_of(family, source.model, params)[""][1]))
+        found |= dict(named_leaves(family.split_for_export(source.model, params)[""][1]))
     return found
 
 
-def _restored(source: Source, devices: Mesh) -> Any:
+def _restored(source: InitSource, devices: Mesh) -> Any:
     """The weights of a run."""
-    family = file("models", source.model).Model
-    target = mesh.placed(family, source.model, devices)
+    family = load_family(source.model).Model
+    target = sharding.abstract_params(family, source.model, devices)
     with _checkpoint(source.path) as (checkpoints, step):
-        if not matrices.is_frozen(source.held):
+        if not model_wrappers.has_frozen_base(source.held):
             return checkpoints.restore_params(step, target)
         # What was learnt beside its weights is merged into them.
-        there = mesh.placed(file("models", source.held).Model, source.held, devices)
+        there = sharding.abstract_params(load_family(source.held).Model, source.held, devices)
         homes = jax.tree.map(lambda leaf: leaf.sharding, target)
-        merge = jax.jit(partial(matrices.to_plain, family, source.held), out_shardings=homes)
+        merge = jax.jit(partial(model_wrappers.unwrap_params, family, source.held), out_shardings=homes)
         return merge(checkpoints.restore_params(step, there))
 
 
@@ -286,17 +297,17 @@ def _restored(source: Source, devices: Mesh) -> Any:
 def _checkpoint(run: str) -> Iterator[tuple[Checkpoints, int]]:
     checkpoints = Checkpoints(run)
     try:
-        if (step := checkpoints.latest()) is None:
-            raise UserError(f"start: {run}: no checkpoint in it yet")
+        if (step := checkpoints.latest_step()) is None:
+            raise UserError(f"init_from: {run}: no checkpoint in it yet")
         yield checkpoints, step
     finally:
         checkpoints.close()
 
 
-def rows_of(before: str, data: str, old: int, new: int) -> tuple[np.ndarray | None, str]:
+def vocab_row_map(before: str, data: str, old: int, new: int) -> tuple[np.ndarray | None, str]:
     """For each token of the new vocabulary its row in the old, or -1, and what is to be said of it. None
     where all stay in their place. Where a tokenizer is missing, tokens are taken by their numbers."""
-    theirs, ours = tokens_of(before), tokens_of(data)
+    theirs, ours = read_vocab(before), read_vocab(data)
     if theirs is None or ours is None or theirs == ours:
         if old == new:
             return None, ""
@@ -312,7 +323,7 @@ def rows_of(before: str, data: str, old: int, new: int) -> tuple[np.ndarray | No
     return rows, f"{found:,} tokens {how}{rest}"
 
 
-def tokens_of(folder: str) -> dict[str, int] | None:
+def read_vocab(folder: str) -> dict[str, int] | None:
     """Of the tokenizer.json in a folder; None where there is none."""
     import tokenizers
 

@@ -7,18 +7,18 @@ from typing import Any
 
 import jax
 
-from headrace.training import metrics
-from headrace.errors import DoesNotFit
-from headrace.nn.module import named
 from headrace.checkpoint.state import State
+from headrace.errors import DoesNotFit
+from headrace.nn.module import named_leaves
+from headrace.training import metrics
 
 ADVICE = (
-    "raise batch.accumulate, set memory.remat to dots, attention or full, or split more over devices with "
+    "raise batch.microbatches, set compute.remat to dots, attention or full, or split more over devices with "
     "mesh.fsdp, mesh.tensor or mesh.context"
 )
 
 
-def held(tree: Any) -> int:
+def bytes_per_device(tree: Any) -> int:
     """Bytes on one device."""
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
@@ -26,15 +26,15 @@ def held(tree: Any) -> int:
     )
 
 
-def check(state: State, still: frozenset[str] = frozenset()) -> None:
+def check_memory(state: State, still: frozenset[str] = frozenset()) -> None:
     """Before anything is allocated: on a CPU, a state larger than the memory ends in swapping or a kill.
     Gradients count too, since all are there before the first weight moves, but not of weights that stay
     `still`; activations come on top."""
-    moved = [leaf for name, leaf in named(state.params) if name not in still]
+    moved = [leaf for name, leaf in named_leaves(state.params) if name not in still]
     devices = jax.local_devices()
     # Simulated devices have the memory of one machine between them.
     sharing = len(devices) if devices[0].platform == "cpu" else 1
-    need, limit = sharing * (held(state) + held(moved)), metrics.memory_limit(devices)
+    need, limit = sharing * (bytes_per_device(state) + bytes_per_device(moved)), metrics.memory_limit(devices)
     if limit is not None and need > limit:
         where = f"the {sharing} devices of this machine, which have" if sharing > 1 else "a device, which has"
         raise DoesNotFit(
@@ -45,7 +45,7 @@ def check(state: State, still: frozenset[str] = frozenset()) -> None:
 
 
 @contextlib.contextmanager
-def told() -> Iterator[None]:
+def translate_oom() -> Iterator[None]:
     """Tells of an allocation that failed, in compiling or in a step, as the user's choice that it is."""
     try:
         yield

@@ -18,7 +18,7 @@ from headrace.hardware import chips
 
 def peak_flops(device: Any) -> float | None:
     """Dense bf16 FLOP/s of one device; None where it is not known, as on a CPU."""
-    chip = chips.of_device(device.device_kind)
+    chip = chips.find_chip(device.device_kind)
     return None if chip is None else chip.flops / chip.devices
 
 
@@ -40,12 +40,12 @@ def memory_limit(devices: Sequence[Any]) -> int | None:
     return min((limit for limit in limits if limit), default=None)
 
 
-def fetch(pending: dict[str, Any]) -> dict[str, Any]:
+def read_scalars(pending: dict[str, Any]) -> dict[str, Any]:
     """Waits for one dict of device scalars, and of arrays where evaluation counts more than one thing."""
     return {name: float(x) if np.ndim(x) == 0 else x for name, x in jax.device_get(pending).items()}
 
 
-class Late:
+class DeferredMetrics:
     """Reads the metrics of a step only after the next one has been dispatched, so that the device
     always has work queued while the host waits."""
 
@@ -58,12 +58,12 @@ class Late:
         for value in metrics.values():
             if isinstance(value, jax.Array):
                 value.copy_to_host_async()
-        return [(before[0], fetch(before[1]))] if before else []
+        return [(before[0], read_scalars(before[1]))] if before else []
 
     def flush(self) -> list[tuple[int, dict[str, float]]]:
         """The last step pushed: before a pause and at the end."""
         before, self._held = self._held, None
-        return [(before[0], fetch(before[1]))] if before else []
+        return [(before[0], read_scalars(before[1]))] if before else []
 
 
 @dataclass(kw_only=True)
@@ -74,8 +74,8 @@ class Meter:
     tokens_per_step: int
     flops_per_token: float
     total_steps: int
-    devices: int
-    peak: float | None
+    num_devices: int
+    peak_flops: float | None
     clock: Callable[[], float] = time.perf_counter
     tokens_until: Callable[[int], int] | None = None  # of all steps up to one, where they are not alike
 
@@ -120,7 +120,9 @@ class Meter:
             "tokens": until(step),
             "tokens_per_second": rate,
             "step_seconds": seconds / steps,
-            "mfu": self.flops_per_token * rate / (self.devices * self.peak) if self.peak else None,
+            "mfu": self.flops_per_token * rate / (self.num_devices * self.peak_flops)
+            if self.peak_flops
+            else None,
             "memory": memory(),
             "eta_seconds": max(self.total_steps - step, 0) * pace,
         }

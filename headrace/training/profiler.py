@@ -14,14 +14,14 @@ GRAPH = "command_buffer"  # in place of the instruction, of kernels that a GPU s
 
 
 @dataclass(frozen=True)
-class Steps:
+class StepRange:
     """The first and the last step of a trace. `10:15` is these and those between."""
 
     first: int = 0
     last: int = 0
 
     @classmethod
-    def parse(cls, text: str | None) -> "Steps":
+    def parse(cls, text: str | None) -> "StepRange":
         return cls(*map(int, text.split(":"))) if text else cls()
 
 
@@ -30,19 +30,19 @@ class Trace:
 
     def __init__(self, steps: str | None, near: Path, run: str) -> None:
         """`near` is where files of the run folder are written."""
-        self.steps, self.folder, self.running = Steps.parse(steps), near / "profile", False
+        self.steps, self.folder, self.running = StepRange.parse(steps), near / "profile", False
         self.shown = f"{run}/profile"
 
-    def before(self, number: int, state: Any) -> None:
+    def maybe_start(self, number: int, state: Any) -> None:
         if number == self.steps.first:
             jax.block_until_ready(state)
             jax.profiler.start_trace(str(self.folder))
             self.running = True
 
-    def ends(self, number: int, *, stopping: bool) -> bool:
-        return self.running and (stopping or number == self.steps.last)
+    def should_stop(self, number: int, *, run_ends: bool) -> bool:
+        return self.running and (run_ends or number == self.steps.last)
 
-    def end(self, number: int, state: Any) -> list[str]:
+    def stop(self, number: int, state: Any) -> list[str]:
         """What there is to say."""
         jax.block_until_ready(state)
         jax.profiler.stop_trace()

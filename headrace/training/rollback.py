@@ -14,46 +14,46 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from headrace.config import run_length as lengths, sections
-from headrace.storage import files as store
-from headrace.data.tokenizer import tokenizer as tokenise
-from headrace.data.inspect import visible
+from headrace.data.batch_order import BatchOrder
 from headrace.data.dataset import Dataset
+from headrace.data.inspect import escape_control
+from headrace.data.tokenizer import tokenizer as tokenizer_io
 from headrace.errors import UserError
+from headrace.storage import files
 
-TRIES = 2  # from one checkpoint, before the run stops
+MAX_ROLLBACKS = 2  # from one checkpoint, before the run stops
 SHOWN = 100  # characters of a document
 READ = 64  # tokens that are read for them
 
 
 @dataclass(frozen=True)
-class Trouble:
+class BadStretch:
     """The steps from `first` to `last` hold too many updates that were left out: these, with their losses and
     gradient norms, in the order of `names`."""
 
     first: int
     last: int
-    left_out: list[tuple[int, list[float]]]
-    names: tuple[str, ...]
+    skipped: list[tuple[int, list[float]]]
+    metric_names: tuple[str, ...]
 
 
-class Record:
+class RollbackLog:
     """What happened so far, the same on all hosts: the first one's file is read."""
 
     def __init__(self, run: str) -> None:
-        self.folder = store.join(run, "bad-steps")
-        told = [] if jax.process_index() else list(self.told())
+        self.folder = files.join(run, "bad-steps")
+        told = [] if jax.process_index() else list(self.read_lines())
         # As numbers, which hosts can send each other: step, to, first row and rows, all -1 for a stop.
         self.rows = _from_first([[one.get(name, -1) for name in KEYS] for one in told])
 
-    def passed(self) -> list[tuple[int, int]]:
+    def skipped_ranges(self) -> list[range]:
         """The rows to pass over."""
-        return [(first, count) for _, _, first, count in self.rows if count > 0]
+        return [range(first, first + count) for _, _, first, count in self.rows if count > 0]
 
-    def back_to(self, step: int) -> bool:
+    def has_rollback_to(self, step: int) -> bool:
         return any(row[1] == step for row in self.rows)
 
-    def tries(self, to: int) -> int:
+    def rollbacks_to(self, to: int) -> int:
         """How often the run went back to a step since it last stopped."""
         stops = [number for number, row in enumerate(self.rows) if row[3] < 0]
         return sum(row[1] == to for row in self.rows[stops[-1] + 1 if stops else 0 :])
@@ -63,15 +63,15 @@ class Record:
         self.rows.append(list(row))
         if jax.process_index() == 0:
             told = dict(zip(KEYS, row, strict=True)) | {"time": round(time.time(), 3)}
-            store.write(store.join(self.folder, FILE), self.read() + json.dumps(told).encode() + b"\n")
+            files.write(files.join(self.folder, FILE), self.read() + json.dumps(told).encode() + b"\n")
 
     def read(self) -> bytes:
         try:
-            return store.read(store.join(self.folder, FILE))
+            return files.read(files.join(self.folder, FILE))
         except FileNotFoundError:
             return b""
 
-    def told(self) -> Iterator[dict[str, int]]:
+    def read_lines(self) -> Iterator[dict[str, int]]:
         """The lines of the file; without them the run would read the same rows again."""
         for number, line in enumerate(self.read().splitlines(), 1):
             try:
@@ -80,15 +80,15 @@ class Record:
                     raise ValueError
             except ValueError:
                 raise UserError(
-                    f"{store.join(self.folder, FILE)}:{number}: found something else than a line of ours; "
+                    f"{files.join(self.folder, FILE)}:{number}: found something else than a line of ours; "
                     "take that line out: the rows it passed over, if any, are then read"
                 ) from None
             yield found
 
-    def report(self, said: str, pages: Iterator[str]) -> str:
+    def write_report(self, said: str, pages: Iterator[str]) -> str:
         """Writes the report of what was just added; its path. For the first host."""
-        path = store.join(self.folder, f"{len(self.rows):03}-step-{self.rows[-1][0]}.txt")
-        store.write(path, ("\n".join([said, *pages]) + "\n").encode())
+        path = files.join(self.folder, f"{len(self.rows):03}-step-{self.rows[-1][0]}.txt")
+        files.write(path, ("\n".join([said, *pages]) + "\n").encode())
         return path
 
 
@@ -96,44 +96,45 @@ FILE = "rollbacks.jsonl"
 KEYS = ("step", "to", "first", "rows")
 
 
-def rows_of(cfg: sections.Run, dataset: Dataset, first: int, last: int) -> list[tuple[int, int]]:
-    """Where the rows of these steps lie, in stretches."""
-    begin, end = (lengths.tokens_until(cfg, step) // cfg.data.sequence_length for step in (first - 1, last))
-    return dataset.lie(begin, end - begin, seed=cfg.seed)
+def rows_of(order: BatchOrder, first: int, last: int) -> list[range]:
+    """Stream rows that steps `first` to `last` read, in order. The first step is 1."""
+    batch_rows = range(order.batch_rows(first - 1).start, order.batch_rows(last - 1).stop)
+    return order.stream_ranges(batch_rows)
 
 
-def stretch(cfg: sections.Run, dataset: Dataset, first: int, last: int) -> tuple[int, int]:
-    """As one, with what lies between and is passed over already."""
-    found = rows_of(cfg, dataset, first, last)
-    return found[0][0], sum(found[-1]) - found[0][0]
+def row_span(order: BatchOrder, first: int, last: int) -> tuple[int, int]:
+    """First and number of the smallest range of stream rows that contains those of steps `first` to
+    `last`."""
+    ranges = rows_of(order, first, last)
+    return ranges[0].start, ranges[-1].stop - ranges[0].start
 
 
-def pages(cfg: sections.Run, near: Path, dataset: Dataset, trouble: Trouble) -> Iterator[str]:
+def report_lines(order: BatchOrder, near: Path, dataset: Dataset, trouble: BadStretch) -> Iterator[str]:
     """The bad steps, one after the other, with the documents that each was made of. `near` is a folder with
     the run's tokenizer."""
-    tokenizer = tokenise.load(near) if (near / "tokenizer.json").is_file() else None
-    total = dataset.ends["train"][-1]
-    for number, values in trouble.left_out:
-        measured = [f"{name} {value:.6g}" for name, value in zip(trouble.names, values, strict=True)]
+    tokenizer = tokenizer_io.load(near) if (near / "tokenizer.json").is_file() else None
+    for number, values in trouble.skipped:
+        measured = [f"{name} {value:.6g}" for name, value in zip(trouble.metric_names, values, strict=True)]
         yield f"\nstep {number}: {', '.join(measured).replace('grad_norm', 'gradient norm')}"
-        for first, count in rows_of(cfg, dataset, number, number):
-            for row, (source, packed) in enumerate(dataset.read(first, count), first):
-                yield f"  row {row % total:,} of the training data, from source {visible(source)}"
+        for rows in rows_of(order, number, number):
+            for row, (source, packed) in zip(rows, dataset.iter_train_rows(rows), strict=True):
+                number_in_data = f"row {row % order.stored_rows:,} of the training data"
+                yield f"  {number_in_data}, from source {escape_control(source)}"
                 yield from documents(packed.tokens, packed.segments, tokenizer)
 
 
 def documents(
-    tokens: np.ndarray, segments: np.ndarray, tokenizer: tokenise.Tokenizer | None
+    tokens: np.ndarray, segments: np.ndarray, tokenizer: tokenizer_io.Tokenizer | None
 ) -> Iterator[str]:
     for segment in range(1, int(segments.max(initial=0)) + 1):
         own = tokens[segments == segment]
         begins = own[:READ].tolist()
         text = " ".join(map(str, begins)) if tokenizer is None else tokenizer.inner.decode(begins)
-        text = visible(text).replace("\n", "⏎")
+        text = escape_control(text).replace("\n", "⏎")
         yield f"    {len(own):,} tokens: {text[:SHOWN]}{'…' * (len(text) > SHOWN or len(own) > READ)}"
 
 
-def described(values: dict[str, float]) -> str:
+def reason_text(values: dict[str, float]) -> str:
     """Why an update was left out, by the metrics of its step."""
     names = [name for end in ("loss", "grad_norm") for name in values if name.endswith(end)]
     watched = {name: values[name] for name in names}

@@ -9,70 +9,82 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from headrace.model_wrappers import recurrent_depth as depth
-from headrace.nn import stack as execution, module
-from headrace.training import loss_spikes as spikes
-from headrace.nn.sharding import constrain
-from headrace.nn.module import Array, Axes, dotted
-from headrace.objectives import Batch, Examples, Task, Turn, file, turns
-from headrace.config.durations import Curves, Ramp
 from headrace.checkpoint.state import State
+from headrace.config.durations import Ramp
+from headrace.low_precision.cast import cast, stop_frozen_gradients
+from headrace.model_wrappers import recurrent_depth
+from headrace.nn import module
+from headrace.nn.module import Array, Axes, path_name
+from headrace.nn.sharding import constrain
+from headrace.objectives import Batch, Examples, TrainTask, UpdatePhase, load_objective, update_phases
+from headrace.schedules import Curves
+from headrace.training import loss_spikes
 
 Metrics = dict[str, Array]
 
 
 @dataclass(frozen=True)
-class Update:
+class OptimizerStep:
     """How gradients become new weights. `optimizer` is the recipe's section."""
 
-    optimizer: Any
+    config: Any
     tx: optax.GradientTransformation
     curves: Curves
-    accumulate: int = 1
+    microbatches: int = 1
     ramp: Ramp | None = None  # by which the batch grows to that
     frozen: frozenset[str] = frozenset()  # weights that stay as they are
-    watched: tuple[str, ...] = ("loss", "grad_norm")  # metrics, as `State.recent` has them
+    guarded_metrics: tuple[str, ...] = ("loss", "grad_norm")  # metrics, as `State.recent` has them
 
 
-def train_step(task: Task, update: Update, axes: Any) -> Callable[[State, Batch], tuple[State, Metrics]]:
+def train_step(
+    task: TrainTask, update: OptimizerStep, axes: Any
+) -> Callable[[State, Batch], tuple[State, Metrics]]:
     """The function that takes a state and a batch to the next state; to be jitted with the state donated."""
 
     def step(state: State, batch: Batch) -> tuple[State, Metrics]:
         key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
-        parts: Any = split(file("objectives", task.objective).prepare(task, batch, key), update.accumulate)
-        growing = None if update.ramp is None else growth(update.ramp, state.step)
-        its = replace(task, how=depth.drawn(task.how, task.model, key))
-        params, metrics, together = state.params, Metrics(), turns(task)
-        trains, stay = module.trained(axes, update.frozen), frozen(params, update.frozen)
+        parts: Any = to_microbatches(
+            load_objective(task.objective).prepare(task, batch, key), update.microbatches
+        )
+        growing = None if update.ramp is None else microbatches_at(update.ramp, state.step)
+        its = replace(task, exec_opts=recurrent_depth.sample_rounds(task.exec_opts, task.model, key))
+        params, metrics, together = state.params, Metrics(), update_phases(task)
+        trains, stay = module.trainable_mask(axes, update.frozen), frozen_mask(params, update.frozen)
         grads = jax.tree.map(lambda still, w: None if still else jnp.zeros_like(w), stay, params)
         for turn in together:
-            own, sums, parts = turn_gradients(its, turn, axes, params, parts, stay=stay, first=growing)
+            own, sums, parts = accumulate_phase_gradients(
+                its, turn, axes, params, parts, is_frozen=stay, active=growing
+            )
             count = jnp.maximum(sums.pop("count"), 1.0)
             own = jax.tree.map(lambda g, count=count: g / count, own)
-            own, norm = clipped(update.optimizer.clip, turn.take(trains), own)
+            own, norm = clip_by_global_norm(update.config.max_grad_norm, turn.select(trains), own)
             metrics |= {turn.name + name: total / count for name, total in sums.items()}
             metrics |= {turn.name + "grad_norm": norm}
-            grads = turn.put(grads, own)
+            grads = turn.merge(grads, own)
             if turn is not together[-1]:  # the next sees what becomes of these; of its own it is not computed
-                new = apply(update, axes, state, grads, metrics, model=task.model)[0].params
-                params = turn.put(params, turn.take(new))
-        by_name = dict(module.named(grads))  # of those that are not frozen
-        ruled = {name: its.rule for name, its in module.named(axes) if its.rule and name in by_name}
+                new = apply_update(update, axes, state, grads, metrics, model=task.model)[0].params
+                params = turn.merge(params, turn.select(new))
+        by_name = dict(module.named_leaves(grads))  # of those that are not frozen
+        ruled = {
+            name: its.update_rule
+            for name, its in module.named_leaves(axes)
+            if its.update_rule and name in by_name
+        }
         metrics |= {rule.name: rule.measure(by_name[name]) for name, rule in ruled.items()}
-        return apply(update, axes, state, grads, metrics, model=task.model)
+        return apply_update(update, axes, state, grads, metrics, model=task.model)
 
     return step
 
 
-def eval_step(task: Task, axes: Any, draws: int = 1) -> Callable[[Any, Batch, Any], Metrics]:
+def eval_step(task: TrainTask, axes: Any, draws: int = 1) -> Callable[[Any, Batch, Any], Metrics]:
     """Sums over one batch, weights untouched. `first` is the number of its first row in the split: each row
     draws by its own number (which tokens to mask), so that the size of the batch changes nothing. Each draws
     so often, and all the draws lie evenly over whatever the objective varies between them."""
-    objective = file("objectives", task.objective)
-    placed = getattr(objective, "prepare_evaluation", None)
+    objective = load_objective(task.objective)
+    placed = objective.prepare_evaluation
 
     def step(params: Any, batch: Batch, first: Any) -> Metrics:
-        model = execution.cast(params, axes, task.how)
+        model = cast(params, axes, task.exec_opts)
 
         def once(draw: Any) -> Metrics:
             def alone(row: Batch, number: Array) -> Examples:
@@ -81,15 +93,15 @@ def eval_step(task: Task, axes: Any, draws: int = 1) -> Callable[[Any, Batch, An
                 if placed is None:
                     examples = objective.prepare(task, single, key)
                 else:
-                    examples = placed(task, single, key, (draw + spread(number)[None]) / draws)
+                    examples = placed(task, single, key, (draw + low_discrepancy(number)[None]) / draws)
                 return jax.tree.map(lambda x: x[0], examples)
 
             examples: Any = jax.vmap(alone)(batch, first + jnp.arange(batch.tokens.shape[0]))
             sums = Metrics()
-            for turn in turns(task):
+            for turn in update_phases(task):
                 told = turn.loss(task, model, examples)
-                examples = told.following
-                sums |= {turn.name + name: total for name, total in (told.sums | told.tallies).items()}
+                examples = told.carry
+                sums |= {turn.name + name: total for name, total in (told.sums | told.eval_sums).items()}
             return sums
 
         if draws == 1:
@@ -100,13 +112,13 @@ def eval_step(task: Task, axes: Any, draws: int = 1) -> Callable[[Any, Batch, An
     return step
 
 
-def spread(number: Array) -> Array:
+def low_discrepancy(number: Array) -> Array:
     """A place from 0 up to 1 for each number, such that those of numbers in a row lie evenly: the fractions
     of its multiples of the golden ratio."""
     return (jnp.asarray(number, jnp.uint32) * jnp.uint32(2654435769) >> 8) / jnp.float32(2**24)
 
 
-def split(examples: Examples, parts: int) -> Examples:
+def to_microbatches(examples: Examples, parts: int) -> Examples:
     """Adds a leading axis of `parts`. Part i takes every parts-th row, so each device splits its own rows."""
 
     def one(x: Array) -> Array:
@@ -116,31 +128,40 @@ def split(examples: Examples, parts: int) -> Examples:
     return jax.tree.map(one, examples)
 
 
-def gradients(task: Task, axes: Any, params: Any, parts: Examples) -> tuple[Any, Metrics]:
+def accumulate_gradients(task: TrainTask, axes: Any, params: Any, parts: Examples) -> tuple[Any, Metrics]:
     """Sums of gradients and losses of an objective that takes one turn."""
-    (turn,) = turns(task)
-    return turn_gradients(task, turn, axes, params, parts, stay=frozen(params, frozenset()))[:2]
+    (turn,) = update_phases(task)
+    return accumulate_phase_gradients(
+        task, turn, axes, params, parts, is_frozen=frozen_mask(params, frozenset())
+    )[:2]
 
 
-def turn_gradients(
-    task: Task, turn: Turn, axes: Any, params: Any, parts: Any, *, stay: Any, first: Array | None = None
+def accumulate_phase_gradients(
+    task: TrainTask,
+    phase: UpdatePhase,
+    axes: Any,
+    params: Any,
+    microbatches: Any,
+    *,
+    is_frozen: Any,
+    active: Array | None = None,
 ) -> tuple[Any, Metrics, Any]:
     """Sums of gradients and losses over all parts, one part in memory at a time, and the parts for the next
     turn. Sums, not means: parts that hold fewer tokens must weigh less, or the update would differ from that
     of the whole batch. Weights are cast once for all parts; each part's gradients are summed as the weights
     are kept, not as they are cast. Weights that stay have None. With `first`, only so many of the parts
     count."""
-    mine, still = turn.take(params), turn.take(stay)
+    mine, still = phase.select(params), phase.select(is_frozen)
     fixed, free = (jax.tree.map(lambda s, w, of=of: w if s == of else None, still, mine) for of in (1, 0))
-    others = turn.put(jax.tree.map(lambda _: True, stay), still)
+    others = phase.merge(jax.tree.map(lambda _: True, is_frozen), still)
 
     def made(free: Any) -> Any:
         own = jax.tree.map(lambda s, old, w: old if s else w, still, fixed, free)
-        return execution.cast(turn.put(params, own), axes, task.how)
+        return cast(phase.merge(params, own), axes, task.exec_opts)
 
     def loss(model: Any, examples: Any) -> tuple[Array, Any]:
-        told = turn.loss(task, execution.without_gradients(model, axes, others), examples)
-        return told.loss, (told.sums, told.following)
+        told = phase.loss(task, stop_frozen_gradients(model, axes, others), examples)
+        return told.loss, (told.sums, told.carry)
 
     model, pull = jax.vjp(made, free)
 
@@ -148,44 +169,44 @@ def turn_gradients(
         grads, told = jax.grad(loss, has_aux=True, allow_int=True)(model, examples)
         return pull(grads)[0], told
 
-    count = jax.tree.leaves(parts)[0].shape[0]
+    count = jax.tree.leaves(microbatches)[0].shape[0]
     if count == 1:
-        grads, (sums, following) = differentiate(jax.tree.map(lambda x: x[0], parts))
+        grads, (sums, following) = differentiate(jax.tree.map(lambda x: x[0], microbatches))
         return grads, sums, jax.tree.map(lambda x: x[None], following)
 
     def add(total: Any, examples: Any) -> tuple[Any, Any]:
         grads, (sums, following) = differentiate(examples)
         return jax.tree.map(jnp.add, total, (grads, sums)), following
 
-    shapes = jax.eval_shape(differentiate, jax.tree.map(lambda x: x[0], parts))
+    shapes = jax.eval_shape(differentiate, jax.tree.map(lambda x: x[0], microbatches))
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), (shapes[0], shapes[1][0]))
-    if first is None:
-        (grads, sums), following = jax.lax.scan(add, zeros, parts)
+    if active is None:
+        (grads, sums), following = jax.lax.scan(add, zeros, microbatches)
         return grads, sums, following
 
     def one(n: Array, carry: Any) -> Any:
-        part = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, n, keepdims=False), parts)
+        part = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, n, keepdims=False), microbatches)
         total, made = add(carry[0], part)
         place = lambda all, new: jax.lax.dynamic_update_index_in_dim(all, new, n, 0)
         return total, jax.tree.map(place, carry[1], made)
 
     later = jax.tree.map(lambda leaf: jnp.zeros((count, *leaf.shape), leaf.dtype), shapes[1][1])
     with jax.named_scope(f"at_most_{count}_times"):  # by which `plan` knows it
-        (grads, sums), following = jax.lax.fori_loop(0, first, one, (zeros, later))
+        (grads, sums), following = jax.lax.fori_loop(0, active, one, (zeros, later))
     return grads, sums, following
 
 
-def growth(ramp: Ramp, step: Array) -> Array:
+def microbatches_at(ramp: Ramp, step: Array) -> Array:
     """How many parts the batch has at a step."""
     return jnp.minimum(ramp.first + step // ramp.each, ramp.last)
 
 
-def frozen(params: Any, names: frozenset[str]) -> Any:
+def frozen_mask(params: Any, names: frozenset[str]) -> Any:
     """For every weight, whether it is one of these."""
-    return jax.tree_util.tree_map_with_path(lambda path, w: dotted(path) in names, params)
+    return jax.tree_util.tree_map_with_path(lambda path, w: path_name(path) in names, params)
 
 
-def clipped(clip: float | None, trains: Any, grads: Any) -> tuple[Any, Array]:
+def clip_by_global_norm(clip: float | None, trains: Any, grads: Any) -> tuple[Any, Array]:
     """Gradients of the weights that they move, at most so long together, and how long they are; what moves
     others is left as it is."""
     norm = optax.tree.norm(jax.tree.map(lambda moves, g: g if moves else None, trains, grads))
@@ -195,16 +216,16 @@ def clipped(clip: float | None, trains: Any, grads: Any) -> tuple[Any, Array]:
     return jax.tree.map(lambda moves, g: g * share if moves else g, trains, grads), norm
 
 
-def apply(
-    update: Update, axes: Any, state: State, grads: Any, metrics: Metrics, *, model: Any = None
+def apply_update(
+    update: OptimizerStep, axes: Any, state: State, grads: Any, metrics: Metrics, *, model: Any = None
 ) -> tuple[State, Metrics]:
     """`model` is the section that weights with a rule of their own go by."""
-    cfg = update.optimizer
+    cfg = update.config
     watched = {name: value for name, value in metrics.items() if name.endswith(("loss", "grad_norm"))}
     usable = jnp.isfinite(jnp.stack(list(watched.values()))).all()
-    now = jnp.stack([jnp.float32(watched.get(name, jnp.nan)) for name in update.watched])
-    if cfg.spike:
-        usable &= ~spikes.is_spike(state.recent, now, cfg.spike)
+    now = jnp.stack([jnp.float32(watched.get(name, jnp.nan)) for name in update.guarded_metrics])
+    if cfg.spike_threshold:
+        usable &= ~loss_spikes.is_spike(state.recent, now, cfg.spike_threshold)
     direction, optimizer = update.tx.update(grads, state.optimizer, state.params)
     lr = cfg.learning_rate * update.curves.learning_rate(state.step)
     decay = cfg.weight_decay * update.curves.weight_decay(state.step)
@@ -212,21 +233,23 @@ def apply(
     def move(axes: Axes, w: Array, d: Array | None, g: Array | None) -> Array:
         if d is None or g is None:
             return w
-        if axes.rule is not None:
-            return axes.rule.move(model, w, g)
-        return w - axes.rate * lr * (d + decay * w if axes.is_matrix else d)
+        if axes.update_rule is not None:
+            return axes.update_rule.move(model, w, g)
+        return w - axes.lr_scale * lr * (d + decay * w if axes.is_matrix else d)
 
     params = jax.tree.map(move, axes, state.params, direction, grads, is_leaf=_is_axes)
     ema = state.ema
     if ema is not None:
-        ema = jax.tree.map(lambda mean, w: cfg.ema * mean + (1 - cfg.ema) * w, ema, params)
+        ema = jax.tree.map(lambda mean, w: cfg.ema_decay * mean + (1 - cfg.ema_decay) * w, ema, params)
 
     def keep(new: Any, old: Any) -> Any:
         return jax.tree.map(lambda n, o: jnp.where(usable, n, o), new, old)
 
-    recent = spikes.noted(state.recent, state.step, now, ~usable)
+    recent = loss_spikes.record(state.recent, state.step, now, ~usable)
     skipped = state.skipped + ~usable
-    metrics = metrics | {"learning_rate": lr, "skipped": skipped} | spikes.tally(recent, state.step)
+    metrics = (
+        metrics | {"learning_rate": lr, "skipped": skipped} | loss_spikes.skip_counts(recent, state.step)
+    )
     new = State(
         step=state.step + 1,
         params=keep(params, state.params),

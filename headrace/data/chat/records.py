@@ -1,24 +1,29 @@
-"""Chat and instruction records in the shapes that people publish them in, brought into one. No tokenizer
-here.
+"""Chat and instruction records: converts the layouts in which datasets are published to lists of messages.
+Does not use a tokenizer.
 
-The one shape is a list of messages as most chat templates take them: {"role": "system" | "user" | "assistant"
-| "tool", "content": text or None} with whatever else a message has (tool_calls, name, tool_call_id...). Tools
-that the assistant may call come first, as {"role": "tools", "tools": [...]}, and reach the template as
-`tools`. Of a pair of answers, the prompt and both answers are such lists (`pair`)."""
+A message is what most chat templates expect: {"role": "system" | "user" | "assistant" | "tool", "content":
+text or None} and any other keys it has (tool_calls, name, tool_call_id...). Tools that the assistant may call
+come first, as {"role": "tools", "tools": [...]}, and reach the template as `tools`. A preference pair
+consists of three such lists: the prompt and two answers (`to_preference_parts`)."""
 
 import json
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
-# Columns by what they hold, the usual name first.
-CHATS = ("messages", "conversation", "chat", "dialog", "dialogue")
-INPUTS = ("input", "context")
-OUTPUTS = ("output", "response")
-COMPLETIONS = ("completion", "response", "chosen")
-QUESTIONS = ("question", "query")
-ANSWERS = ("answer", "response")
-SYSTEMS = ("system", "system_prompt")
+from headrace.data.documents import JsonObject
+
+Message: TypeAlias = dict[str, Any]
+Record: TypeAlias = dict[str, Any]
+
+# Columns by content, the most common name first.
+CHAT_COLUMNS = ("messages", "conversation", "chat", "dialog", "dialogue")
+INPUT_COLUMNS = ("input", "context")
+OUTPUT_COLUMNS = ("output", "response")
+COMPLETION_COLUMNS = ("completion", "response", "chosen")
+QUESTION_COLUMNS = ("question", "query")
+ANSWER_COLUMNS = ("answer", "response")
+SYSTEM_COLUMNS = ("system", "system_prompt")
 
 ROLES = {
     **dict.fromkeys(("system", "developer"), "system"),
@@ -28,177 +33,192 @@ ROLES = {
 }
 
 
-def detect(columns: Iterable[str]) -> str | None:
-    """The shape of records that have these columns; None if it is no chat or instruction."""
+def detect_shape(columns: Iterable[str]) -> str | None:
+    """The layout of records with these columns, such as "sharegpt"; None if they are neither chats nor
+    instructions."""
     names = set(columns)
     if {"chosen", "rejected"} <= names:
         return "preference"
-    if names & set(CHATS):
+    if names & set(CHAT_COLUMNS):
         return "messages"
     if "conversations" in names:
         return "sharegpt"
-    if "instruction" in names and names & set(OUTPUTS):
+    if "instruction" in names and names & set(OUTPUT_COLUMNS):
         return "alpaca"
-    if "prompt" in names and names & set(COMPLETIONS):
+    if "prompt" in names and names & set(COMPLETION_COLUMNS):
         return "prompt_completion"
-    if names & set(QUESTIONS) and names & set(ANSWERS):
+    if names & set(QUESTION_COLUMNS) and names & set(ANSWER_COLUMNS):
         return "question_answer"
     return None
 
 
-def messages(shape: str, record: dict[str, Any]) -> list[dict[str, Any]]:
-    """A record's messages in the one shape; ValueError says what is wrong with it."""
-    found = _READERS[shape](record)
-    if not found:
+def to_messages(shape: str, record: Record) -> list[Message]:
+    """Convert a record with the layout `shape` to messages. Raises ValueError that describes what is wrong
+    with the record."""
+    messages = _READERS[shape](record)
+    if not messages:
         raise ValueError("it has no messages")
-    if not any(message["role"] == "assistant" for message in found):
-        raise ValueError("the assistant says nothing in it")
-    return _introduced(found, record)
+    if not any(message["role"] == "assistant" for message in messages):
+        raise ValueError("it has no message of the assistant")
+    return _add_system_and_tools(messages, record)
 
 
-def pair(record: dict[str, Any]) -> list[dict[str, Any]]:
-    """The prompt, the preferred answer and the other, a list of messages each; ValueError says what is wrong.
-    Where an answer repeats the prompt, as whole conversations do, the prompt is what both begin with."""
+def to_preference_parts(record: Record) -> list[JsonObject]:
+    """Convert a record with `chosen` and `rejected` to three parts: prompt, chosen, rejected; each holds a
+    list of messages. The prompt includes the messages with which both answers start: some datasets repeat the
+    whole conversation in both. Raises ValueError that describes what is wrong with the record."""
     prompt, chosen, rejected = record.get("prompt"), record.get("chosen"), record.get("rejected")
-    both = [_answer(chosen, "chosen"), _answer(rejected, "rejected")]
-    asked: list[dict[str, Any]] = []
+    answers = [_answer_to_messages(chosen, "chosen"), _answer_to_messages(rejected, "rejected")]
+    prompt_messages: list[Message] = []
     if prompt is not None:
-        is_talk = isinstance(prompt, list)
-        asked = (
-            _turns(prompt, "prompt") if is_talk else [{"role": "user", "content": _text(prompt, "`prompt`")}]
-        )
-        both = [answer[len(asked) :] if answer[: len(asked)] == asked else answer for answer in both]
-    shared = 0
-    while shared < min(map(len, both)) and both[0][shared] == both[1][shared]:
-        shared += 1
-    asked, both = asked + both[0][:shared], [answer[shared:] for answer in both]
-    if not asked:
-        raise ValueError("`chosen` and `rejected` begin with no common message, and there is no `prompt`")
-    for name, answer in zip(("chosen", "rejected"), both, strict=True):
+        prompt_messages = _prompt_to_messages(prompt)
+        answers = [_remove_prefix(answer, prompt_messages) for answer in answers]
+    num_shared = 0
+    while num_shared < min(map(len, answers)) and answers[0][num_shared] == answers[1][num_shared]:
+        num_shared += 1
+    prompt_messages = prompt_messages + answers[0][:num_shared]
+    answers = [answer[num_shared:] for answer in answers]
+    if not prompt_messages:
+        raise ValueError("`chosen` and `rejected` start with no common message, and there is no `prompt`")
+    for name, answer in zip(("chosen", "rejected"), answers, strict=True):
         if not any(message["role"] == "assistant" for message in answer):
-            raise ValueError(f"the assistant says nothing in `{name}` that the other has not")
-    parts = {"prompt": _introduced(asked, record), "chosen": both[0], "rejected": both[1]}
+            raise ValueError(f"`{name}` has no message of the assistant that the other answer does not have")
+    prompt_messages = _add_system_and_tools(prompt_messages, record)
+    parts = {"prompt": prompt_messages, "chosen": answers[0], "rejected": answers[1]}
     return [{"role": role, "messages": messages} for role, messages in parts.items()]
 
 
-def _answer(value: Any, column: str) -> list[dict[str, Any]]:
-    """A list of messages, a text, or a dialogue in one text, as hh-rlhf has it."""
+def _prompt_to_messages(prompt: object) -> list[Message]:
+    if isinstance(prompt, list):
+        return _to_turns(prompt, "prompt")
+    return [{"role": "user", "content": _to_text(prompt, "`prompt`")}]
+
+
+def _remove_prefix(messages: list[Message], prefix: list[Message]) -> list[Message]:
+    return messages[len(prefix) :] if messages[: len(prefix)] == prefix else messages
+
+
+def _answer_to_messages(value: object, column: str) -> list[Message]:
+    """Messages of an answer: a list of messages, a text, or a whole dialogue in one text as in hh-rlhf."""
     if isinstance(value, list):
-        return _turns(value, column)
-    text = _text(value, f"`{column}`")
-    turns = re.split(r"(?:\A|\n\n)(Human|Assistant):", text)
-    if len(turns) > 2 and not turns[0].strip():
-        said = zip(turns[1::2], turns[2::2], strict=True)
-        return [{"role": ROLES.get(who.lower(), "assistant"), "content": what.strip()} for who, what in said]
+        return _to_turns(value, column)
+    text = _to_text(value, f"`{column}`")
+    pieces = re.split(r"(?:\A|\n\n)(Human|Assistant):", text)
+    if len(pieces) > 2 and not pieces[0].strip():
+        turns = zip(pieces[1::2], pieces[2::2], strict=True)
+        return [
+            {"role": ROLES.get(role.lower(), "assistant"), "content": content.strip()}
+            for role, content in turns
+        ]
     return [{"role": "assistant", "content": text}]
 
 
-def _introduced(found: list[dict[str, Any]], record: dict[str, Any]) -> list[dict[str, Any]]:
-    """Messages with the system prompt and the tools that the record has beside them."""
-    system = _first(record, SYSTEMS)
-    if system and found[0]["role"] != "system":
-        found.insert(0, {"role": "system", "content": _text(system, "the system prompt")})
-    tools = _parsed(record.get("tools"))
+def _add_system_and_tools(messages: list[Message], record: Record) -> list[Message]:
+    """Prepend the system prompt and the tools that a record stores in columns of their own. In place."""
+    system = _first_value(record, SYSTEM_COLUMNS)
+    if system and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": _to_text(system, "the system prompt")})
+    tools = _parse_json(record.get("tools"))
     if tools:
         if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
             raise ValueError("`tools` is not a list of objects")
-        found.insert(0, {"role": "tools", "tools": tools})
-    return found
+        messages.insert(0, {"role": "tools", "tools": tools})
+    return messages
 
 
-def _chat(record: dict[str, Any]) -> list[dict[str, Any]]:
-    names = [name for name in (*CHATS, "conversations") if record.get(name) is not None]
-    # A column that the user named may be called anything; it comes alone.
+def _read_chat(record: Record) -> list[Message]:
+    names = [name for name in (*CHAT_COLUMNS, "conversations") if record.get(name) is not None]
+    # The column that the recipe chooses may have any name; it is then the only one.
     column = names[0] if names else next(iter(record), None)
     if column is None or record[column] is None:
         raise ValueError("it has no messages")
-    return _turns(record[column], column)
+    return _to_turns(record[column], column)
 
 
-def _instruction(record: dict[str, Any]) -> list[dict[str, Any]]:
-    task = _text(record.get("instruction"), "`instruction`")
-    more = _first(record, INPUTS)
-    if more:
-        task = f"{task}\n\n{_text(more, '`input`')}" if task else _text(more, "`input`")
-    earlier = record.get("history") or []
-    if not isinstance(earlier, list) or not all(
-        isinstance(pair, list) and len(pair) == 2 for pair in earlier
+def _read_instruction(record: Record) -> list[Message]:
+    task = _to_text(record.get("instruction"), "`instruction`")
+    input = _first_value(record, INPUT_COLUMNS)
+    if input:
+        task = f"{task}\n\n{_to_text(input, '`input`')}" if task else _to_text(input, "`input`")
+    history = record.get("history") or []
+    if not isinstance(history, list) or not all(
+        isinstance(pair, list) and len(pair) == 2 for pair in history
     ):
         raise ValueError("`history` is not a list of [question, answer] pairs")
-    turns = [*earlier, [task, _first(record, OUTPUTS)]]
-    return [message for question, answer in turns for message in _exchange(question, answer)]
+    turns = [*history, [task, _first_value(record, OUTPUT_COLUMNS)]]
+    return [message for question, answer in turns for message in _make_exchange(question, answer)]
 
 
-def _prompt_completion(record: dict[str, Any]) -> list[dict[str, Any]]:
-    """Both may be texts or lists of messages; a chosen answer may be a list that repeats the prompt."""
-    prompt, completion = record.get("prompt"), _first(record, COMPLETIONS)
+def _read_prompt_completion(record: Record) -> list[Message]:
+    """Messages of a prompt and a completion. Each is a text or a list of messages; a list of the completion
+    may repeat the prompt."""
+    prompt, completion = record.get("prompt"), _first_value(record, COMPLETION_COLUMNS)
     if not isinstance(completion, list):
         if not isinstance(prompt, list):
-            return _exchange(prompt, completion)
-        answer = {"role": "assistant", "content": _text(completion, "the completion")}
-        return [*_turns(prompt, "prompt"), answer]
-    if isinstance(prompt, list):
-        asked = _turns(prompt, "prompt")
-    else:
-        asked = [{"role": "user", "content": _text(prompt, "`prompt`")}]
-    answered = _turns(completion, "completion")
-    return answered if answered[: len(asked)] == asked else asked + answered
+            return _make_exchange(prompt, completion)
+        answer = {"role": "assistant", "content": _to_text(completion, "the completion")}
+        return [*_to_turns(prompt, "prompt"), answer]
+    prompt_messages = _prompt_to_messages(prompt)
+    return prompt_messages + _remove_prefix(_to_turns(completion, "completion"), prompt_messages)
 
 
-def _question_answer(record: dict[str, Any]) -> list[dict[str, Any]]:
-    return _exchange(_first(record, QUESTIONS), _first(record, ANSWERS))
+def _read_question_answer(record: Record) -> list[Message]:
+    return _make_exchange(_first_value(record, QUESTION_COLUMNS), _first_value(record, ANSWER_COLUMNS))
 
 
 _READERS = {
-    "messages": _chat,
-    "sharegpt": _chat,
-    "alpaca": _instruction,
-    "prompt_completion": _prompt_completion,
-    "question_answer": _question_answer,
+    "messages": _read_chat,
+    "sharegpt": _read_chat,
+    "alpaca": _read_instruction,
+    "prompt_completion": _read_prompt_completion,
+    "question_answer": _read_question_answer,
 }
 
 
-def _exchange(question: Any, answer: Any) -> list[dict[str, Any]]:
+def _make_exchange(question: object, answer: object) -> list[Message]:
     return [
-        {"role": "user", "content": _text(question, "the question")},
-        {"role": "assistant", "content": _text(answer, "the answer")},
+        {"role": "user", "content": _to_text(question, "the question")},
+        {"role": "assistant", "content": _to_text(answer, "the answer")},
     ]
 
 
-def _turns(turns: Any, column: str) -> list[dict[str, Any]]:
-    turns = _parsed(turns)
+def _to_turns(turns: object, column: str) -> list[Message]:
+    turns = _parse_json(turns)
     if not isinstance(turns, list):
         raise ValueError(f"`{column}` is not a list of messages")
-    return [_message(turn, number) for number, turn in enumerate(turns, 1)]
+    return [_to_message(turn, number) for number, turn in enumerate(turns, 1)]
 
 
-def _message(turn: Any, number: int) -> dict[str, Any]:
-    """One message. Keys without a value are left out, as tables give every message the keys of all."""
+def _to_message(turn: object, number: int) -> Message:
+    """Convert one turn to a message. Drops keys without a value: tables give every message the keys of
+    all."""
     if not isinstance(turn, dict):
         raise ValueError(f"message {number} is not an object with a role and content")
-    rest = {key: value for key, value in turn.items() if value is not None}
-    said = _first(turn, ("role", "from"))
-    role = ROLES.get(said.lower()) if isinstance(said, str) else None
+    extra = {key: value for key, value in turn.items() if value is not None}
+    source_role = _first_value(turn, ("role", "from"))
+    role = ROLES.get(source_role.lower()) if isinstance(source_role, str) else None
     if role is None:
-        raise ValueError(f"message {number} has the role {said!r}, known are {', '.join(ROLES)}")
-    content = _first(turn, ("content", "value"))
+        raise ValueError(f"message {number} has the role {source_role!r}, expected one of {', '.join(ROLES)}")
+    content = _first_value(turn, ("content", "value"))
     for key in ("role", "from", "content", "value"):
-        rest.pop(key, None)
-    if said.lower() == "function_call":
-        content, rest["tool_calls"] = None, _calls(content, number)
-    if "tool_calls" in rest:
-        rest["tool_calls"] = [_call(call, number) for call in _listed(rest["tool_calls"], number)]
-        if not rest["tool_calls"]:
-            del rest["tool_calls"]
-    if content is None and "tool_calls" not in rest:
+        extra.pop(key, None)
+    if source_role.lower() == "function_call":
+        content, extra["tool_calls"] = None, _parse_function_calls(content, number)
+    if "tool_calls" in extra:
+        extra["tool_calls"] = [
+            _parse_arguments(call, number) for call in _require_calls(extra["tool_calls"], number)
+        ]
+        if not extra["tool_calls"]:
+            del extra["tool_calls"]
+    if content is None and "tool_calls" not in extra:
         raise ValueError(f"message {number} has no content")
-    text = None if content is None else _text(content, f"the content of message {number}")
-    return {"role": role, "content": text, **rest}
+    text = None if content is None else _to_text(content, f"the content of message {number}")
+    return {"role": role, "content": text, **extra}
 
 
-def _text(value: Any, what: str) -> str:
-    """Text, or the texts of a list of {"type": "text", "text": ...} end to end: the templates of text models
-    expect a string."""
+def _to_text(value: object, subject: str) -> str:
+    """A text, or the concatenated texts of a list of {"type": "text", "text": ...}: templates of text models
+    expect a string. `subject` names the value in the error."""
     if isinstance(value, str):
         return value
     if isinstance(value, list) and value:
@@ -206,40 +226,41 @@ def _text(value: Any, what: str) -> str:
         texts = [part for part in parts if isinstance(part, str)]
         if len(texts) == len(parts):
             return "".join(texts)
-    raise ValueError(f"{what} is missing" if value is None else f"{what} is not text")
+    raise ValueError(f"{subject} is missing" if value is None else f"{subject} is not text")
 
 
-def _calls(value: Any, number: int) -> list[Any]:
-    """ShareGPT's function_call turns hold a call, or a list of them, as JSON."""
-    calls = _parsed(value)
+def _parse_function_calls(value: object, number: int) -> list[JsonObject]:
+    """Tool calls from the content of a `function_call` turn of ShareGPT: JSON of one call or of a list."""
+    calls = _parse_json(value)
     calls = calls if isinstance(calls, list) else [calls]
     if not all(isinstance(call, dict) and "name" in call for call in calls):
-        raise ValueError(f"message {number} is no call of a function: it wants a JSON object with a name")
+        raise ValueError(f"message {number} is not a function call, expected a JSON object with a name")
     return [{"type": "function", "function": call} for call in calls]
 
 
-def _listed(calls: Any, number: int) -> list[Any]:
-    calls = _parsed(calls)
+def _require_calls(calls: object, number: int) -> list[JsonObject]:
+    calls = _parse_json(calls)
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise ValueError(f"`tool_calls` of message {number} is not a list of objects")
     return calls
 
 
-def _call(call: dict[str, Any], number: int) -> dict[str, Any]:
-    """OpenAI writes the arguments of a call as JSON in a string; templates write them out themselves, and
-    would quote a string once more."""
+def _parse_arguments(call: JsonObject, number: int) -> JsonObject:
+    """A tool call with its arguments as an object. OpenAI stores them as JSON in a string, which templates,
+    writing JSON themselves, would quote a second time."""
     function = call.get("function", call)
     if not isinstance(function, dict):
         raise ValueError(f"`tool_calls` of message {number} has a function that is not an object")
-    arguments = _parsed(function.get("arguments"))
+    arguments = _parse_json(function.get("arguments"))
     if not isinstance(arguments, dict):
         return call
     function = function | {"arguments": arguments}
     return call | {"function": function} if "function" in call else function
 
 
-def _parsed(value: Any) -> Any:
-    """JSON in a string, as tables often hold what is nested; anything else as it is."""
+def _parse_json(value: object) -> Any:
+    """The content of a string of JSON, in which tables often store nested values; any other value
+    unchanged."""
     if not isinstance(value, str):
         return value
     try:
@@ -248,5 +269,5 @@ def _parsed(value: Any) -> Any:
         return value
 
 
-def _first(record: dict[str, Any], names: Sequence[str]) -> Any:
+def _first_value(record: Record, names: Sequence[str]) -> Any:
     return next((record[name] for name in names if record.get(name) is not None), None)

@@ -1,10 +1,9 @@
-"""A tokenizer's chat template: from a conversation to the text a model sees, and which of it the assistant
-says.
+"""Chat templates: renders a conversation to text and finds the answers of the assistant in it.
 
-Templates are rendered as transformers renders them, to the same text. What stands in {% generation %} blocks
-is what the assistant says. In a template without them it is what a turn adds to the text before it and the
-header that prompts it, up to the last special token. The date is always that of `TODAY`: data made again is
-the same."""
+Renders the same text as transformers. The answers are the content of {% generation %} blocks. In a template
+without such blocks, an answer is what a turn adds to the text of the earlier turns and the header that
+prompts for it, up to the last special token. The current date is always `TEMPLATE_DATE`, so that data can be
+reproduced."""
 
 import json
 import re
@@ -12,38 +11,40 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 from os.path import commonprefix
-from typing import Any
 
 import jinja2
 import jinja2.ext
 import jinja2.meta
 import jinja2.nodes
+import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from headrace.data.chat.records import Message
 from headrace.errors import UserError
 
-TODAY = datetime(2024, 7, 26)  # the date that Llama 3's templates have when they are told none
+TEMPLATE_DATE = datetime(2024, 7, 26)  # the default date of Llama 3's templates
 
-# Noncharacters, which Unicode reserves for use within a program, and two of them, so that no text has them.
-OPEN, CLOSE, STAND_IN = "\U0010fffe\U0010ffff(", "\U0010fffe\U0010ffff)", "\U0010fffe\U0010ffff."
+# Noncharacters, which Unicode reserves for internal use, and two of them, so that they do not occur in text.
+OPEN_MARK, CLOSE_MARK, PLACEHOLDER = "\U0010fffe\U0010ffff(", "\U0010fffe\U0010ffff)", "\U0010fffe\U0010ffff."
 
-Message = dict[str, Any]
-Render = Callable[[list[Message], bool], str]  # messages, and whether to prompt for an answer
+RenderText = Callable[
+    [list[Message], bool], str
+]  # (messages, whether to add the header of an answer) -> text
 
 
-class Refused(ValueError):
-    """A conversation that the template cannot show, and why."""
+class TemplateRefused(ValueError):
+    """The template cannot render a conversation; the message gives the reason."""
 
 
 @dataclass(frozen=True)
-class Rendered:
-    """A text, and where in it the assistant speaks, in characters."""
+class RenderedChat:
+    """A rendered text and the (start, stop) of each answer of the assistant in it, in characters."""
 
     text: str
     spans: list[tuple[int, int]]
 
 
-class Template:
+class ChatTemplate:
     def __init__(
         self,
         source: str,
@@ -51,7 +52,7 @@ class Template:
         special: re.Pattern[str],
         environment: type[jinja2.Environment] = ImmutableSandboxedEnvironment,
     ) -> None:
-        """`variables` are bos_token and the like; `special` finds special tokens in a text."""
+        """`variables` are bos_token and the like; `special` matches special tokens in a text."""
         self.variables, self.special = variables, special
         self.environment = make_environment(environment)
         try:
@@ -59,108 +60,121 @@ class Template:
             self.tree = self.environment.parse(source)
         except jinja2.TemplateSyntaxError as error:
             raise UserError(
-                f"the chat template is no Jinja template, line {error.lineno}: {error.message}"
+                f"the chat template is not a Jinja template, line {error.lineno}: {error.message}"
             ) from None
-        self.marks = re.search(r"\{%-?\s*generation\s*-?%\}", source) is not None
-        self.prompts = "add_generation_prompt" in jinja2.meta.find_undeclared_variables(self.tree)
+        self.has_generation_blocks = re.search(r"\{%-?\s*generation\s*-?%\}", source) is not None
+        self.uses_generation_prompt = "add_generation_prompt" in jinja2.meta.find_undeclared_variables(
+            self.tree
+        )
 
-    def render(self, messages: list[Message], tools: list[Any] | None = None) -> Rendered:
-        messages = [name_reasoning(message) for message in messages]
-        return self.locate(messages, lambda shown, prompt: self.show(shown, tools, prompt))
+    def render(self, messages: list[Message], tools: list[object] | None = None) -> RenderedChat:
+        """Render a conversation and locate the answers. Raises TemplateRefused."""
+        messages = [alias_reasoning(message) for message in messages]
+        return self.locate_answers(messages, lambda turns, prompt: self.render_text(turns, tools, prompt))
 
-    def locate(self, messages: list[Message], render: Render) -> Rendered:
-        whole = render(messages, False)
-        if self.marks:
-            return remove_marks(whole)
-        turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-        spans = [self.find_turn(whole, messages, number, render) for number in turns]
-        return Rendered(whole, [span for span in spans if span[0] < span[1]])
+    def locate_answers(self, messages: list[Message], render: RenderText) -> RenderedChat:
+        """Render messages with `render`, several times if needed, to find the span of each answer."""
+        full = render(messages, False)
+        if self.has_generation_blocks:
+            return extract_marked_spans(full)
+        turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        spans = [self.find_answer(full, messages, index, render) for index in turns]
+        return RenderedChat(full, [span for span in spans if span[0] < span[1]])
 
-    def show(self, messages: list[Message], tools: list[Any] | None, prompt: bool) -> str:
+    def render_text(self, messages: list[Message], tools: list[object] | None, prompt: bool) -> str:
+        """Render messages as they are; with `prompt`, add the header of an answer. Raises TemplateRefused."""
         try:
             return self.compiled.render(
                 messages=messages, tools=tools, documents=None, add_generation_prompt=prompt, **self.variables
             )
-        except Exception as error:  # a template is a program: it may fail in any way
-            raise Refused(f"the chat template refuses it: {error}") from None
+        except Exception as error:  # a template is a program and can fail in any way
+            raise TemplateRefused(f"the chat template refuses it: {error}") from None
 
-    def find_turn(self, whole: str, messages: list[Message], number: int, render: Render) -> tuple[int, int]:
-        """Where in the text of all messages the assistant says the one with this number."""
-        before = render(messages[:number], True)
-        turn = whole if number == len(messages) - 1 else render(messages[: number + 1], False)
-        start = len(before)
-        if not whole.startswith(before):
-            start = self.leave_prompt(whole, before, render(messages[:number], False))
-        elif not self.prompts and messages[number].get("content"):
-            # A template that never prompts has the header in the turn itself, before the content.
-            other = render([*messages[:number], messages[number] | {"content": STAND_IN}], False)
-            place = other.find(STAND_IN)
-            start = place if place > start and whole.startswith(other[:place]) else start
-        end = len(turn)
-        if not whole.startswith(turn):
-            end = start + self.count_shared(whole[start:], turn[start:])
-        return start, start + self.last_special_end(whole[start:end])
+    def find_answer(
+        self, full: str, messages: list[Message], index: int, render: RenderText
+    ) -> tuple[int, int]:
+        """The (start, stop) of message `index` of the assistant in `full`, the text of all messages."""
+        prompt = render(messages[:index], True)
+        through_turn = full if index == len(messages) - 1 else render(messages[: index + 1], False)
+        start = len(prompt)
+        if not full.startswith(prompt):
+            start = self.find_turn_start(full, prompt, render(messages[:index], False))
+        elif not self.uses_generation_prompt and messages[index].get("content"):
+            # A template without a generation prompt writes the header in the turn itself, before the content.
+            replaced = render([*messages[:index], messages[index] | {"content": PLACEHOLDER}], False)
+            position = replaced.find(PLACEHOLDER)
+            start = position if position > start and full.startswith(replaced[:position]) else start
+        end = len(through_turn)
+        if not full.startswith(through_turn):
+            end = start + self.count_shared(full[start:], through_turn[start:])
+        return start, start + self.find_last_special_end(full[start:end])
 
-    def leave_prompt(self, whole: str, before: str, earlier: str) -> int:
-        """Some prompts begin the answer (`<think>`), which the finished turn may be shown without: then a
-        turn begins where the two part, back to the end of a line or a special token."""
-        shared = commonprefix([whole, before])
+    def find_turn_start(self, full: str, prompt: str, earlier: str) -> int:
+        """The start of a turn whose text does not continue `prompt`. Some prompts open the answer with
+        `<think>`, which the finished turn omits: the turn then starts at the last line or special token that
+        both share, after `earlier`, the text of the earlier turns."""
+        shared = commonprefix([full, prompt])
         ends = [match.end() for match in self.special.finditer(shared)] + [shared.rfind("\n") + 1]
-        if not whole.startswith(earlier) or max(ends) < len(earlier):
-            raise Refused(
-                "the chat template shows a turn differently once others follow; use {% generation %} blocks"
-            )
+        if not full.startswith(earlier) or max(ends) < len(earlier):
+            raise _changed_turn()
         return max(ends)
 
-    def count_shared(self, rest: str, turn: str) -> int:
-        """Some templates (Qwen 3) leave the thinking out of a turn once others follow: then the turn is what
-        `rest` begins and `turn` ends with, if a special token is in it."""
-        place = turn.find(rest[:1], 1)
-        while place > 0 and rest:
-            if rest.startswith(turn[place:]) and self.special.search(turn, place):
-                return len(turn) - place
-            place = turn.find(rest[0], place + 1)
-        raise Refused(
-            "the chat template shows a turn differently once others follow; use {% generation %} blocks"
-        )
+    def count_shared(self, remainder: str, turn: str) -> int:
+        """The length of a turn in the full text when later turns change it: Qwen 3 omits its thinking. It is
+        the longest text with a special token that `turn` ends and `remainder` starts with."""
+        position = turn.find(remainder[:1], 1)
+        while position > 0 and remainder:
+            if remainder.startswith(turn[position:]) and self.special.search(turn, position):
+                return len(turn) - position
+            position = turn.find(remainder[0], position + 1)
+        raise _changed_turn()
 
-    def last_special_end(self, said: str) -> int:
-        """A model stops at the token that ends its turn: blank space after that is the template's."""
-        end = max((match.end() for match in self.special.finditer(said)), default=len(said))
-        return len(said) if said[end:].strip() else end
+    def find_last_special_end(self, turn: str) -> int:
+        """The end of a turn without white space after its last special token: the model stops at that token,
+        and the template adds the white space."""
+        end = max((match.end() for match in self.special.finditer(turn)), default=len(turn))
+        return len(turn) if turn[end:].strip() else end
 
 
-class Generation(jinja2.ext.Extension):
-    """{% generation %} ... {% endgeneration %}: puts marks around what the assistant says."""
+def _changed_turn() -> TemplateRefused:
+    return TemplateRefused(
+        "the chat template renders a turn differently when other turns follow; use {% generation %} blocks"
+    )
+
+
+class GenerationTag(jinja2.ext.Extension):
+    """{% generation %} ... {% endgeneration %}: encloses the answer of the assistant in marks."""
 
     tags = {"generation"}
 
-    def parse(self, parser: Any) -> jinja2.nodes.Node:
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return jinja2.nodes.CallBlock(self.call_method("mark"), [], [], body).set_lineno(line)
 
     def mark(self, caller: Callable[[], str]) -> str:
-        return OPEN + caller() + CLOSE
+        return OPEN_MARK + caller() + CLOSE_MARK
 
 
-def make_environment(kind: type[jinja2.Environment] = ImmutableSandboxedEnvironment) -> jinja2.Environment:
-    """What templates may use, which is what transformers gives them."""
-    environment = kind(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols])
+def make_environment(cls: type[jinja2.Environment] = ImmutableSandboxedEnvironment) -> jinja2.Environment:
+    """A Jinja environment with the filters and functions that transformers gives to chat templates."""
+    environment = cls(
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, jinja2.ext.loopcontrols]
+    )
     environment.filters["tojson"] = to_json
     environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = TODAY.strftime
+    environment.globals["strftime_now"] = TEMPLATE_DATE.strftime
     return environment
 
 
 def to_json(
-    value: Any,
+    value: object,
     ensure_ascii: bool = False,
-    indent: Any = None,
-    separators: Any = None,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own would write < as \\u003c."""
+    """The filter `tojson` of chat templates. Jinja's own would write < as \\u003c."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -170,21 +184,24 @@ def raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def name_reasoning(message: Message) -> Message:
-    """Templates look for reasoning under either of two names, data have it under one of three."""
+def alias_reasoning(message: Message) -> Message:
+    """A message with its reasoning under both names that templates read; datasets use one of three."""
     names = ("reasoning_content", "thinking", "reasoning")
-    said = next((message[name] for name in names if message.get(name) is not None), None)
-    return message if said is None else {"thinking": said, **message, "reasoning_content": said}
+    reasoning = next((message[name] for name in names if message.get(name) is not None), None)
+    return (
+        message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
+    )
 
 
-def remove_marks(marked: str) -> Rendered:
-    """Marks come in pairs; a conversation that has them in its own text is refused rather than misread."""
-    pieces = re.split(f"({re.escape(OPEN)}|{re.escape(CLOSE)})", marked)
-    if pieces[1::2] != [OPEN, CLOSE] * (len(pieces) // 4):
-        raise Refused("it contains the noncharacters U+10FFFE U+10FFFF")
-    spans, place = [], 0
-    for number, piece in enumerate(pieces[::2]):
-        if number % 2 and piece:
-            spans.append((place, place + len(piece)))
-        place += len(piece)
-    return Rendered("".join(pieces[::2]), spans)
+def extract_marked_spans(marked: str) -> RenderedChat:
+    """Remove the marks of GenerationTag from a text and return the spans they enclosed. Raises
+    TemplateRefused if the conversation itself contains marks."""
+    pieces = re.split(f"({re.escape(OPEN_MARK)}|{re.escape(CLOSE_MARK)})", marked)
+    if pieces[1::2] != [OPEN_MARK, CLOSE_MARK] * (len(pieces) // 4):
+        raise TemplateRefused("it contains the noncharacters U+10FFFE U+10FFFF")
+    spans, position = [], 0
+    for index, piece in enumerate(pieces[::2]):
+        if index % 2 and piece:
+            spans.append((position, position + len(piece)))
+        position += len(piece)
+    return RenderedChat("".join(pieces[::2]), spans)

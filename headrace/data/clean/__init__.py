@@ -1,0 +1,1 @@
+"""Cleaning of documents: normalization, filters, deduplication."""

@@ -1,25 +1,50 @@
-"""File formats, one a file. Each has SUFFIXES, the names it goes by; parts(file, size), how a file is divided
-among workers; and read(part, name, wanted=, problems=), its documents as tables without their `source`. Ids
-hang on `name` and the place in the file alone, never on how files are divided."""
+"""File formats, one file each: the contract `Format` and what they share."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
+import pyarrow as pa
 
-from headrace.data.documents import Part
+from headrace.data.documents import FilePart, Problems
 
-PART = 32 << 20  # bytes of a file that one worker reads at a time
-TABLE = 16 << 20  # bytes: about what a table of documents holds
+if TYPE_CHECKING:
+    from headrace.data.formats.columns import SourceColumns
 
-
-class Bad(Exception):
-    """Input that cannot be used: what kind of trouble it is, in a word or two, and what is wrong."""
-
-    def __init__(self, kind: str, what: str) -> None:
-        super().__init__(what)
-        self.kind, self.what = kind, what
+PART_BYTES = 32 << 20  # of a file, which one worker reads at a time
+TABLE_BYTES = 16 << 20  # of documents in a table, about
 
 
-def divided(file: str, sizes: list[int], part: int) -> list[Part]:
-    """A file by pieces of these sizes: those that begin in the same `part` bytes stay together."""
-    numbers = (np.cumsum(sizes) - sizes) // part
+class Format(Protocol):
+    """The contents of a module in this folder."""
+
+    SUFFIXES: tuple[str, ...]  # of the names of its files
+
+    def list_parts(self, file: str, size: int) -> list[FilePart]:
+        """The parts into which workers divide a file of `size` bytes."""
+        ...
+
+    def read(
+        self, part: FilePart, name: str, *, columns: "SourceColumns", problems: Problems
+    ) -> Iterator[pa.Table]:
+        """The documents of a part, as tables with the columns of `columns.DOCUMENT_SCHEMA`. Ids that are not
+        in the data consist of `name` and the position in the file, so that they do not depend on how it is
+        divided."""
+        ...
+
+
+class BadInput(Exception):
+    """Input that cannot be used. `kind` is the category under which it is counted, `message` the
+    description."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind, self.message = kind, message
+
+
+def split_by_bytes(file: str, sizes: list[int], part_bytes: int) -> list[FilePart]:
+    """Divide a file that consists of blocks of these sizes. `start` and `stop` of the parts are block
+    numbers; blocks that start in the same `part_bytes` of the file belong to one part."""
+    numbers = (np.cumsum(sizes) - sizes) // part_bytes
     starts = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(sizes)]
-    return [Part(file, start, stop) for start, stop in zip(starts, starts[1:], strict=False)]
+    return [FilePart(file, start, stop) for start, stop in zip(starts, starts[1:], strict=False)]

@@ -1,78 +1,92 @@
-"""Comma and tab separated values with the names of the columns in the first row. Values in quotes may hold
-new lines, so that nobody can tell from the middle of a file where a row begins: these are not divided."""
+"""Comma and tab separated values, with the names of the columns in the first row. These files are not
+divided: values in quotes may contain newlines, so that the start of a row cannot be found from the middle of
+a file."""
 
 import csv
 import io
 import sys
 from array import array
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.csv
 
-from headrace.data.documents import Part, Problems
-from headrace.data.formats import Bad
-from headrace.data.formats.columns import Places, Wanted, from_table, made_ids, plan, slices
-from headrace.data.formats.open import Stream, suffix
+from headrace.data.documents import FilePart, Problems
+from headrace.data.formats import BadInput
+from headrace.data.formats.columns import (
+    RecordOrigins,
+    SourceColumns,
+    make_ids,
+    plan_columns,
+    split_table,
+    table_to_documents,
+)
+from headrace.data.formats.open import InputStream, format_suffix
 
 SUFFIXES = (".csv", ".tsv")
-LONGEST = 32 << 20  # bytes of a row; Arrow holds a few times as much
-FIRST = 1 << 20  # bytes that the names of the columns are in
-csv.field_size_limit(LONGEST)  # Python's own, 128 KB, is less than a page of text may have
+MAX_ROW_BYTES = 32 << 20  # Arrow holds a few times as much in memory
+HEADER_BYTES = 1 << 20  # at the start of a file, which must contain the names of the columns
+csv.field_size_limit(MAX_ROW_BYTES)  # Python's default, 128 KB, is less than a page of text may have
+
+Result = TypeVar("Result")
 
 
-def parts(file: str, size: int) -> list[Part]:
-    return [Part(file)]
+def list_parts(file: str, size: int) -> list[FilePart]:
+    return [FilePart(file)]
 
 
-def read(part: Part, name: str, *, wanted: Wanted, problems: Problems) -> Iterator[pa.Table]:
-    reader = Rows(part.file)
+def read(part: FilePart, name: str, *, columns: SourceColumns, problems: Problems) -> Iterator[pa.Table]:
+    """The documents of a file, as tables."""
+    reader = DelimitedReader(part.file)
     try:
-        names = header(part.file)
-        if len(names) == 1 and (other := next((mark for mark in ";|\t" if mark in names[0]), None)):
-            what = f"the names of the columns have {other!r} between them, expected {delimiter(part.file)!r}"
-            raise Bad("wrong columns", f"{what}; write it anew, or name it .tsv if these are tabs")
-        columns = plan(pa.schema([(column, pa.string()) for column in names]), wanted)
-        for numbers, table in reader.tables(names, columns.columns, problems):
-            where = lambda row, numbers=numbers: reader.place(int(numbers[row]))
-            places = Places(made_ids(name, ":", numbers), where)
-            yield from_table(table, columns, places, wanted, problems)
-        if reader.next == 1:
-            raise Bad("empty file", "holds no rows")
-    except Bad as bad:
-        problems.bad(bad.kind, reader.place(reader.next) if reader.next > 1 else part.file, bad.what)
+        names = read_header(part.file)
+        other = next((mark for mark in ";|\t" if mark in names[0]), None) if len(names) == 1 else None
+        if other:
+            message = (
+                f"the names of the columns are separated by {other!r}, expected {get_delimiter(part.file)!r}"
+            )
+            raise BadInput("wrong columns", f"{message}; convert the file, or name it .tsv if these are tabs")
+        plan = plan_columns(pa.schema([(column, pa.string()) for column in names]), columns)
+        for numbers, table in reader.iter_tables(names, plan.read_columns, problems):
+            locate = lambda row, numbers=numbers: reader.locate(int(numbers[row]))
+            origins = RecordOrigins(make_ids(name, ":", numbers), locate)
+            yield table_to_documents(table, plan, origins, columns, problems)
+        if reader.next_row == 1:
+            raise BadInput("empty file", "holds no rows")
+    except BadInput as bad:
+        location = reader.locate(reader.next_row) if reader.next_row > 1 else part.file
+        problems.report(bad.kind, location, bad.message)
 
 
-def header(file: str) -> list[str]:
-    """The names of the columns."""
-    with Stream(file) as stream:
-        first = stream.read(FIRST)
-    text = io.StringIO(first.decode("utf-8-sig", "surrogateescape"), newline="")
-    lines = csv.reader(text, delimiter=delimiter(file))
+def read_header(file: str) -> list[str]:
+    """The names of the columns. Raises BadInput."""
+    with InputStream(file) as stream:
+        content = stream.read(HEADER_BYTES)
+    text = io.StringIO(content.decode("utf-8-sig", "surrogateescape"), newline="")
+    rows = csv.reader(text, delimiter=get_delimiter(file))
     try:
-        names = next((names for names in lines if names), None)
+        names = next((row for row in rows if row), None)
     except csv.Error as error:
-        raise Bad("damaged file", f"the names of the columns cannot be read: {error}") from None
+        raise BadInput("damaged file", f"the names of the columns cannot be read: {error}") from None
     if names is None:
-        raise Bad("empty file", "holds nothing")
+        raise BadInput("empty file", "holds no data")
     try:
         "".join(names).encode()
     except UnicodeEncodeError:
-        raise Bad("not UTF-8", "the names of the columns are not UTF-8") from None
+        raise BadInput("not UTF-8", "the names of the columns are not UTF-8") from None
     return names
 
 
-def delimiter(file: str) -> str:
-    return "\t" if suffix(file) == ".tsv" else ","
+def get_delimiter(file: str) -> str:
+    return "\t" if format_suffix(file) == ".tsv" else ","
 
 
-def row_lines(file: str) -> Iterator[int]:
-    """The line that each row begins on, that of the names of the columns first."""
-    with Stream(file) as stream:
-        text = io.TextIOWrapper(io.BufferedReader(_Raw(stream)), "utf-8-sig", "surrogateescape", newline="")
-        reader = csv.reader(text, delimiter=delimiter(file))
+def iter_row_lines(file: str) -> Iterator[int]:
+    """The line number on which each row starts, the header first."""
+    with InputStream(file) as stream:
+        reader = csv.reader(_open_text(stream), delimiter=get_delimiter(file))
         line = 1
         for row in reader:
             if row:
@@ -80,11 +94,11 @@ def row_lines(file: str) -> Iterator[int]:
             line = reader.line_num + 1
 
 
-def open_quote(file: str) -> int | None:
-    """The line of the row that ends with the file, since a quote in it is not closed."""
-    with Stream(file) as stream:
-        text = io.TextIOWrapper(io.BufferedReader(_Raw(stream)), "utf-8-sig", "surrogateescape", newline="")
-        reader = csv.reader(text, delimiter=delimiter(file), strict=True)
+def find_open_quote(file: str) -> int | None:
+    """The line number of the row that continues to the end of the file because a quote in it is not closed;
+    None if all quotes are closed."""
+    with InputStream(file) as stream:
+        reader = csv.reader(_open_text(stream), delimiter=get_delimiter(file), strict=True)
         line = 1
         while True:
             try:
@@ -97,146 +111,167 @@ def open_quote(file: str) -> int | None:
             line = reader.line_num + 1
 
 
-class Rows:
-    """The rows of a file with their numbers; the first below the names of the columns is 1."""
+def _open_text(stream: InputStream) -> io.TextIOWrapper:
+    return io.TextIOWrapper(io.BufferedReader(_RawStream(stream)), "utf-8-sig", "surrogateescape", newline="")
+
+
+class DelimitedReader:
+    """Reads the rows of a file and numbers them; the first row below the header is 1."""
 
     def __init__(self, file: str) -> None:
         self.file = file
-        self.next = 1  # number of the row that comes next
-        self.wrong: list[Any] = []  # rows of another width, which Arrow may meet ahead of those it hands out
-        self.damage: Bad | None = None
+        self.next_row = 1  # the number of the row that is read next
+        # Rows with a wrong number of columns. Arrow may find them before it returns the rows in front of
+        # them.
+        self.invalid_rows: list[pa.csv.InvalidRow] = []
+        self.damage: BadInput | None = None
         self.quotes = 0
-        self.rest, self.lines = row_lines(file), array("q")
+        self.row_lines, self.lines = iter_row_lines(file), array("q")
 
-    def place(self, row: int) -> str:
-        """FILE:LINE. Lines are counted only when there is something to say."""
+    def locate(self, row: int) -> str:
+        """FILE:LINE of a row, for messages. Counts lines only when it is called."""
         try:
             while len(self.lines) <= row:
-                self.lines.append(next(self.rest))
+                self.lines.append(next(self.row_lines))
             return f"{self.file}:{self.lines[row]}"
-        except (Bad, csv.Error, StopIteration):  # where Arrow and Python read a damaged file differently
+        except (BadInput, csv.Error, StopIteration):  # Arrow and Python may read a damaged file differently
             return f"{self.file}, row {row}"
 
-    def tables(
+    def iter_tables(
         self, names: list[str], columns: list[str], problems: Problems
     ) -> Iterator[tuple[np.ndarray, pa.Table]]:
-        held: pa.Table | None = None  # the last one, whose last row goes if the file turns out to be cut
+        """Tables of `columns` with the numbers of their rows; `names` are all columns of the file. Raises
+        BadInput at damage, after the rows before it."""
+        pending: pa.Table | None = (
+            None  # the last row of the last table is dropped if the file turns out to be cut
+        )
         for table in self._read(names, columns):
-            if held is not None:
-                yield self._numbers(len(held), problems), held
-            held = table
-        if held is not None and self.damage and not self._is_wrong_last(len(held)):
-            held = held.slice(0, len(held) - 1)
-        elif self.damage and self.wrong:
-            self.wrong.pop()  # the row that is cut
-        if held is not None and len(held):
-            yield self._numbers(len(held), problems), held
-        self._report(problems, before=None)
+            if pending is not None:
+                yield self._number_rows(len(pending), problems), pending
+            pending = table
+        if pending is not None and self.damage and not self._ends_invalid(len(pending)):
+            pending = pending.slice(0, len(pending) - 1)
+        elif self.damage and self.invalid_rows:
+            self.invalid_rows.pop()  # the row that is cut
+        if pending is not None and len(pending):
+            yield self._number_rows(len(pending), problems), pending
+        self._report_invalid(problems, before=None)
         if self.damage:
             raise self.damage
-        if self.quotes % 2 and (line := open_quote(self.file)):
-            what = "a quote that is never closed makes one value of all that follows"
-            problems.bad("open quote", f"{self.file}:{line}", what)
+        if self.quotes % 2 and (line := find_open_quote(self.file)):
+            message = "a quote that is never closed makes one value of the remainder of the file"
+            problems.report("open quote", f"{self.file}:{line}", message)
 
     def _read(self, names: list[str], columns: list[str]) -> Iterator[pa.Table]:
-        with Stream(self.file) as stream:
+        with InputStream(self.file) as stream:
             try:
-                opened = lambda: pa.csv.open_csv(
-                    pa.PythonFile(_Source(stream, self), mode="r"),
-                    pa.csv.ReadOptions(use_threads=False, block_size=LONGEST),
-                    pa.csv.ParseOptions(
-                        delimiter=delimiter(self.file),
-                        newlines_in_values=True,
-                        invalid_row_handler=self._skip,
-                    ),
-                    # All are strings, and whether they are UTF-8 is looked at row by row.
-                    pa.csv.ConvertOptions(
-                        check_utf8=False,
-                        column_types=dict.fromkeys(names, pa.string()),
-                        include_columns=columns,
-                    ),
-                )
-                reader = _quietly(opened)
-                while (batch := _quietly(lambda: next(reader, None))) is not None:
-                    yield from slices(pa.Table.from_batches([batch]))
+                reader = _without_traceback(lambda: self._open_arrow(stream, names, columns))
+                while (batch := _without_traceback(lambda: next(reader, None))) is not None:
+                    yield from split_table(pa.Table.from_batches([batch]))
             except (pa.ArrowException, OSError) as error:
                 if "straddling" in str(error):
-                    what = f"a row of more than {LONGEST >> 20} MB, or a quote that is never closed"
-                    raise Bad("line too long", f"{what}; all that follows is lost") from None
-                if not self.damage and "Empty CSV" not in str(error):  # so Arrow calls names without rows
-                    raise Bad("damaged file", f"cannot be read: {str(error).splitlines()[0]}") from None
+                    message = f"a row of more than {MAX_ROW_BYTES >> 20} MB, or a quote that is never closed"
+                    raise BadInput("line too long", f"{message}; the remainder is lost") from None
+                if not self.damage and "Empty CSV" not in str(
+                    error
+                ):  # Arrow's message for a header without rows
+                    message = f"cannot be read: {str(error).splitlines()[0]}"
+                    raise BadInput("damaged file", message) from None
 
-    def _skip(self, row: Any) -> str:
-        self.wrong.append(row)
+    def _open_arrow(
+        self, stream: InputStream, names: list[str], columns: list[str]
+    ) -> pa.csv.CSVStreamingReader:
+        return pa.csv.open_csv(
+            pa.PythonFile(_ArrowStream(stream, self), mode="r"),
+            pa.csv.ReadOptions(use_threads=False, block_size=MAX_ROW_BYTES),
+            pa.csv.ParseOptions(
+                delimiter=get_delimiter(self.file),
+                newlines_in_values=True,
+                invalid_row_handler=self._skip,
+            ),
+            # All columns are strings; whether they are UTF-8 is checked row by row.
+            pa.csv.ConvertOptions(
+                check_utf8=False,
+                column_types=dict.fromkeys(names, pa.string()),
+                include_columns=columns,
+            ),
+        )
+
+    def _skip(self, row: pa.csv.InvalidRow) -> str:
+        self.invalid_rows.append(row)
         return "skip"
 
-    def _next(self, count: int) -> np.ndarray:
-        """Numbers of the next rows that are not wrong."""
-        wrong = [row.number - 1 for row in self.wrong]  # Arrow counts the names of the columns as the first
-        numbers = np.arange(self.next, self.next + count + len(wrong))
-        return numbers[~np.isin(numbers, wrong)][:count]
+    def _next_numbers(self, count: int) -> np.ndarray:
+        """The numbers of the next `count` valid rows."""
+        invalid = [row.number - 1 for row in self.invalid_rows]  # Arrow counts the header as row 1
+        numbers = np.arange(self.next_row, self.next_row + count + len(invalid))
+        return numbers[~np.isin(numbers, invalid)][:count]
 
-    def _is_wrong_last(self, count: int) -> bool:
-        return bool(self.wrong) and self.wrong[-1].number - 1 > self._next(count)[-1]
+    def _ends_invalid(self, count: int) -> bool:
+        """Whether an invalid row comes after the next `count` valid rows."""
+        return bool(self.invalid_rows) and self.invalid_rows[-1].number - 1 > self._next_numbers(count)[-1]
 
-    def _numbers(self, count: int, problems: Problems) -> np.ndarray:
-        numbers = self._next(count)
-        self._report(problems, before=int(numbers[-1]))
-        self.next = int(numbers[-1]) + 1
+    def _number_rows(self, count: int, problems: Problems) -> np.ndarray:
+        """Advance by `count` valid rows and return their numbers. Reports invalid rows in front of them."""
+        numbers = self._next_numbers(count)
+        self._report_invalid(problems, before=int(numbers[-1]))
+        self.next_row = int(numbers[-1]) + 1
         return numbers
 
-    def _report(self, problems: Problems, before: int | None) -> None:
-        while self.wrong and (before is None or self.wrong[0].number - 1 < before):
-            row = self.wrong.pop(0)
-            self.next = max(self.next, row.number)
-            what = f"found {row.actual_columns} columns, expected {row.expected_columns}"
-            problems.bad("wrong columns", self.place(row.number - 1), what)
+    def _report_invalid(self, problems: Problems, before: int | None) -> None:
+        while self.invalid_rows and (before is None or self.invalid_rows[0].number - 1 < before):
+            row = self.invalid_rows.pop(0)
+            self.next_row = max(self.next_row, row.number)
+            message = f"found {row.actual_columns} columns, expected {row.expected_columns}"
+            problems.report("wrong columns", self.locate(row.number - 1), message)
 
 
-def _quietly(call: Callable[[], Any]) -> Any:
-    """A row of another width that is not UTF-8 Arrow cannot hand over to `_skip`: it refuses the file, which
-    is told, and would print a traceback as well, which nobody needs."""
+def _without_traceback(call: Callable[[], Result]) -> Result:
+    """Call a function of Arrow without a traceback on the terminal. Arrow cannot pass a row with a wrong
+    number of columns that is not UTF-8 to `_skip`: it raises, which is reported, and would also print the
+    traceback."""
     hook = sys.unraisablehook
-    sys.unraisablehook = lambda found: None if found.exc_type is UnicodeDecodeError else hook(found)
+    sys.unraisablehook = lambda raised: None if raised.exc_type is UnicodeDecodeError else hook(raised)
     try:
         return call()
     finally:
         sys.unraisablehook = hook
 
 
-class _Raw(io.RawIOBase):
-    """A stream as Python's own readers want it."""
+class _RawStream(io.RawIOBase):
+    """An InputStream with the interface of Python's raw files."""
 
-    def __init__(self, stream: Stream) -> None:
+    def __init__(self, stream: InputStream) -> None:
         self.stream = stream
 
     def readable(self) -> bool:
         return True
 
-    def readinto(self, buffer: Any) -> int:
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
         piece = self.stream.read(len(buffer))
         buffer[: len(piece)] = piece
         return len(piece)
 
 
-class _Source:
-    """A stream as Arrow wants it. Damage looks like the end and is remembered: an exception would also lose
-    what was read before."""
+class _ArrowStream:
+    """An InputStream with the interface that Arrow needs. Damage ends the stream and is stored in the reader:
+    after an exception Arrow would lose what it has read before."""
 
     closed = False
 
-    def __init__(self, stream: Stream, rows: Rows) -> None:
-        self.stream, self.rows = stream, rows
+    def __init__(self, stream: InputStream, reader: DelimitedReader) -> None:
+        self.stream, self.reader = stream, reader
 
     def read(self, size: int) -> bytes:
+        """`size` bytes; fewer at the end or before damage."""
         pieces: list[bytes] = []
         try:
-            while size > 0 and not self.rows.damage and (piece := self.stream.read(size)):
+            while size > 0 and not self.reader.damage and (piece := self.stream.read(size)):
                 pieces.append(piece)
                 size -= len(piece)
-                self.rows.quotes += piece.count(b'"')
-        except Bad as bad:
-            self.rows.damage = bad
+                self.reader.quotes += piece.count(b'"')
+        except BadInput as bad:
+            self.reader.damage = bad
         return b"".join(pieces)
 
     def close(self) -> None:

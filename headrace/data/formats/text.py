@@ -1,45 +1,47 @@
-"""Plain text, each file one document."""
+"""Plain text: each file is one document."""
 
 from collections.abc import Iterator
 
 import pyarrow as pa
 
-from headrace.data.documents import Part, Problems
-from headrace.data.formats import Bad
-from headrace.data.formats.columns import DOCUMENT, Wanted
-from headrace.data.formats.open import Stream
+from headrace.data.documents import FilePart, Problems
+from headrace.data.formats import BadInput
+from headrace.data.formats.columns import DOCUMENT_SCHEMA, SourceColumns
+from headrace.data.formats.open import InputStream
 
 SUFFIXES = (".txt", ".md", ".rst", ".py")
-LONGEST = 2 << 30  # bytes
+MAX_BYTES = 2 << 30
 BOM = b"\xef\xbb\xbf"
 
 
-def parts(file: str, size: int) -> list[Part]:
-    return [Part(file)]
+def list_parts(file: str, size: int) -> list[FilePart]:
+    return [FilePart(file)]
 
 
-def read(part: Part, name: str, *, wanted: Wanted, problems: Problems) -> Iterator[pa.Table]:
-    """An empty file is an empty document: folders are full of them, and empty documents are dropped later."""
+def read(part: FilePart, name: str, *, columns: SourceColumns, problems: Problems) -> Iterator[pa.Table]:
+    """The file as a table of one document. An empty file is an empty document, not a problem: folders are
+    full of them, and empty documents are removed later."""
     try:
-        with Stream(part.file) as stream:
-            content = stream.read_all(LONGEST)
-        if len(content) > LONGEST:
-            raise Bad("file too long", f"more than {LONGEST >> 30} GB in one document; divide it")
-    except Bad as bad:
-        problems.bad(bad.kind, part.file, bad.what)
+        with InputStream(part.file) as stream:
+            content = stream.read_all(MAX_BYTES)
+        if len(content) > MAX_BYTES:
+            raise BadInput("file too long", f"more than {MAX_BYTES >> 30} GB in one document; split the file")
+    except BadInput as bad:
+        problems.report(bad.kind, part.file, bad.message)
         return
     try:
-        # Checked by Arrow rather than decoded: a Python string takes up to four times the memory.
+        # Checked by Arrow, not decoded: a Python string takes up to four times the memory.
         texts = pa.array([content.removeprefix(BOM)], pa.large_binary()).cast(pa.large_string())
     except pa.ArrowInvalid:
-        place, what = _place(content)
-        problems.bad("not UTF-8", f"{part.file}:{place}", what)
+        line, message = _find_invalid_utf8(content)
+        problems.report("not UTF-8", f"{part.file}:{line}", message)
         return
-    nothing = pa.nulls(1, pa.large_string())
-    yield pa.Table.from_arrays([pa.array([name]), texts, nothing, nothing], schema=DOCUMENT)
+    empty = pa.nulls(1, pa.large_string())
+    yield pa.Table.from_arrays([pa.array([name]), texts, empty, empty], schema=DOCUMENT_SCHEMA)
 
 
-def _place(content: bytes) -> tuple[int, str]:
+def _find_invalid_utf8(content: bytes) -> tuple[int, str]:
+    """The line of the first byte that is not UTF-8, and a message."""
     try:
         content.decode()
     except UnicodeDecodeError as error:

@@ -1,5 +1,7 @@
-"""Runs the units of a stage: in processes of this machine, or as tasks of a Ray cluster. A unit writes its
-files atomically and gives the same bytes whenever and wherever it runs, so one that died is run again."""
+"""Pool of workers for the jobs of a stage: processes of this machine, or tasks of a Ray cluster.
+
+A job writes its files atomically, and its result depends on nothing but its input. So a job whose worker died
+is simply run again, on any worker."""
 
 import gc
 import multiprocessing
@@ -9,136 +11,156 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import cache, partial
+from multiprocessing.context import ForkServerContext
+from types import ModuleType
 from typing import Any, TypeVar
 
-from headrace.runtime.malloc import keep_freed
+from headrace.config.sections import DataRecipe
 from headrace.errors import UserError
+from headrace.runtime.malloc import keep_freed
 
 Item = TypeVar("Item")
-Unit = Callable[[Item], Any]
+Result = TypeVar("Result")
+Handle = TypeVar("Handle")  # of a job that runs: a Future, or an object reference of Ray
 
 ONE_THREAD = {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-MASTER = "HEADRACE_MASTER"  # tells the server that forks workers who started it
-RETRIES = 3  # of a unit whose worker died
-QUEUED = 2  # units a worker in flight: the next is there when one ends, and a stop leaves few behind
+MASTER = "HEADRACE_MASTER"  # process id of the parent of the fork server
+MAX_RETRIES = 3  # of a job whose worker died
+QUEUED_PER_WORKER = 2  # jobs submitted: enough to keep a worker busy, and little is lost when we stop
 
 
 @dataclass(frozen=True)
-class Engine:
-    use: str = "local"
+class WorkerPool:
+    use: str = "local"  # or "ray"
     workers: int = 1
 
     @classmethod
-    def of(cls, recipe: Any) -> "Engine":
-        return cls(
-            recipe.engine, len(os.sched_getaffinity(0)) if recipe.workers == "auto" else recipe.workers
-        )
+    def from_recipe(cls, recipe: DataRecipe) -> "WorkerPool":
+        """A pool as the recipe says, by default with a worker for each core."""
+        workers = recipe.workers
+        return cls(recipe.engine, workers if isinstance(workers, int) else len(os.sched_getaffinity(0)))
 
-    def run(self, unit: Unit, items: Sequence[Item]) -> Iterator[tuple[Item, Any]]:
-        """Yields each item with what the unit made of it, as they end. The first error ends all."""
+    def run(self, job: Callable[[Item], Result], items: Sequence[Item]) -> Iterator[tuple[Item, Result]]:
+        """Call `job` for each item. Yields items with their results, in the order in which they finish.
+
+        The first error is raised, and ends all work."""
         if self.use == "ray":
-            return on_ray(unit, items, self.workers)
+            return run_on_ray(job, items, self.workers)
         if min(self.workers, len(items)) <= 1:  # starting processes would take longer than it saves
-            return ((item, unit(item)) for item in items)
-        return in_processes(unit, items, self.workers)
+            return ((item, job(item)) for item in items)
+        return run_in_processes(job, items, self.workers)
 
 
-def in_processes(unit: Unit, items: Sequence[Item], workers: int) -> Iterator[tuple[Item, Any]]:
-    left, died = list(items), 0
-    while left:
+def run_in_processes(
+    job: Callable[[Item], Result], items: Sequence[Item], workers: int
+) -> Iterator[tuple[Item, Result]]:
+    """Call `job` for each item in worker processes. Jobs whose worker was killed are run again."""
+    remaining, deaths = list(items), 0
+    while remaining:
         try:
-            with ProcessPoolExecutor(min(workers, len(left)), context(), start_worker) as pool:
-                submit = partial(pool.submit, unit)  # type: ignore[call-arg]
-                for item, result in in_flight(submit, left, QUEUED * workers, collect):
-                    left.remove(item)
+            with ProcessPoolExecutor(min(workers, len(remaining)), worker_context(), start_worker) as pool:
+                submit: Callable[[Item], Future[Result]] = partial(pool.submit, job)  # type: ignore[call-arg]
+                for item, result in run_limited(submit, remaining, QUEUED_PER_WORKER * workers, wait_for_any):
+                    remaining.remove(item)
                     yield item, result
         except BrokenProcessPool:
-            died += 1
-            if died > RETRIES:
+            deaths += 1
+            if deaths > MAX_RETRIES:
                 raise UserError(
-                    f"a worker was killed {died} times, most likely for want of memory; set `workers` "
-                    "lower and run the command again: what is finished is kept"
+                    f"a worker was killed {deaths} times, probably because memory ran out; set `workers` "
+                    "lower and run the command again: finished work is kept"
                 ) from None
 
 
-def collect(running: dict[Future, Any]) -> list[tuple[Future, Any]]:
-    done, _ = wait(running, return_when=FIRST_COMPLETED)
-    return [(future, future.result()) for future in done]
+def wait_for_any(
+    running: dict["Future[Result]", Item],
+) -> list[tuple["Future[Result]", Result]]:
+    """Wait until a job has finished. Returns those that have, with their results."""
+    finished, _ = wait(running, return_when=FIRST_COMPLETED)
+    return [(future, future.result()) for future in finished]
 
 
-def in_flight(
-    submit: Callable[[Item], Any], items: Sequence[Item], most: int, collect: Callable[[dict], list]
-) -> Iterator[tuple[Item, Any]]:
-    """Keeps at most so many units under way."""
-    running: dict[Any, Item] = {}
+def run_limited(
+    submit: Callable[[Item], Handle],
+    items: Sequence[Item],
+    limit: int,
+    wait_for_results: Callable[[dict[Handle, Item]], list[tuple[Handle, Result]]],
+) -> Iterator[tuple[Item, Result]]:
+    """Submit jobs, at most `limit` at a time, and yield items with their results as they finish."""
+    running: dict[Handle, Item] = {}
     waiting = iter(list(items))
     try:
         while True:
             for item in waiting:
                 running[submit(item)] = item
-                if len(running) >= most:
+                if len(running) >= limit:
                     break
             if not running:
                 return
-            for key, result in collect(running):
-                yield running.pop(key), result
+            for handle, result in wait_for_results(running):
+                yield running.pop(handle), result
     finally:
-        for key in running:
-            if isinstance(key, Future):
-                key.cancel()
+        for handle in running:
+            if isinstance(handle, Future):
+                handle.cancel()
 
 
 def start_worker() -> None:
-    """One thread a worker: the processes are the parallelism."""
+    """Initialize a worker process. It has one thread: the processes are the parallelism."""
     import pyarrow as pa
 
-    from headrace.data.pipeline import worker_guard as tied
+    from headrace.data.pipeline import worker_guard  # here: importing it ties this process to its parent
 
-    tied.tie(tied.server)
+    worker_guard.die_with_parent(worker_guard.server)
     keep_freed(1 << 30)
-    gc.freeze()  # what was imported stays, and need not be looked through for what can go
+    gc.freeze()  # what has been imported stays: the collector need not look at it
     os.environ.update(ONE_THREAD)
-    pa.set_memory_pool(pa.system_memory_pool())  # whose memory stays too
+    pa.set_memory_pool(pa.system_memory_pool())  # so that Arrow keeps freed memory as well
     pa.set_cpu_count(1)
     pa.set_io_thread_count(1)
 
 
 @cache
-def context() -> Any:
-    """Workers are forked from a server that has imported what they need, and has no threads yet."""
+def worker_context() -> ForkServerContext:
+    """The context in which workers start: forked from a server with their modules, and without threads."""
     os.environ[MASTER] = str(os.getpid())
-    chosen = multiprocessing.get_context("forkserver")
-    stages = ["headrace.data.clean.normalize", "headrace.data.pack_job", "headrace.data.shuffle"]
+    context = multiprocessing.get_context("forkserver")
+    stages = [f"headrace.data.{name}" for name in ("clean.normalize", "pack_job", "shuffle")]
     # gigatoken and awkward take half a second
-    chosen.set_forkserver_preload(["headrace.data.pipeline.worker_guard", *stages, "gigatoken", "awkward"])
-    return chosen
+    context.set_forkserver_preload(["headrace.data.pipeline.worker_guard", *stages, "gigatoken", "awkward"])
+    return context
 
 
-def on_ray(unit: Unit, items: Sequence[Item], workers: int) -> Iterator[tuple[Item, Any]]:
-    """Tasks on the cluster that RAY_ADDRESS names or that runs on this machine, else on one started here."""
+def run_on_ray(
+    job: Callable[[Item], Result], items: Sequence[Item], workers: int
+) -> Iterator[tuple[Item, Result]]:
+    """Call `job` for each item as tasks of a Ray cluster.
+
+    That is the cluster of RAY_ADDRESS, else one that runs on this machine, else one that is started here."""
     try:
         import ray
     except ImportError:
         raise UserError('engine: ray is not installed; `pip install ".[ray]"` installs it') from None
-    connect(ray, workers)
+    connect_ray(ray, workers)
 
-    here = os.getcwd()
+    directory = os.getcwd()
 
-    @ray.remote(num_cpus=1, max_retries=RETRIES)
-    def task(item: Item) -> Any:
-        os.chdir(here)  # what relative paths are seen from
+    @ray.remote(num_cpus=1, max_retries=MAX_RETRIES)
+    def task(item: Item) -> Result:
+        os.chdir(directory)  # relative paths start from here
         os.environ.update(ONE_THREAD)
-        return unit(item)
+        return job(item)
 
-    def collect(running: dict[Any, Item]) -> list[tuple[Any, Any]]:
-        done, _ = ray.wait(list(running))
-        return [(key, result_of(ray, key)) for key in done]
+    def wait_for_any_task(running: dict[Any, Item]) -> list[tuple[Any, Result]]:
+        finished, _ = ray.wait(list(running))
+        return [(reference, get_ray_result(ray, reference)) for reference in finished]
 
     slots = max(1, int(ray.cluster_resources().get("CPU", 1)))
-    yield from in_flight(task.remote, items, QUEUED * slots, collect)
+    yield from run_limited(task.remote, items, QUEUED_PER_WORKER * slots, wait_for_any_task)
 
 
-def connect(ray: Any, workers: int) -> None:
+def connect_ray(ray: ModuleType, workers: int) -> None:
+    """Connect to a Ray cluster, or start one on this machine."""
     if ray.is_initialized():
         return
     quiet = dict(log_to_driver=False, logging_level="ERROR", configure_logging=False)
@@ -146,17 +168,18 @@ def connect(ray: Any, workers: int) -> None:
         ray.init(address="auto", **quiet)
     except ConnectionError:
         if os.environ.get("RAY_ADDRESS"):
-            raise UserError(f"engine: no Ray cluster answers at {os.environ['RAY_ADDRESS']}") from None
+            raise UserError(f"engine: no Ray cluster responds at {os.environ['RAY_ADDRESS']}") from None
         ray.init(num_cpus=workers, include_dashboard=False, **quiet)
 
 
-def result_of(ray: Any, key: Any) -> Any:
+def get_ray_result(ray: ModuleType, reference: Any) -> Any:
+    """The result of a finished task. Its UserError is raised as it is, and a lost worker as one."""
     try:
-        return ray.get(key)
+        return ray.get(reference)
     except ray.exceptions.RayTaskError as error:
         cause = error.cause
         raise cause if isinstance(cause, UserError) else error from None
     except (ray.exceptions.WorkerCrashedError, ray.exceptions.NodeDiedError) as error:
         raise UserError(
-            f"a Ray worker died {RETRIES + 1} times over one unit, most likely for want of memory ({error})"
+            f"a Ray worker died {MAX_RETRIES + 1} times on one job, probably because memory ran out ({error})"
         ) from None

@@ -1,6 +1,7 @@
-"""A data recipe from end to end: normalize, tokenizer, pack, shuffle. All the work on text is done here,
-once, before an accelerator waits for it. Each stage can be run alone and goes on where it was stopped;
-index.json, written last, is what makes the folder a dataset."""
+"""Data preparation from a recipe to packed, shuffled data: normalize, tokenizer, pack, shuffle.
+
+All work on text is done here, once, before an accelerator waits for it. Each stage can be run alone, and
+continues where it was interrupted. index.json, written last, makes the folder a dataset."""
 
 import contextlib
 import fcntl
@@ -10,58 +11,71 @@ from pathlib import Path
 from typing import Any
 
 from headrace.config.reader import to_dict
-from headrace.data.pipeline.pool import Engine
+from headrace.config.sections import DataRecipe
+from headrace.data.pipeline.context import PipelineContext, Reporter
+from headrace.data.pipeline.pool import WorkerPool
+from headrace.data.pipeline.stages import StageLog, StageName, flatten_tree, sources_hash, tokenizer_hash
+from headrace.data.pipeline.steps import DataPipeline, remove_scratch
 from headrace.data.shards import Index
-from headrace.data.pipeline.stages import READS, Say, brought, flat, listing
-from headrace.data.pipeline.steps import Work
 from headrace.errors import UserError
 
+FREE_KEYS = ("path", "engine", "workers", "on_error")  # recipe keys that do not change the data
 
-def prepare(recipe: Any, say: Say, *, until: str = "shuffle", replace: bool = False) -> None:
-    """Makes the data of a recipe, up to a stage. Does nothing where that was done before."""
+
+def prepare(
+    recipe: DataRecipe, report: Reporter, *, until: StageName = "shuffle", replace: bool = False
+) -> None:
+    """Make the data of a recipe, up to a stage. Does nothing if that is done.
+
+    `report` receives lines about the progress. `replace` allows to replace finished data of another recipe,
+    or of sources that have changed since."""
     folder = Path(recipe.path)
-    made = finished(folder)
-    if made is not None and same(made.recipe, to_dict(recipe)):
-        changed = changed_since(made, recipe)
+    index = read_finished_index(folder)
+    if index is not None and same_recipe(index.recipe, to_dict(recipe)):
+        changed = changed_input(index, recipe)
         if changed and not replace:
-            return say(
+            report(
                 f"{folder} was made by this recipe, but the files of its {changed} have changed since; "
-                "--replace makes it anew"
+                "--replace makes it again"
             )
-        work = Work(recipe, folder, Engine.of(recipe), say)
-        if not changed and (until != "normalize" or work.stages.get("normalize", {}).get("written")):
-            work.tidy()
-            return say(f"{folder} is already made by this recipe; `headrace data inspect {folder}` shows it")
-    elif made is not None and not replace:
+            return
+        # Normalized documents may be missing in finished data.
+        has_result = until != "normalize" or StageLog(folder).normalize.get("written")
+        if not changed and has_result:
+            remove_scratch(folder)
+            report(f"{folder} is already made by this recipe; `headrace data inspect {folder}` shows it")
+            return
+    elif index is not None and not replace:
         raise UserError(
-            f"path: {folder} holds data of another recipe, with {difference(made.recipe, to_dict(recipe))}; "
+            f"path: {folder} holds data of another recipe, with "
+            f"{first_difference(index.recipe, to_dict(recipe))}; "
             "choose another path=, or replace it with --replace"
         )
     folder.mkdir(parents=True, exist_ok=True)
-    with locked(folder):
-        for stale in folder.rglob(".*.partial"):
-            stale.unlink()
-        work = Work(recipe, folder, Engine.of(recipe), say, until=until)
-        names = list(READS)
-        for name in names[: names.index(until) + 1]:
-            work.run(name)
-        if until == "shuffle":
-            work.complete()
+    with lock_folder(folder):
+        for partial in folder.rglob(".*.partial"):
+            partial.unlink()
+        pool = WorkerPool.from_recipe(recipe)
+        DataPipeline(PipelineContext(recipe, folder, pool, report, StageLog(folder), until)).run()
 
 
-def changed_since(made: Index, recipe: Any) -> str | None:
-    """Which of its inputs are no longer those that data was made of. What is gone is no longer needed."""
-    for name, checksum in (("sources", listing), ("tokenizer", brought)):
+def changed_input(index: Index, recipe: DataRecipe) -> str | None:
+    """Name the input whose files have changed since the data was made: "sources" or "tokenizer".
+
+    None if neither has. Files that are gone do not count, since they are no longer needed."""
+    for name, compute_hash in (("sources", sources_hash), ("tokenizer", tokenizer_hash)):
         try:
-            if name in made.inputs and made.inputs[name] != checksum(recipe):
+            if name in index.inputs and index.inputs[name] != compute_hash(recipe):
                 return name
         except UserError:
             pass
     return None
 
 
-def finished(folder: Path) -> Index | None:
-    """The index of data made before. A folder that holds anything else is not ours to fill."""
+def read_finished_index(folder: Path) -> Index | None:
+    """Read the index of finished data in a folder, or None if there is none.
+
+    UserError if the folder has other content than data: its files must not be overwritten."""
     file = folder / "index.json"
     if file.is_file():
         try:
@@ -70,31 +84,35 @@ def finished(folder: Path) -> Index | None:
             raise UserError(f"path: {error}; choose another path=, or remove {folder}") from None
     if folder.exists() and not folder.is_dir():
         raise UserError(f"path: {folder} is a file; choose another")
-    ours = (".lock", ".partial")  # what is left where the work was stopped before it began
-    others = folder.exists() and any(not file.name.endswith(ours) for file in folder.iterdir())
-    if others and not (folder / "stages.json").is_file():
-        raise UserError(f"path: {folder} exists and holds no data of ours; choose another, or remove it")
+    ignored = (".lock", ".partial")  # left by a run that was interrupted before its first stage
+    has_files = folder.exists() and any(not file.name.endswith(ignored) for file in folder.iterdir())
+    if has_files and not (folder / "stages.json").is_file():
+        raise UserError(f"path: {folder} exists and holds no data of Headrace; choose another, or remove it")
     return None
 
 
-def same(made: dict[str, Any], wanted: dict[str, Any]) -> bool:
-    """Whether two recipes make the same data: where it lies and who does the work do not matter."""
-    return relevant(made) == relevant(wanted)
+def same_recipe(recipe: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two recipes make the same data."""
+    return data_keys(recipe) == data_keys(other)
 
 
-def relevant(recipe: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in recipe.items() if key not in ("path", "engine", "workers", "errors")}
+def data_keys(recipe: dict[str, Any]) -> dict[str, Any]:
+    """The part of a recipe on which the data depends."""
+    return {key: value for key, value in recipe.items() if key not in FREE_KEYS}
 
 
-def difference(made: dict[str, Any], wanted: dict[str, Any]) -> str:
-    before, now = flat(relevant(made)), flat(relevant(wanted))
-    key = next(key for key in before | now if before.get(key) != now.get(key))
-    return f"{key} = {before.get(key)}, and this one says {now.get(key)}"
+def first_difference(recipe: dict[str, Any], new_recipe: dict[str, Any]) -> str:
+    """Describe the first key in which two recipes for different data differ."""
+    old, new = flatten_tree(data_keys(recipe)), flatten_tree(data_keys(new_recipe))
+    key = next(key for key in old | new if old.get(key) != new.get(key))
+    return f"{key} = {old.get(key)}, and this recipe has {new.get(key)}"
 
 
 @contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """One process at a time. The lock goes when the process does, however it ends."""
+def lock_folder(folder: Path) -> Iterator[None]:
+    """Hold a lock on a data folder. UserError if another process has it.
+
+    The kernel releases it when the process ends, in whatever way."""
     with (folder / ".lock").open("a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

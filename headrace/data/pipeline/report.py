@@ -1,38 +1,49 @@
-"""One HTML page about a dataset: what went in and what was left out, what the rows hold, how well they are
-mixed, how long it took. It needs no network and no script, and follows the reader's light or dark setting.
+"""Report page of a dataset, in HTML: sources, dropped documents, content of the rows, shuffle quality, run
+time.
 
-What `stats` may hold; a part of the page whose key is missing is left out:
-    stages      {name: {"seconds": float, "bytes": int, "tokens": int}}, the last two if there are any
-    sources     {name: {"documents", "bytes", "tokens", "rows": int, "weight": float}}, as packed, once each
-    dropped     {reason: documents left out}
-    problems    {"counts": {kind: int}, "samples": [str]}, see documents.Problems
-    lengths     {"edges": [n + 1], "counts": [n]}, documents by tokens: edges[i] <= length < edges[i + 1]
-    fill        {"edges": [n + 1], "counts": [n]}, rows by the share of them that is not padding, from 0 to 1
-    vocabulary  how often each id occurs: a list, an array, or the path of an .npy file
-    labels      {split: {label: texts or words that have it}}
-    shuffle     {"rank_correlation", "displacement", "mixing": float or None}"""
+It needs no network and no script, and follows the light or dark setting of the browser.
+
+Keys of `stats`; each section of the page whose key is missing is omitted: stages      {name: {"seconds":
+float, "bytes": int, "tokens": int}}, the last two if there are any sources     {name: {"documents", "bytes",
+"tokens", "rows": int, "weight": float}}, as packed, each row once dropped     {reason: documents dropped}
+problems    {"counts": {kind: int}, "samples": [str]}, see documents.Problems lengths     {"edges": [n + 1],
+"counts": [n]}, documents by tokens: edges[i] <= length < edges[i + 1] fill        {"edges": [n + 1],
+"counts": [n]}, rows by the share of them that is not padding, from 0 to 1 vocabulary  how often each id
+occurs: a list, an array, or the path of an .npy file labels      {split: {label: texts or words that have
+it}} shuffle     {"rank_correlation", "displacement", "mixing": float or None}"""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import yaml
 
-from headrace.data.tokenizer import tokenizer as tokenise
-from headrace.data.shards import Index, atomic
-from headrace.data.inspect import visible
-from headrace.html_page import count, escape, lines, meter, page, percent, section, size, table, tiles
+from headrace.data.inspect import escape_control
+from headrace.data.shards import Index, open_atomic
+from headrace.data.tokenizer import tokenizer as tokenizer_io
+from headrace.html_page import (
+    escape,
+    format_bytes,
+    format_count,
+    format_percent,
+    join_lines,
+    render_meter,
+    render_page,
+    render_section,
+    render_table,
+    render_tiles,
+)
 
 WIDTH, HEIGHT = 460, 206  # of a chart
-LEFT, RIGHT, TOP, BOTTOM = 46, WIDTH - 16, 8, HEIGHT - 44  # the edges of what is drawn between its labels
-COMMONEST = 20  # tokens listed
+LEFT, RIGHT, TOP, BOTTOM = 46, WIDTH - 16, 8, HEIGHT - 44  # edges of the plot, between its labels
+MOST_COMMON = 20  # tokens listed
 TICKS = 4
-# What the measures of a shuffle are for a uniform permutation.
+# Expected measures of a uniform permutation.
 UNIFORM = {"rank_correlation": "0", "displacement": "1", "mixing": "1"}
-MEANING = {
-    "rank_correlation": "between a row's place before and after",
+DESCRIPTIONS = {
+    "rank_correlation": "between the positions of rows before and after",
     "displacement": "how far rows moved on average, as a share of what a uniform shuffle moves them",
     "mixing": "of the sources within a batch",
 }
@@ -45,23 +56,25 @@ svg .grid-line { stroke: var(--line) } svg .curve { fill: none; stroke: var(--ba
 
 
 def write(index: Index, stats: dict[str, Any], path: str | Path) -> None:
-    """Writes the page. Tokens are spelt out if the dataset's tokenizer lies beside it."""
+    """Write the page to `path`. Tokens are spelled out if the tokenizer is in the same folder."""
     path = Path(path)
     name = str(index.recipe.get("path", path.parent))
     wide = [_splits(index), _sources(stats.get("sources"))]
     halves = [
-        _histogram("Length of documents", stats.get("lengths"), axis="tokens", show=_whole),
-        _histogram("Fill of rows", stats.get("fill"), axis="share that is not padding", show=_hundredths),
+        _histogram("Length of documents", stats.get("lengths"), axis="tokens", format_edge=_format_integer),
+        _histogram(
+            "Fill of rows", stats.get("fill"), axis="share that is not padding", format_edge=_format_percent
+        ),
         _vocabulary(index, stats.get("vocabulary"), path.parent),
-        _left_out(stats.get("dropped"), stats.get("problems")),
+        _dropped(stats.get("dropped"), stats.get("problems")),
         _labels(stats.get("labels")),
         _shuffle(stats.get("shuffle")),
         _stages(stats.get("stages")),
-        section("Recipe", f"<pre>{escape(_yaml(index.recipe))}</pre>"),
+        render_section("Recipe", f"<pre>{escape(_yaml(index.recipe))}</pre>"),
     ]
-    body = f'{lines([_tiles(index), *wide])}<div class="halves">\n{lines(halves)}</div>'
-    with atomic(path) as file:
-        file.write(page(name, _subtitle(index), body, STYLE))
+    body = f'{join_lines([_tiles(index), *wide])}<div class="halves">\n{join_lines(halves)}</div>'
+    with open_atomic(path) as file:
+        file.write(render_page(name, _subtitle(index), body, STYLE))
 
 
 def _subtitle(index: Index) -> str:
@@ -74,15 +87,15 @@ def _tiles(index: Index) -> str:
     splits = index.splits.values()
     documents, rows = sum(s.documents for s in splits), sum(s.rows for s in splits)
     text, tokens = sum(s.bytes for s in splits), sum(s.tokens for s in splits)
-    named = {
-        "documents": count(documents),
-        "of text": size(text),
-        "tokens": count(tokens),
-        "bytes a token": _ratio(text, tokens),
-        "rows": count(rows),
-        "full": percent(tokens / max(rows * index.sequence_length, 1)),
+    values = {
+        "documents": format_count(documents),
+        "of text": format_bytes(text),
+        "tokens": format_count(tokens),
+        "bytes per token": _ratio(text, tokens),
+        "rows": format_count(rows),
+        "full": format_percent(tokens / max(rows * index.sequence_length, 1)),
     }
-    return tiles(named)
+    return render_tiles(values)
 
 
 def _splits(index: Index) -> str:
@@ -91,11 +104,11 @@ def _splits(index: Index) -> str:
             escape(name),
             f"{len(split.epochs)}",
             f"{split.documents:,}",
-            size(split.bytes),
+            format_bytes(split.bytes),
             f"{split.tokens:,}",
             _ratio(split.bytes, split.tokens),
             f"{split.rows:,}",
-            percent(split.tokens / (split.rows * index.sequence_length)) if split.rows else "",
+            format_percent(split.tokens / (split.rows * index.sequence_length)) if split.rows else "",
         ]
         for name, split in index.splits.items()
     ]
@@ -104,32 +117,32 @@ def _splits(index: Index) -> str:
         "epochs",
         "documents",
         "text",
-        "tokens an epoch",
-        "bytes a token",
-        "rows an epoch",
+        "tokens per epoch",
+        "bytes per token",
+        "rows per epoch",
         "full",
     ]
-    return section("Splits", table(heads, rows))
+    return render_section("Splits", render_table(heads, rows))
 
 
-def _sources(sources: dict[str, dict[str, float]] | None) -> str:
+def _sources(sources: Mapping[str, Mapping[str, float]] | None) -> str:
     if not sources:
         return ""
-    weighted = {name: one["tokens"] * one.get("weight", 1) for name, one in sources.items()}
+    weighted = {name: sums["tokens"] * sums.get("weight", 1) for name, sums in sources.items()}
     total = max(sum(weighted.values()), 1)
     rows = [
         [
             escape(name),
-            f"{one.get('weight', 1):g}",
-            f"{one['documents']:,}",
-            size(one["bytes"]),
-            f"{one['tokens']:,}",
-            _ratio(one["bytes"], one["tokens"]),
-            f"{one['rows']:,}",
-            percent(weighted[name] / total),
-            meter(weighted[name] / total),
+            f"{sums.get('weight', 1):g}",
+            f"{sums['documents']:,}",
+            format_bytes(sums["bytes"]),
+            f"{sums['tokens']:,}",
+            _ratio(sums["bytes"], sums["tokens"]),
+            f"{sums['rows']:,}",
+            format_percent(weighted[name] / total),
+            render_meter(weighted[name] / total),
         ]
-        for name, one in sources.items()
+        for name, sums in sources.items()
     ]
     heads = [
         "source",
@@ -137,17 +150,22 @@ def _sources(sources: dict[str, dict[str, float]] | None) -> str:
         "documents",
         "text",
         "tokens",
-        "bytes a token",
+        "bytes per token",
         "rows",
         "share of an epoch",
         "",
     ]
-    return section("Sources", table(heads, rows))
+    return render_section("Sources", render_table(heads, rows))
 
 
 def _histogram(
-    title: str, histogram: dict[str, Any] | None, *, axis: str, show: Callable[[float], str]
+    title: str,
+    histogram: Mapping[str, Sequence[float]] | None,
+    *,
+    axis: str,
+    format_edge: Callable[[float], str],
 ) -> str:
+    """A bar chart of the counts, without the empty bins at both ends."""
     if not histogram or not sum(histogram["counts"]):
         return ""
     edges, counts = list(histogram["edges"]), list(histogram["counts"])
@@ -156,114 +174,124 @@ def _histogram(
     total, top = sum(counts), _round_up(max(counts))
     step = (RIGHT - LEFT) / len(counts)
     shapes = _levels([(top * n / TICKS, n / TICKS) for n in range(TICKS + 1)])
-    every = math.ceil(len(counts) / 8)  # more labels would run into one another
-    for n, many in enumerate(counts):
-        height = (BOTTOM - TOP) * many / top
+    label_step = math.ceil(len(counts) / 8)  # more labels would overlap
+    for n, bin_count in enumerate(counts):
+        height = (BOTTOM - TOP) * bin_count / top
         x, y = LEFT + n * step, BOTTOM - height
-        said = f"{show(edges[n])} to {show(edges[n + 1])}: {many:,} ({percent(many / total)})"
+        bounds = f"{format_edge(edges[n])} to {format_edge(edges[n + 1])}"
+        hint = f"{bounds}: {bin_count:,} ({format_percent(bin_count / total)})"
         box = f'x="{x + 1:.1f}" y="{y:.1f}" width="{max(step - 2, 1):.1f}" height="{height:.1f}"'
-        shapes.append(f'<rect class="bar" {box}><title>{escape(said)}</title></rect>')
-    for n in range(0, len(edges), every):
-        shapes.append(_label(LEFT + n * step, BOTTOM + 16, show(edges[n]), "middle"))
-    return section(title, _chart(shapes, axis))
+        shapes.append(f'<rect class="bar" {box}><title>{escape(hint)}</title></rect>')
+    for n in range(0, len(edges), label_step):
+        shapes.append(_label(LEFT + n * step, BOTTOM + 16, format_edge(edges[n]), "middle"))
+    return render_section(title, _chart(shapes, axis))
 
 
-def _vocabulary(index: Index, counts: Any, folder: Path) -> str:
+def _vocabulary(index: Index, counts: Sequence[int] | np.ndarray | str | Path | None, folder: Path) -> str:
+    """The curve of token frequencies, and the most common tokens."""
     if counts is None:
         return ""
     counts = np.asarray(np.load(counts) if isinstance(counts, str | Path) else counts)
     total, used = int(counts.sum()), int(np.count_nonzero(counts))
     if not total:
         return ""
-    order = np.argsort(-counts, kind="stable")[: min(COMMONEST, used)]
-    spelt = _spelling(order.tolist(), folder)
+    order = np.argsort(-counts, kind="stable")[: min(MOST_COMMON, used)]
+    texts = _spell_tokens(order.tolist(), folder)
     rows = [
-        [f"<code>{escape(text)}</code>", f"{id}", f"{counts[id]:,}", percent(counts[id] / total)]
-        for id, text in zip(order.tolist(), spelt, strict=True)
+        [f"<code>{escape(text)}</code>", f"{id}", f"{counts[id]:,}", format_percent(counts[id] / total)]
+        for id, text in zip(order.tolist(), texts, strict=True)
     ]
-    never = (index.vocab - used) / index.vocab
-    says = f"{used:,} of {index.vocab:,} ids occur; {percent(never)} never do."
-    covered = np.cumsum(np.sort(counts)[::-1]) / total
-    says += f" The commonest {int(np.searchsorted(covered, 0.9)) + 1:,} make up 90 % of the text."
-    curve = section("Vocabulary", f"{_rank_curve(counts)}<p>{says}</p>")
-    return curve + "\n" + section("Commonest tokens", table(["token", "id", "times", "share"], rows))
+    unused = (index.vocab - used) / index.vocab
+    coverage = np.cumsum(np.sort(counts)[::-1]) / total
+    text = (
+        f"{used:,} of {index.vocab:,} ids occur; {format_percent(unused)} never do. "
+        f"The {int(np.searchsorted(coverage, 0.9)) + 1:,} most common ones make up 90 % of the text."
+    )
+    curve = render_section("Vocabulary", f"{_rank_curve(counts)}<p>{text}</p>")
+    common = render_table(["token", "id", "times", "share"], rows)
+    return curve + "\n" + render_section("Most common tokens", common)
 
 
 def _rank_curve(counts: np.ndarray) -> str:
-    """How often the commonest id occurs, the second... on logarithmic axes; 200 points are a smooth line."""
+    """Chart of the counts of token ids by rank, with logarithmic axes. 200 points make a smooth line."""
     ranked = np.sort(counts[counts > 0])[::-1]
     ranks = np.unique(np.geomspace(1, len(ranked), 200).round().astype(int))
     decades_x = max(math.ceil(math.log10(len(ranked))), 1)
     decades_y = max(math.ceil(math.log10(int(ranked[0]))), 1)
     x = LEFT + (RIGHT - LEFT) * np.log10(ranks) / decades_x
     y = BOTTOM - (BOTTOM - TOP) * np.log10(ranked[ranks - 1]) / decades_y
-    every = math.ceil(decades_y / 5)
-    shapes = _levels([(10**n, n / decades_y) for n in range(0, decades_y + 1, every)])
+    level_step = math.ceil(decades_y / 5)
+    shapes = _levels([(10**n, n / decades_y) for n in range(0, decades_y + 1, level_step)])
     for n in range(decades_x + 1):
-        place = LEFT + (RIGHT - LEFT) * n / decades_x
-        shapes.append(_label(place, BOTTOM + 16, count(10**n), "middle"))
+        tick_x = LEFT + (RIGHT - LEFT) * n / decades_x
+        shapes.append(_label(tick_x, BOTTOM + 16, format_count(10**n), "middle"))
     points = " ".join(f"{a:.1f},{b:.1f}" for a, b in zip(x, y, strict=True))
     shapes.append(f'<polyline class="curve" points="{points}"/>')
-    return _chart(shapes, "rank of an id, and how often it occurs")
+    return _chart(shapes, "rank of a token id, and how often it occurs")
 
 
-def _spelling(ids: Sequence[int], folder: Path) -> list[str]:
-    """Tokens as text, with their white space to be seen; by name if they hold half a letter or none."""
+def _spell_tokens(ids: Sequence[int], folder: Path) -> list[str]:
+    """Texts of tokens, with visible white space. A token without text, or of half a letter, gets its name."""
     if not (folder / "tokenizer.json").is_file():
         return [str(id) for id in ids]
-    inner = tokenise.load(folder).inner
-    spelt = []
+    inner = tokenizer_io.load(folder).inner
+    texts = []
     for id in ids:
         text = inner.decode([id], skip_special_tokens=False)
         name = inner.id_to_token(id) or f"id {id}"
         if not text or "\ufffd" in text:
             text = name
-        elif name.startswith("▁") and not text.startswith(" "):  # a lone token loses the space it begins with
+        elif name.startswith("▁") and not text.startswith(" "):  # decoding drops the space at its start
             text = " " + text
-        spelt.append(visible(text.replace(" ", "␣").replace("\n", "⏎")))
-    return spelt
+        texts.append(escape_control(text.replace(" ", "␣").replace("\n", "⏎")))
+    return texts
 
 
-def _left_out(dropped: dict[str, int] | None, problems: dict[str, Any] | None) -> str:
+def _dropped(dropped: Mapping[str, int] | None, problems: Mapping[str, Any] | None) -> str:
+    """Documents dropped by filters and bad input that was skipped, by reason."""
     if dropped is None and problems is None:
         return ""
     counts = {**(dropped or {}), **(problems or {}).get("counts", {})}
-    counts = {reason: many for reason, many in counts.items() if many}
+    counts = {reason: number for reason, number in counts.items() if number}
     if not counts:
-        return section("Left out", "<p>Nothing.</p>")
+        return render_section("Dropped and skipped", "<p>Nothing.</p>")
     largest = max(counts.values())
     rows = [
-        [escape(reason), f"{many:,}", meter(many / largest)]
-        for reason, many in sorted(counts.items(), key=lambda item: -item[1])
+        [escape(reason), f"{number:,}", render_meter(number / largest)]
+        for reason, number in sorted(counts.items(), key=lambda item: -item[1])
     ]
-    samples = "".join(f"<li>{escape(visible(sample))}</li>" for sample in (problems or {}).get("samples", []))
-    body = table(["reason", "documents or lines", ""], rows)
-    return section("Left out", body + (f"<ul>{samples}</ul>" if samples else ""))
+    samples = "".join(
+        f"<li>{escape(escape_control(sample))}</li>" for sample in (problems or {}).get("samples", [])
+    )
+    body = render_table(["reason", "documents or lines", ""], rows)
+    return render_section("Dropped and skipped", body + (f"<ul>{samples}</ul>" if samples else ""))
 
 
-def _labels(labels: dict[str, dict[str, int]] | None) -> str:
-    names = next(iter(labels.values()), {}) if labels else {}
+def _labels(labels: Mapping[str, Mapping[str, int]] | None) -> str:
+    names: Mapping[str, int] = next(iter(labels.values()), {}) if labels else {}
     if not labels or not names:
         return ""
-    rows = [[escape(visible(name)), *(f"{labels[split][name]:,}" for split in labels)] for name in names]
-    return section("Labels", table(["label", *labels], rows))
+    rows = [
+        [escape(escape_control(name)), *(f"{labels[split][name]:,}" for split in labels)] for name in names
+    ]
+    return render_section("Labels", render_table(["label", *labels], rows))
 
 
-def _shuffle(shuffle: dict[str, float | None] | None) -> str:
+def _shuffle(shuffle: Mapping[str, float | None] | None) -> str:
     if not shuffle:
         return ""
     rows = [
         [
-            f"{escape(name.replace('_', ' '))}<p>{MEANING.get(name, '')}</p>",
+            f"{escape(name.replace('_', ' '))}<p>{DESCRIPTIONS.get(name, '')}</p>",
             "not measured" if value is None else f"{value:.4f}",
             UNIFORM.get(name, ""),
         ]
         for name, value in shuffle.items()
     ]
-    return section("Shuffle", table(["measure", "measured", "uniform"], rows))
+    return render_section("Shuffle", render_table(["measure", "measured", "uniform"], rows))
 
 
-def _stages(stages: dict[str, dict[str, float]] | None) -> str:
+def _stages(stages: Mapping[str, Mapping[str, float]] | None) -> str:
     if not stages:
         return ""
     longest = max(max(stage["seconds"] for stage in stages.values()), 1e-9)
@@ -273,12 +301,12 @@ def _stages(stages: dict[str, dict[str, float]] | None) -> str:
             f"{stage['seconds']:,.1f}",
             f"{stage['bytes'] / 1e6 / max(stage['seconds'], 1e-9):,.1f}" if stage.get("bytes") else "",
             f"{stage['tokens'] / 1e6 / max(stage['seconds'], 1e-9):,.2f}" if stage.get("tokens") else "",
-            meter(stage["seconds"] / longest),
+            render_meter(stage["seconds"] / longest),
         ]
         for name, stage in stages.items()
     ]
-    rows.append(["together", f"{sum(stage['seconds'] for stage in stages.values()):,.1f}", "", "", ""])
-    return section("Time", table(["stage", "seconds", "MB/s", "M tokens/s", ""], rows))
+    rows.append(["total", f"{sum(stage['seconds'] for stage in stages.values()):,.1f}", "", "", ""])
+    return render_section("Time", render_table(["stage", "seconds", "MB/s", "M tokens/s", ""], rows))
 
 
 def _chart(shapes: Sequence[str], axis: str) -> str:
@@ -289,12 +317,12 @@ def _chart(shapes: Sequence[str], axis: str) -> str:
 
 
 def _levels(levels: Iterable[tuple[float, float]]) -> list[str]:
-    """Horizontal lines: each a value and its height, from 0 to 1."""
+    """Horizontal grid lines with labels, from pairs of a value and its height from 0 to 1."""
     shapes = []
     for value, share in levels:
         y = BOTTOM - (BOTTOM - TOP) * share
         shapes.append(f'<line class="grid-line" x1="{LEFT}" x2="{RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        shapes.append(_label(LEFT - 6, y + 4, count(value), "end"))
+        shapes.append(_label(LEFT - 6, y + 4, format_count(value), "end"))
     return shapes
 
 
@@ -307,16 +335,16 @@ def _yaml(recipe: dict[str, Any]) -> str:
 
 
 def _round_up(value: float) -> float:
-    """To a number that four lines divide well."""
+    """Round up to a number that is a good end for an axis with TICKS grid lines."""
     power = 10 ** math.floor(math.log10(value))
     return max(next(step * power for step in (1, 2, 4, 6, 8, 10) if step * power >= value), TICKS)
 
 
-def _hundredths(share: float) -> str:
+def _format_percent(share: float) -> str:
     return f"{100 * share:.4g} %"
 
 
-def _whole(value: float) -> str:
+def _format_integer(value: float) -> str:
     return f"{value:,.0f}"
 
 

@@ -1,5 +1,7 @@
-"""Ties the life of workers to their master's: one whose master was killed must not go on writing into a
-folder that another may fill by then. Only the server that forks workers imports this, before all else."""
+"""Ends workers together with the process that started them.
+
+A worker whose parent was killed must not keep writing to a folder that another process may already use. Only
+the server that forks workers imports this module, before any other."""
 
 import ctypes
 import os
@@ -8,18 +10,18 @@ import sys
 
 from headrace.data.pipeline.pool import MASTER
 
-DEATH_SIGNAL = 1  # prctl's PR_SET_PDEATHSIG, which a fork does not inherit
+PR_SET_PDEATHSIG = 1  # prctl option, which a fork does not inherit
 
-server = os.getpid()  # in a worker this is still the server's
+server = os.getpid()  # in a worker, this is still the process id of the server
 
 
-def tie(parent: int) -> None:
-    """From now on the kernel kills this process when its parent ends. Ctrl-C is the parent's to handle."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def die_with_parent(parent: int) -> None:
+    """Let the kernel kill this process when its parent, of this process id, ends. Ctrl-C is ignored."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(DEATH_SIGNAL, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before that
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it has ended already
         os._exit(1)
 
 
-tie(int(os.environ[MASTER]))
+die_with_parent(int(os.environ[MASTER]))

@@ -1,0 +1,1 @@
+"""Tokenizers: loading, training, converting, and the libraries that encode."""

@@ -1,5 +1,6 @@
-"""The libraries that encode batches of text: gigatoken, fastokens and tokenizers, fastest first. The last,
-Hugging Face's, is the measure: another is used only where it gives the same ids on texts made to trip it."""
+"""The libraries that encode batches of text: gigatoken, fastokens and tokenizers, fastest first. Hugging
+Face's tokenizers is the reference: another library is used only if it gives the same ids on texts chosen to
+provoke differences."""
 
 import json
 import os
@@ -7,97 +8,105 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain, product
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import pyarrow as pa
 import tokenizers
 from tokenizers import models
 
-from headrace.data.tokenizer import unicode_drift as unsettled
+from headrace.data.documents import Ragged, lengths_to_offsets
+from headrace.data.tokenizer import unicode_drift
 from headrace.data.tokenizer.convert import CL100K, byte_symbols
-from headrace.data.documents import Ragged
 
-# As tiktoken spells CL100K, and gigatoken knows it. Oniguruma, in tokenizers, takes this for something else.
+if TYPE_CHECKING:
+    import awkward
+
+# CL100K as tiktoken spells it, which gigatoken recognizes. Oniguruma, in tokenizers, reads it differently.
 CL100K_POSSESSIVE = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$"
     r"|\s*[\r\n]|\s+(?!\S)|\s+"
 )
 
-NAMES = ("gigatoken", "fastokens", "tokenizers")
+ENCODER_NAMES = ("gigatoken", "fastokens", "tokenizers")
 
 Texts: TypeAlias = pa.LargeStringArray | Sequence[str]
-Encode: TypeAlias = Callable[[Texts], Ragged]
+EncodeBatch: TypeAlias = Callable[[Texts], Ragged]
 
 
-def make(name: str, inner: tokenizers.Tokenizer) -> Encode:
-    """Encodes as `inner` does, which must come from `without_special`. What libraries disagree on is left to
-    tokenizers: the words around the character, or the whole text if that cannot be cut."""
-    exact = with_tokenizers(inner)
+def make_encoder(name: str, inner: tokenizers.Tokenizer) -> EncodeBatch:
+    """A function that encodes batches as `inner` does, with the library `name`. `inner` must come from
+    `treat_special_as_text`. Characters on which the libraries differ are encoded by tokenizers: with the
+    words around them, or as part of the full text where it cannot be divided."""
+    reference = make_tokenizers_encoder(inner)
     if name == "tokenizers":
-        return exact
-    fast = with_gigatoken(inner) if name == "gigatoken" else with_fastokens(inner)
-    # Tokens that were added to it are found in a text before it is cut into words, and may hold a cut.
-    added = any(not token.special for token in inner.get_added_tokens_decoder().values())
-    cut = not added and cuts_words(exact)
+        return reference
+    fast = make_gigatoken_encoder(inner) if name == "gigatoken" else make_fastokens_encoder(inner)
+    # Added tokens are searched before a text is split into words, and may contain a word boundary.
+    has_added = any(not token.special for token in inner.get_added_tokens_decoder().values())
+    at_boundaries = not has_added and is_word_boundary_safe(reference)
 
     def encode(texts: Texts) -> Ragged:
         array = texts if isinstance(texts, pa.Array) else pa.array(texts, pa.large_string())
-        places = unsettled.find(array)
-        if not len(places):
+        positions = unicode_drift.find_drifting(array)
+        if not len(positions):
             return fast(array)
-        begins, ends = unsettled.stretches(array, places, cut=cut)
-        pieces, firsts = unsettled.divide(array, np.concatenate([begins, ends]))
-        left = np.isin(unsettled.memory(pieces)[0][:-1], begins)
-        ragged = replaced(fast(pieces), left, exact(pieces.filter(pa.array(left))))
-        return Ragged(ragged.values, ragged.offsets[firsts])
+        starts, ends = unicode_drift.find_spans(array, positions, at_boundaries=at_boundaries)
+        pieces, first_pieces = unicode_drift.split_at(array, np.concatenate([starts, ends]))
+        is_drifting = np.isin(unicode_drift.offsets_and_bytes(pieces)[0][:-1], starts)
+        ragged = replace_rows(fast(pieces), is_drifting, reference(pieces.filter(pa.array(is_drifting))))
+        return Ragged(ragged.values, ragged.offsets[first_pieces])
 
     return encode
 
 
-def cuts_words(encode: Encode) -> bool:
-    """Whether two texts, the first of which ends in a letter and the second begins with what unsettled.CUT
-    wants after it, have the same ids together and apart."""
-    around = ("", "word ", "Wo'", "12", "?!", "\n\n", "  ", "é", "水", "\u0301", "\u088f", "don't")
-    lefts = [before + "a" for before in around]
-    rights = [begin + after for begin in (" b", "1", "\n") for after in around]
+def is_word_boundary_safe(encode: EncodeBatch) -> bool:
+    """Whether texts can be divided at `unicode_drift.WORD_BOUNDARY`: pairs of texts have the same ids encoded
+    together and separately, where the first ends and the second starts like such a boundary."""
+    context = ("", "word ", "Wo'", "12", "?!", "\n\n", "  ", "é", "水", "\u0301", "\u088f", "don't")
+    lefts = [before + "a" for before in context]
+    rights = [start + after for start in (" b", "1", "\n") for after in context]
     pairs = list(product(range(len(lefts)), range(len(rights))))
-    together, *apart = (encode(texts) for texts in ([lefts[i] + rights[j] for i, j in pairs], lefts, rights))
-    whole, left, right = (np.split(one.values, one.offsets[1:-1]) for one in (together, *apart))
+    joined, *separate = (encode(texts) for texts in ([lefts[i] + rights[j] for i, j in pairs], lefts, rights))
+    joined_ids, left_ids, right_ids = (
+        np.split(ragged.values, ragged.offsets[1:-1]) for ragged in (joined, *separate)
+    )
     return all(
-        np.array_equal(ids, np.concatenate([left[i], right[j]]))
-        for ids, (i, j) in zip(whole, pairs, strict=True)
+        np.array_equal(ids, np.concatenate([left_ids[i], right_ids[j]]))
+        for ids, (i, j) in zip(joined_ids, pairs, strict=True)
     )
 
 
-def replaced(ragged: Ragged, rows: np.ndarray, others: Ragged) -> Ragged:
-    """The ids of `others` in place of those of some rows."""
+def replace_rows(ragged: Ragged, is_replaced: np.ndarray, replacements: Ragged) -> Ragged:
+    """A copy of `ragged` in which the documents of the mask `is_replaced` are those of `replacements`, in
+    order."""
     lengths = ragged.lengths
-    kept = ragged.values[np.repeat(~rows, lengths)]
-    lengths[rows] = others.lengths
-    is_other = np.repeat(rows, lengths)
-    values = np.empty(len(is_other), np.uint32)
-    values[is_other], values[~is_other] = others.values, kept
-    return Ragged(values, np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64))
+    kept_values = ragged.values[np.repeat(~is_replaced, lengths)]
+    lengths[is_replaced] = replacements.lengths
+    is_new = np.repeat(is_replaced, lengths)
+    values = np.empty(len(is_new), np.uint32)
+    values[is_new], values[~is_new] = replacements.values, kept_values
+    return Ragged(values, lengths_to_offsets(lengths))
 
 
-def splitting(inner: tokenizers.Tokenizer) -> tokenizers.Tokenizer | None:
-    """The same tokenizer with entries that join what stands on either side of any cut between words, so that
-    ids tell where it cuts, which those of a real vocabulary seldom do. None where no bytes are cut."""
+def make_boundary_probe(inner: tokenizers.Tokenizer) -> tokenizers.Tokenizer | None:
+    """A tokenizer that splits text into words like `inner` and whose vocabulary merges across every possible
+    boundary, so that the ids show where it splits; those of a real vocabulary seldom do. None if `inner` is
+    not byte-level BPE."""
     settings = json.loads(inner.to_str())
     if settings["model"]["type"] != "BPE" or '"ByteLevel"' not in json.dumps(settings["pre_tokenizer"]):
         return None
-    symbols, around = byte_symbols(), "a1!'A"
-    merges = [(symbols[byte], after) for byte in range(0x80, 0xC0) for after in around]
-    merges += [(before, symbols[byte]) for byte in range(0xC2, 0xF5) for before in around]
+    symbols, neighbors = byte_symbols(), "a1!'A"
+    merges = [(symbols[byte], after) for byte in range(0x80, 0xC0) for after in neighbors]
+    merges += [(before, symbols[byte]) for byte in range(0xC2, 0xF5) for before in neighbors]
     entries = [*symbols.values(), *(left + right for left, right in merges)]
-    made = tokenizers.Tokenizer(models.BPE({entry: id for id, entry in enumerate(entries)}, merges))
-    made.normalizer, made.pre_tokenizer = inner.normalizer, inner.pre_tokenizer
-    return made
+    probe = tokenizers.Tokenizer(models.BPE({entry: id for id, entry in enumerate(entries)}, merges))
+    probe.normalizer, probe.pre_tokenizer = inner.normalizer, inner.pre_tokenizer
+    return probe
 
 
-def cuts() -> list[str]:
-    """Some characters of all kinds between letters, digits and signs."""
+def boundary_texts() -> list[str]:
+    """Characters of all kinds between letters, digits and signs, for `make_boundary_probe`."""
     points = chain(
         range(0x80, 0x3100, 3),
         range(0xA000, 0xAC00, 7),
@@ -107,37 +116,40 @@ def cuts() -> list[str]:
     return [f"a{chr(c)}1{chr(c)}!{chr(c)} {chr(c)}A{chr(c)}'s" for c in points]
 
 
-def difference(name: str, inner: tokenizers.Tokenizer, texts: Sequence[str]) -> str | None:
-    """Why a library cannot stand in for tokenizers: it is not there, refuses, fails or gives other ids."""
-    wanted = with_tokenizers(inner)(texts)
+def find_mismatch(name: str, inner: tokenizers.Tokenizer, texts: Sequence[str]) -> str | None:
+    """Why the library `name` cannot replace tokenizers: it is not installed, fails, or gives other ids for
+    one of these texts. None if it can."""
+    expected = make_tokenizers_encoder(inner)(texts)
     try:
-        with silenced():
-            found = make(name, inner)(texts)
+        with suppress_output():
+            encoded = make_encoder(name, inner)(texts)
     except BaseException as error:
-        if not is_failure(error):
+        if not is_library_failure(error):
             raise
         return str(error).strip().partition("\n")[0] or type(error).__name__
-    return first_difference(found, wanted, texts)
+    return compare_ids(encoded, expected, texts)
 
 
-def first_difference(found: Ragged, wanted: Ragged, texts: Sequence[str]) -> str | None:
-    if np.array_equal(found.values, wanted.values) and np.array_equal(found.offsets, wanted.offsets):
+def compare_ids(encoded: Ragged, expected: Ragged, texts: Sequence[str]) -> str | None:
+    """A message about the first text whose ids differ; None if all are equal."""
+    if np.array_equal(encoded.values, expected.values) and np.array_equal(encoded.offsets, expected.offsets):
         return None
     for i, text in enumerate(texts):
-        ours, theirs = (
-            ragged.values[ragged.offsets[i] : ragged.offsets[i + 1]] for ragged in (found, wanted)
+        ids, expected_ids = (
+            ragged.values[ragged.offsets[i] : ragged.offsets[i + 1]] for ragged in (encoded, expected)
         )
-        if not np.array_equal(ours, theirs):
+        if not np.array_equal(ids, expected_ids):
             return f"gives other ids for {text[:40]!r}"
     return None
 
 
-def without_special(inner: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-    """The same tokenizer, for which a special token written in a text is text.
+def treat_special_as_text(inner: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """A tokenizer for which a special token written in a text is ordinary text.
 
-    tokenizers leaves special tokens alone if told so, but models other than BPE, and BPE that looks words up
-    first, find any entry of the vocabulary in a text. There those entries are renamed to what no text has:
-    noncharacters, which Unicode keeps out of interchange."""
+    tokenizers has the setting `encode_special_tokens`, but models other than BPE, and BPE that looks words up
+    first, still match any entry of the vocabulary in a text. For these the special entries get names that no
+    text contains: noncharacters, which Unicode excludes from interchange. Sets the setting of `inner`
+    itself."""
     inner.encode_special_tokens = True
     if isinstance(inner.model, models.BPE) and not inner.model.ignore_merges:
         return inner
@@ -156,22 +168,19 @@ def without_special(inner: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
         model["vocab"] = {renamed.get(entry, entry): id for entry, id in model["vocab"].items()}
     if model.get("unk_token") is not None:
         model["unk_token"] = renamed.get(model["unk_token"], model["unk_token"])
-    settings["post_processor"] = None  # it names special tokens, and ids come without them
-    made = tokenizers.Tokenizer.from_str(json.dumps(settings))
-    made.encode_special_tokens = True
-    return made
+    settings["post_processor"] = None  # it names special tokens, which ids come without
+    plain = tokenizers.Tokenizer.from_str(json.dumps(settings))
+    plain.encode_special_tokens = True
+    return plain
 
 
-def hostile(inner: tokenizers.Tokenizer) -> list[str]:
-    """Texts on which libraries are known to part ways, with those of the tokenizer's own added tokens."""
+def adversarial_texts(inner: tokenizers.Tokenizer) -> list[str]:
+    """Texts on which libraries are known to differ, some of them with the tokenizer's own added tokens."""
     added = [token.content for token in inner.get_added_tokens_decoder().values()]
     points = [chr(c) for c in (*range(0x3100), *range(0x3100, 0x110000, 61)) if not 0xD800 <= c < 0xE000]
-    # Without those that are left to tokenizers, or none of these texts would test another library.
-    points = [
-        point
-        for point, left in zip(points, unsettled.are_in(pa.array(points, pa.large_string())), strict=True)
-        if not left
-    ]
+    # Without drifting characters: tokenizers encodes these, so the texts would not test another library.
+    is_drifting = unicode_drift.has_drifting(pa.array(points, pa.large_string()))
+    points = [point for point, drifts in zip(points, is_drifting, strict=True) if not drifts]
     return [
         *(
             "",
@@ -216,49 +225,51 @@ def hostile(inner: tokenizers.Tokenizer) -> list[str]:
     ]
 
 
-def with_gigatoken(inner: tokenizers.Tokenizer) -> Callable[[pa.LargeStringArray], Ragged]:
-    import gigatoken  # here: with awkward it takes half a second, and may be missing
+def make_gigatoken_encoder(inner: tokenizers.Tokenizer) -> Callable[[pa.LargeStringArray], Ragged]:
+    """A function that encodes batches with gigatoken."""
+    import gigatoken  # with awkward it takes half a second, and may not be installed
 
-    backend = gigatoken.Tokenizer.from_json(without_added(inner))
+    backend = gigatoken.Tokenizer.from_json(to_json_without_special(inner))
 
     def encode(texts: pa.LargeStringArray) -> Ragged:
-        # One thread: the documents are divided among processes.
-        found = backend.encode_batch(as_awkward(texts), parallel=False).layout.to_ListOffsetArray64(
-            start_at_zero=True
-        )
-        offsets = np.asarray(found.offsets, np.int64)
-        return checked(np.asarray(found.content.data, np.uint32)[: offsets[-1]], offsets, texts)
+        # One thread: documents are distributed among processes.
+        encoded = backend.encode_batch(to_awkward(texts), parallel=False)
+        layout = encoded.layout.to_ListOffsetArray64(start_at_zero=True)
+        offsets = np.asarray(layout.offsets, np.int64)
+        return make_ragged(np.asarray(layout.content.data, np.uint32)[: offsets[-1]], offsets, texts)
 
     return encode
 
 
-def with_fastokens(inner: tokenizers.Tokenizer) -> Encode:
+def make_fastokens_encoder(inner: tokenizers.Tokenizer) -> EncodeBatch:
+    """A function that encodes batches with fastokens."""
     import fastokens
 
-    backend = fastokens.Tokenizer.from_json_str(without_added(inner))
+    backend = fastokens.Tokenizer.from_json_str(to_json_without_special(inner))
 
     def encode(texts: Texts) -> Ragged:
-        values, offsets = backend.encode_batch_flat(as_list(texts))
-        return checked(
-            np.frombuffer(values, np.uint32), np.frombuffer(offsets, np.uint64).astype(np.int64), texts
-        )
+        values, offsets = backend.encode_batch_flat(to_list(texts))
+        offsets = np.frombuffer(offsets, np.uint64).astype(np.int64)
+        return make_ragged(np.frombuffer(values, np.uint32), offsets, texts)
 
     return encode
 
 
-def with_tokenizers(inner: tokenizers.Tokenizer) -> Encode:
+def make_tokenizers_encoder(inner: tokenizers.Tokenizer) -> EncodeBatch:
+    """A function that encodes batches with tokenizers, the reference."""
+
     def encode(texts: Texts) -> Ragged:
-        found = [
-            encoding.ids for encoding in inner.encode_batch_fast(as_list(texts), add_special_tokens=False)
-        ]
-        offsets = np.cumsum([0, *map(len, found)], dtype=np.int64)
-        return checked(np.fromiter(chain.from_iterable(found), np.uint32, offsets[-1]), offsets, texts)
+        encodings = inner.encode_batch_fast(to_list(texts), add_special_tokens=False)
+        ids = [encoding.ids for encoding in encodings]
+        offsets = np.cumsum([0, *map(len, ids)], dtype=np.int64)
+        return make_ragged(np.fromiter(chain.from_iterable(ids), np.uint32, offsets[-1]), offsets, texts)
 
     return encode
 
 
-def without_added(inner: tokenizers.Tokenizer) -> str:
-    """A tokenizer.json without special tokens, for libraries that know no way to leave them alone."""
+def to_json_without_special(inner: tokenizers.Tokenizer) -> str:
+    """The tokenizer.json of a tokenizer without its special tokens, for libraries that always recognize
+    them."""
     settings = json.loads(inner.to_str())
     special = {token["content"] for token in settings["added_tokens"] if token["special"]}
     settings["added_tokens"] = [
@@ -274,8 +285,9 @@ def without_added(inner: tokenizers.Tokenizer) -> str:
     return json.dumps(settings | {"post_processor": None, "truncation": None, "padding": None})
 
 
-def as_awkward(texts: pa.LargeStringArray) -> Any:
-    """The same memory. Not by awkward.from_arrow: it allows for nulls, on which gigatoken panics."""
+def to_awkward(texts: pa.LargeStringArray) -> "awkward.Array":
+    """An awkward array of the same memory. awkward.from_arrow would allow for nulls, on which gigatoken
+    panics."""
     import awkward
 
     _, offsets, data = texts.buffers()
@@ -292,33 +304,35 @@ def as_awkward(texts: pa.LargeStringArray) -> Any:
     )
 
 
-def as_list(texts: Texts) -> list[str]:
+def to_list(texts: Texts) -> list[str]:
     return texts.to_pylist() if isinstance(texts, pa.Array) else list(texts)
 
 
-def checked(values: np.ndarray, offsets: np.ndarray, texts: Texts) -> Ragged:
+def make_ragged(values: np.ndarray, offsets: np.ndarray, texts: Texts) -> Ragged:
+    """Check that a library has encoded every text, and return its result."""
     assert len(offsets) == len(texts) + 1 and offsets[-1] == len(values), "documents were lost in encoding"
     return Ragged(values, offsets)
 
 
-def is_failure(error: BaseException) -> bool:
-    """Rust libraries panic with an exception that is no Exception and that cannot be imported."""
+def is_library_failure(error: BaseException) -> bool:
+    """Whether a library has failed. Libraries in Rust panic with an exception that is not a subclass of
+    Exception and that cannot be imported."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 @contextmanager
-def silenced() -> Iterator[None]:
-    """Keeps what libraries print past Python, progress and panics, off the terminal."""
+def suppress_output() -> Iterator[None]:
+    """Hide what libraries write to the file descriptors of stdout and stderr: progress and panics."""
     sys.stdout.flush()
     sys.stderr.flush()
-    saved = {number: os.dup(number) for number in (1, 2)}
-    nowhere = os.open(os.devnull, os.O_WRONLY)
+    saved = {descriptor: os.dup(descriptor) for descriptor in (1, 2)}
+    null = os.open(os.devnull, os.O_WRONLY)
     try:
-        for number in saved:
-            os.dup2(nowhere, number)
+        for descriptor in saved:
+            os.dup2(null, descriptor)
         yield
     finally:
-        for number, copy in saved.items():
-            os.dup2(copy, number)
+        for descriptor, copy in saved.items():
+            os.dup2(copy, descriptor)
             os.close(copy)
-        os.close(nowhere)
+        os.close(null)

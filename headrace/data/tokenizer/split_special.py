@@ -1,98 +1,105 @@
-"""Texts cut at a tokenizer's own tokens (special ones, and others that were added to it), which nothing is
-merged across: what lies between can be encoded on its own, and the ids of all are those of the whole."""
+"""Splitting of texts at a tokenizer's added tokens (special and others), across which no tokens merge: the
+pieces can be encoded separately, and their ids together are those of the full text."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import tokenizers
 
-from headrace.data.chat.template import Rendered
+from headrace.data.chat.template import RenderedChat
 
 
-class Edge(NamedTuple):
-    """A place in a cut text: so many bytes after the begin of a piece of text, which may be in the token that
-    follows it, or before its end."""
+class TextPosition(NamedTuple):
+    """A position in a split text: `bytes` after the start of a piece, or before its end. It may be within
+    the token that follows the piece."""
 
     piece: int
     bytes: int
-    from_end: bool = False
+    is_from_end: bool = False
 
 
 @dataclass(frozen=True)
-class Cut:
-    """Pieces of text, the id of the token that follows each (-1 after the last), and where the assistant
-    begins and ends to speak, in turn."""
+class SplitText:
+    """A text split at added tokens: the pieces between them, the id of the token after each piece (-1 after
+    the last), and the alternating starts and ends of the assistant's answers."""
 
     texts: list[str]
-    follow: list[int]
-    edges: list[Edge]
+    next_ids: list[int]
+    edges: list[TextPosition]
 
 
-class Cutter:
-    def __init__(self, added: dict[int, Any]) -> None:
-        """`added` are the tokens that a tokenizer of the `tokenizers` library has added, by id."""
-        self.numbers = {token.content: id for id, token in added.items() if token.content}
+class SpecialSplitter:
+    def __init__(self, added: Mapping[int, tokenizers.AddedToken]) -> None:
+        """`added` are the added tokens by id, from `tokenizers.Tokenizer.get_added_tokens_decoder`."""
+        self.token_ids = {token.content: id for id, token in added.items() if token.content}
+        # Tokens searched in the text as it is, and those searched in normalized text.
         self.patterns = [
-            one_of([token.content for token in added.values() if token.normalized == normalised])
-            for normalised in (False, True)
+            compile_alternatives(
+                [token.content for token in added.values() if token.normalized == is_normalized]
+            )
+            for is_normalized in (False, True)
         ]
-        self.any, self.special = (
-            one_of(texts) or re.compile("(?!)")
-            for texts in (list(self.numbers), [token.content for token in added.values() if token.special])
+        self.any_token, self.special = (
+            compile_alternatives(texts) or re.compile("(?!)")
+            for texts in (
+                list(self.token_ids),
+                [token.content for token in added.values() if token.special],
+            )
         )
-        self.apart = are_apart(list(self.numbers))
+        self.is_unambiguous = are_unambiguous(list(self.token_ids))
 
     def split(self, text: str) -> list[str]:
-        """Text and tokens in turn, beginning and ending with text, as `tokenizers` finds them: leftmost, then
-        longest; those that are looked for in normalised text after the others."""
+        """Text and tokens alternately; the first and last are text. Matches like `tokenizers`: the leftmost
+        token, then the longest, and tokens searched in normalized text after the others."""
         first, second = self.patterns
         pieces = [text] if first is None else first.split(text)
         if second is None:
             return pieces
-        found = [second.split(piece) if place % 2 == 0 else [piece] for place, piece in enumerate(pieces)]
-        return [piece for some in found for piece in some]
+        nested = [second.split(piece) if index % 2 == 0 else [piece] for index, piece in enumerate(pieces)]
+        return [piece for part in nested for piece in part]
 
-    def cut(self, rendered: Rendered) -> Cut:
+    def split_rendered(self, rendered: RenderedChat) -> SplitText:
+        """Split a rendered conversation, with the answers in it."""
         pieces = self.split(rendered.text)
-        texts, follow = pieces[::2], [self.numbers[piece] for piece in pieces[1::2]] + [-1]
+        texts, next_ids = pieces[::2], [self.token_ids[piece] for piece in pieces[1::2]] + [-1]
         edges = [edge for span in rendered.spans for edge in span]
-        return Cut(
-            texts, follow, [Edge(piece, len(part.encode())) for piece, part in find_places(pieces, edges)]
-        )
+        positions = [TextPosition(piece, len(part.encode())) for piece, part in locate_edges(pieces, edges)]
+        return SplitText(texts, next_ids, positions)
 
-    def find(self, texts: pa.LargeStringArray) -> np.ndarray:
-        """Which texts have tokens in them."""
-        if not self.numbers:
+    def contain_tokens(self, texts: pa.LargeStringArray) -> np.ndarray:
+        """Whether each text contains an added token."""
+        if not self.token_ids:
             return np.zeros(len(texts), bool)
-        # 470 MB/s however many tokens there are; Python's own would do 120
-        return pc.match_substring_regex(texts, self.any.pattern).to_numpy(zero_copy_only=False)
+        # 470 MB/s for any number of tokens; Python's re reaches 120
+        return pc.match_substring_regex(texts, self.any_token.pattern).to_numpy(zero_copy_only=False)
 
 
-def are_apart(tokens: list[str]) -> bool:
-    """Whether none stands in another or can overlap another. Then a token is one whatever comes before and
-    after it."""
-    begins = {token[:size] for token in tokens for size in range(1, len(token))}
-    overlap = any(token[size:] in begins for token in tokens for size in range(1, len(token)))
-    return not overlap and not any(one in other and one != other for one in tokens for other in tokens)
+def are_unambiguous(tokens: list[str]) -> bool:
+    """Whether no token contains or can overlap another. A token is then recognized in any context."""
+    prefixes = {token[:size] for token in tokens for size in range(1, len(token))}
+    can_overlap = any(token[size:] in prefixes for token in tokens for size in range(1, len(token)))
+    return not can_overlap and not any(a in b and a != b for a in tokens for b in tokens)
 
 
-def find_places(pieces: list[str], edges: list[int]) -> list[tuple[int, str]]:
-    """For places in the text, in order: which piece of text each is in, or in the token after it, and what
-    comes before it there."""
-    found, number, start = [], 0, 0
+def locate_edges(pieces: list[str], edges: list[int]) -> list[tuple[int, str]]:
+    """Locate sorted positions in the text of `pieces` (text and tokens alternately). Returns for each the
+    index of the piece of text that contains it, or whose next token does, and the text from the start of that
+    piece up to the position."""
+    located, number, start = [], 0, 0
     for edge in edges:
         while number < len(pieces) - 1 and start + len(pieces[number]) + len(pieces[number + 1]) <= edge:
             start += len(pieces[number]) + len(pieces[number + 1])
             number += 2
-        found.append((number // 2, "".join(pieces[number : number + 2])[: edge - start]))
-    return found
+        located.append((number // 2, "".join(pieces[number : number + 2])[: edge - start]))
+    return located
 
 
-def one_of(texts: Sequence[str]) -> re.Pattern[str] | None:
-    """Finds the longest of these texts that stands at a place."""
+def compile_alternatives(texts: Sequence[str]) -> re.Pattern[str] | None:
+    """A pattern that matches the longest of these texts at a position; None if there are no texts."""
     longest_first = sorted(filter(None, texts), key=len, reverse=True)
     return re.compile("(" + "|".join(map(re.escape, longest_first)) + ")") if longest_first else None

@@ -14,13 +14,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from headrace.inference import generate
-from headrace.inference.sampling import Sampling, draw, drawn
+from headrace.checkpoint.open_run import LoadedRun
 from headrace.errors import UserError
-from headrace.nn.stack import Execution, cast, own_products
-from headrace.checkpoint.open_run import Opened
+from headrace.inference import generate
+from headrace.inference.sampling import Sampling, sample_token, sample_token_dynamic
+from headrace.low_precision.cast import cast
+from headrace.model_wrappers import load_family
+from headrace.models import fixed_matmul
 from headrace.nn.module import Array, axes
-from headrace.objectives import file
+from headrace.nn.stack import Execution
 
 PIECE = 256  # tokens of a prompt that go through the model at a time, at most
 
@@ -32,7 +34,7 @@ class Stopped(Exception):
 
 
 @dataclass(eq=False)
-class Job:
+class GenerationJob:
     """A text that is being continued."""
 
     ids: list[int]
@@ -61,17 +63,17 @@ class Job:
     def is_unwanted(self) -> bool:
         return self.cancelled or self.left()
 
-    def take(self, token: int) -> None:
+    def push(self, token: int) -> None:
         if self.is_unwanted:
-            return self.end("cancelled")
+            return self.finish("cancelled")
         if token in self.ends:
-            return self.end("stop")
+            return self.finish("stop")
         self.count += 1
         self.made.put(token)
         if self.count == self.tokens:
-            self.end("length")
+            self.finish("length")
 
-    def end(self, how: Ending) -> None:
+    def finish(self, how: Ending) -> None:
         self.ending = how
         self.made.put(None)
 
@@ -81,22 +83,22 @@ class Job:
         self.made.put(error)
 
 
-class Engine:
-    def __init__(self, run: Opened, *, slots: int, length: int) -> None:
+class BatchEngine:
+    def __init__(self, run: LoadedRun, *, slots: int, length: int) -> None:
         """`length` is that of prompt and answer together, for which each slot has room."""
         self.run, self.slots, self.length = run, slots, length
-        self.waiting: queue.Queue[Job | None] = queue.Queue()
-        self.jobs: list[Job | None] = [None] * slots
+        self.waiting: queue.Queue[GenerationJob | None] = queue.Queue()
+        self.jobs: list[GenerationJob | None] = [None] * slots
         self.thread = threading.Thread(target=self.work, name="engine", daemon=True)
         self.closed = False
         self.error: BaseException | None = None
         self.entrance = threading.Lock()  # none joins the queue after the last who is told of the end
-        cfg = run.cfg.model
-        self.how = Execution(run.cfg.attention, run.cfg.memory.compute, products=own_products(cfg))
+        cfg = run.recipe.model
+        self.exec_opts = Execution(run.recipe.attention, run.recipe.compute.dtype, matmul=fixed_matmul(cfg))
         with jax.set_mesh(run.devices):
-            names = axes(file("models", cfg).Model, cfg)
-            self.model = jax.jit(lambda params: cast(params, names, self.how))(run.params)
-            empty = functools.partial(self.model.cache, cfg, 1, length, self.how.dtype)
+            names = axes(load_family(cfg).Model, cfg)
+            self.model = jax.jit(lambda params: cast(params, names, self.exec_opts))(run.params)
+            empty = functools.partial(self.model.init_cache, cfg, 1, length, self.exec_opts.dtype)
             self.empty = jax.jit(empty)
             self.caches = jax.jit(lambda: jax.tree.map(lambda x: jnp.stack([x] * slots), empty()))()
 
@@ -110,7 +112,7 @@ class Engine:
         sampling: Sampling,
         ends: frozenset[int],
         left: Callable[[], bool] = lambda: False,
-    ) -> Job:
+    ) -> GenerationJob:
         """Puts a text in the queue. Without a number of tokens, as many as there is room for. `left` is asked
         at every token, and its slot is free once nobody waits for it."""
         room = self.length - len(ids)
@@ -121,7 +123,7 @@ class Engine:
                 f"max_tokens: found {tokens}, and after a prompt of {len(ids)} tokens there is room for "
                 f"{room} of the {self.length} that this server was started with"
             )
-        job = Job(list(ids), tokens or room, sampling, ends, left)
+        job = GenerationJob(list(ids), tokens or room, sampling, ends, left)
         with self.entrance:
             if self.closed:
                 raise Stopped(f"the server has stopped: {self.error or 'it was closed'}")
@@ -138,7 +140,7 @@ class Engine:
     def work(self) -> None:
         try:
             while not self.closed:
-                self.join()
+                self.admit()
                 if any(self.jobs):
                     self.step()
         except BaseException as error:  # told to whoever waits, instead of letting them wait for ever
@@ -148,9 +150,9 @@ class Engine:
             self.closed = True
         for job in [*self.jobs, *iter_queue(self.waiting)]:
             if job is not None and job.ending is None:
-                job.fail(self.error) if self.error else job.end("cancelled")
+                job.fail(self.error) if self.error else job.finish("cancelled")
 
-    def join(self) -> None:
+    def admit(self) -> None:
         """Requests that wait, into slots that are free; where there is nothing to do, waits for one."""
         free = [slot for slot, job in enumerate(self.jobs) if job is None]
         while free and not self.closed:
@@ -161,7 +163,7 @@ class Engine:
             if job is None:
                 return
             if job.is_unwanted:
-                job.end("cancelled")
+                job.finish("cancelled")
                 continue
             self.jobs[free[0]] = job
             self.enter(job, free[0])
@@ -170,7 +172,7 @@ class Engine:
             else:
                 self.jobs[free[0]] = None
 
-    def enter(self, job: Job, slot: int) -> None:
+    def enter(self, job: GenerationJob, slot: int) -> None:
         """The prompt once through the model, which gives the first token."""
         try:
             token, cache = self.read(job)
@@ -179,18 +181,20 @@ class Engine:
         with jax.set_mesh(self.run.devices):
             self.caches = put(self.caches, cache, slot)
         job.last = token
-        job.take(token)
+        job.push(token)
 
-    def read(self, job: Job) -> tuple[int, Any]:
-        cfg = self.run.cfg.model
+    def read(self, job: GenerationJob) -> tuple[int, Any]:
+        cfg = self.run.recipe.model
         with jax.set_mesh(self.run.devices):
             cache = self.empty()
             for piece in pieces_of(job.ids):
                 logits, cache = generate.step(
-                    self.model, jnp.asarray([piece], jnp.int32), cache, cfg, self.how
+                    self.model, jnp.asarray([piece], jnp.int32), cache, cfg, self.exec_opts
                 )
             key = jax.random.fold_in(jax.random.key(job.sampling.seed), 0)
-            token = draw(generate.capped(logits, self.run.cfg.loss.soft_cap), key, job.sampling)
+            token = sample_token(
+                generate.soft_cap_logits(logits, self.run.recipe.loss.soft_cap), key, job.sampling
+            )
         return int(token), cache
 
     def step(self) -> None:
@@ -208,19 +212,19 @@ class Engine:
                 each(lambda job: job.sampling.temperature, 0.0, jnp.float32),
                 each(lambda job: job.sampling.top_k, 0, jnp.int32),
                 each(lambda job: job.sampling.top_p, 1.0, jnp.float32),
-                cfg=self.run.cfg.model,
-                how=self.how,
-                cap=self.run.cfg.loss.soft_cap,
+                cfg=self.run.recipe.model,
+                exec_opts=self.exec_opts,
+                cap=self.run.recipe.loss.soft_cap,
             )
         for slot, token in enumerate(np.asarray(tokens).tolist()):
             if (job := self.jobs[slot]) is not None:
                 job.last = token
-                job.take(token)
+                job.push(token)
                 if job.ending is not None:
                     self.jobs[slot] = None
 
 
-@functools.partial(jax.jit, static_argnames=("cfg", "how", "cap"), donate_argnames="caches")
+@functools.partial(jax.jit, static_argnames=("cfg", "exec_opts", "cap"), donate_argnames="caches")
 def advance(
     model: Any,
     tokens: Array,
@@ -232,17 +236,19 @@ def advance(
     top_ps: Array,
     *,
     cfg: Any,
-    how: Execution,
+    exec_opts: Execution,
     cap: float | None,
 ) -> tuple[Array, Any]:
     """The next token of every slot, and the caches with the last ones."""
-    one = lambda token, cache: generate.step(model, token[None, None], cache, cfg, how)
+    one = lambda token, cache: generate.step(model, token[None, None], cache, cfg, exec_opts)
     try:
         logits, caches = jax.vmap(one)(tokens, caches)
     except NotImplementedError:  # the products of experts, ragged_dot: jax 0.10 has them one text at a time
         logits, caches = jax.lax.map(lambda each: one(*each), (tokens, caches))
     keys = jax.vmap(lambda seed, count: jax.random.fold_in(jax.random.key(seed), count))(seeds, counts)
-    return jax.vmap(drawn)(generate.capped(logits, cap), keys, temperatures, top_ks, top_ps), caches
+    return jax.vmap(sample_token_dynamic)(
+        generate.soft_cap_logits(logits, cap), keys, temperatures, top_ks, top_ps
+    ), caches
 
 
 @functools.partial(jax.jit, donate_argnums=0)

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from headrace import __version__
-from headrace.model_wrappers import classification_head as classifier
+from headrace.checkpoint.open_run import LoadedRun
 from headrace.errors import UserError
-from headrace.checkpoint.open_run import Opened
-from headrace.inference.serve import openai_request as ask, page
-from headrace.inference.serve.engine import Engine
+from headrace.inference.serve import openai_request, page
+from headrace.inference.serve.engine import BatchEngine
+from headrace.model_wrappers import classification_head
 
 NOTICE = "for looking at what was trained, not for production"
 LARGEST = 10_000_000  # bytes of a request
@@ -25,7 +25,7 @@ class Server(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
 
-    def __init__(self, engine: Engine, name: str, address: tuple[str, int]) -> None:
+    def __init__(self, engine: BatchEngine, name: str, address: tuple[str, int]) -> None:
         self.engine, self.model, self.began = engine, name, int(time.time())
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         try:
@@ -36,20 +36,21 @@ class Server(ThreadingHTTPServer):
             ) from None
 
 
-def serve(run: Opened, *, host: str, port: int, slots: int, length: int | None) -> None:
+def serve(run: LoadedRun, *, host: str, port: int, slots: int, length: int | None) -> None:
     """Answers until it is interrupted."""
     refuse(run)
     if slots < 1:
         raise UserError(f"--slots: found {slots}, expected 1 or more")
-    room = run.cfg.data.sequence_length if length is None else length
+    room = run.recipe.data.sequence_length if length is None else length
     if room < 2:
         raise UserError(f"--length: found {room}, expected 2 or more")
-    engine = Engine(run, slots=slots, length=room)
-    server = Server(engine, Path(run.cfg.run).name, (host, port))
+    engine = BatchEngine(run, slots=slots, length=room)
+    server = Server(engine, Path(run.recipe.run_dir).name, (host, port))
     engine.start()
     shown = f"[{host}]" if ":" in host else host
     print(
-        f"headrace {__version__}: {run.cfg.run} at http://{shown}:{server.server_port}, {NOTICE}", flush=True
+        f"headrace {__version__}: {run.recipe.run_dir} at http://{shown}:{server.server_port}, {NOTICE}",
+        flush=True,
     )
     print(
         f"OpenAI's clients: base_url=http://{shown}:{server.server_port}/v1, any key; Ctrl-C ends it",
@@ -66,18 +67,18 @@ def serve(run: Opened, *, host: str, port: int, slots: int, length: int | None) 
         engine.close()
 
 
-def refuse(run: Opened) -> None:
-    classifier.refuse(
-        run.cfg, "`headrace eval` says how often it is right, `headrace export` hands it to transformers"
+def refuse(run: LoadedRun) -> None:
+    classification_head.refuse_classifier(
+        run.recipe, "`headrace eval` says how often it is right, `headrace export` hands it to transformers"
     )
-    if run.cfg.objective.use == "diffusion":
+    if run.recipe.objective.use == "diffusion":
         raise UserError(
             "objective.use: found diffusion, whose tokens come in another order than a server sends them; "
             "see `headrace generate`"
         )
-    if not run.cfg.model.causal:
+    if not run.recipe.model.causal:
         raise UserError(
-            f"model.use: {run.cfg.model.use} reads text in both directions and cannot continue it"
+            f"model.use: {run.recipe.model.use} reads text in both directions and cannot continue it"
         )
     if run.tokenizer is None:
         raise UserError("no tokenizer.json in the run folder; copy the one the model was trained with there")
@@ -96,7 +97,7 @@ class Handler(BaseHTTPRequestHandler):
         tokenizer = self.server.engine.run.tokenizer
         path = self.path.partition("?")[0]
         if path == "/":
-            has_chat = tokenizer is not None and tokenizer.template is not None
+            has_chat = tokenizer is not None and tokenizer.chat_template is not None
             self.answer(200, page.chat(self.server.model, NOTICE, has_chat), "text/html; charset=utf-8")
         elif path == "/health":
             error = self.server.engine.error
@@ -106,7 +107,7 @@ class Handler(BaseHTTPRequestHandler):
         elif path == f"/v1/models/{self.server.model}":
             self.json(200, model)
         else:
-            self.refuse(ask.Refused(f"no such address: {path}", status=404))
+            self.refuse(openai_request.BadRequest(f"no such address: {path}", status=404))
 
     do_HEAD = do_GET
 
@@ -115,17 +116,17 @@ class Handler(BaseHTTPRequestHandler):
         try:
             asked = self.body()
             if path not in ("/v1/completions", "/v1/chat/completions"):
-                raise ask.Refused(f"no such address: {path}", status=404)
+                raise openai_request.BadRequest(f"no such address: {path}", status=404)
             is_chat = path == "/v1/chat/completions"
-            wanted = ask.read(self.server.engine.run, asked, is_chat=is_chat)
+            wanted = openai_request.read(self.server.engine.run, asked, is_chat=is_chat)
             if asked.get("model") not in (None, self.server.model):
-                raise ask.Refused(
+                raise openai_request.BadRequest(
                     f"model: found {asked['model']!r}, expected {self.server.model}", "model", status=404
                 )
-            answer = ask.Answer(self.server.engine, wanted, self.left)
-        except ask.Refused as error:
+            answer = openai_request.StreamedText(self.server.engine, wanted, self.left)
+        except openai_request.BadRequest as error:
             return self.refuse(error)
-        form = Form(self.server.model, is_chat)
+        form = ResponseFormat(self.server.model, is_chat)
         if wanted.stream:
             self.stream(form, answer, with_usage=wanted.with_usage)
         else:
@@ -144,20 +145,24 @@ class Handler(BaseHTTPRequestHandler):
         length = self.headers.get("Content-Length", "")
         if not length.isdigit() or int(length) > LARGEST:
             self.close_connection = True  # what follows is not read
-            raise ask.Refused(f"expected a body of at most {LARGEST:,} bytes and its Content-Length")
+            raise openai_request.BadRequest(
+                f"expected a body of at most {LARGEST:,} bytes and its Content-Length"
+            )
         try:
             return json.loads(self.rfile.read(int(length)))
         except (ValueError, RecursionError) as error:
-            raise ask.Refused(f"not valid JSON: {error}") from None
+            raise openai_request.BadRequest(f"not valid JSON: {error}") from None
 
-    def whole(self, form: "Form", answer: ask.Answer) -> None:
+    def whole(self, form: "ResponseFormat", answer: openai_request.StreamedText) -> None:
         try:
             text = "".join(answer)
         except Exception as error:  # the engine's, which has nobody else to tell
-            return self.refuse(ask.Refused(f"the model failed: {error}", status=500))
+            return self.refuse(openai_request.BadRequest(f"the model failed: {error}", status=500))
         self.json(200, form.whole(text, answer))
 
-    def stream(self, form: "Form", answer: ask.Answer, *, with_usage: bool) -> None:
+    def stream(
+        self, form: "ResponseFormat", answer: openai_request.StreamedText, *, with_usage: bool
+    ) -> None:
         self.close_connection = True
         try:
             self.send_response(200)
@@ -176,7 +181,7 @@ class Handler(BaseHTTPRequestHandler):
             with contextlib.suppress(OSError):  # it may have gone away meanwhile
                 self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
 
-    def refuse(self, error: ask.Refused) -> None:
+    def refuse(self, error: openai_request.BadRequest) -> None:
         kind = "server_error" if error.status >= 500 else "invalid_request_error"
         told = {"message": str(error), "type": kind, "param": error.param, "code": None}
         self.json(error.status, {"error": told})
@@ -196,7 +201,7 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection = True
 
 
-class Form:
+class ResponseFormat:
     """Answers as OpenAI writes them: a completion, or a message of a conversation."""
 
     def __init__(self, model: str, is_chat: bool) -> None:
@@ -205,13 +210,13 @@ class Form:
         self.head = {"object": kind, "created": int(time.time()), "model": model}
         self.head["id"] = f"{'chatcmpl' if is_chat else 'cmpl'}-{secrets.token_hex(12)}"
 
-    def whole(self, text: str, answer: ask.Answer) -> dict[str, Any]:
+    def whole(self, text: str, answer: openai_request.StreamedText) -> dict[str, Any]:
         said: dict[str, Any] = {"text": text}
         if self.is_chat:
             said = {"message": {"role": "assistant", "content": text}}
         return self.head | {"choices": [self.choice(said, answer.reason)], "usage": answer.usage}
 
-    def events(self, answer: ask.Answer, with_usage: bool) -> Iterator[dict[str, Any]]:
+    def events(self, answer: openai_request.StreamedText, with_usage: bool) -> Iterator[dict[str, Any]]:
         head = self.head | ({"object": "chat.completion.chunk"} if self.is_chat else {})
         if self.is_chat:
             first = {"delta": {"role": "assistant", "content": ""}}

@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from headrace.inference import generate
-from headrace.data.chat import encode as chat, template
-from headrace.inference.sampling import HOTTEST, Sampling
+from headrace.checkpoint.open_run import LoadedRun
+from headrace.data.chat import encode, template
 from headrace.errors import UserError
-from headrace.checkpoint.open_run import Opened
-from headrace.inference.serve.engine import Engine, Job, Stopped
+from headrace.inference import generate
+from headrace.inference.sampling import HOTTEST, Sampling
+from headrace.inference.serve.engine import BatchEngine, GenerationJob, Stopped
 
 # Names that a client may send, whatever their values: they change nothing about the answer.
 IDLE = {"user", "metadata", "store", "stream", "stream_options", "model", "safety_identifier"}
@@ -44,7 +44,7 @@ NOTHING: dict[str, tuple[Any, ...]] = {
 }
 
 
-class Refused(Exception):
+class BadRequest(Exception):
     """A request that cannot be answered as it was asked: OpenAI's error object with a status of its own."""
 
     def __init__(self, message: str, param: str | None = None, status: int = 400) -> None:
@@ -53,7 +53,7 @@ class Refused(Exception):
 
 
 @dataclass(frozen=True)
-class Ask:
+class CompletionRequest:
     ids: list[int]
     tokens: int | None
     sampling: Sampling
@@ -63,32 +63,34 @@ class Ask:
     with_usage: bool
 
 
-def read(run: Opened, asked: Any, *, is_chat: bool) -> Ask:
+def read(run: LoadedRun, asked: Any, *, is_chat: bool) -> CompletionRequest:
     if not isinstance(asked, dict):
-        raise Refused("expected a JSON object")
+        raise BadRequest("expected a JSON object")
     for name, value in asked.items():
-        if name not in READ | IDLE and not asks_nothing(name, value):
-            raise Refused(f"{name}: found {shown(value)}, not supported here; leave it out", name)
+        if name not in READ | IDLE and not is_default(name, value):
+            raise BadRequest(f"{name}: found {shown(value)}, not supported here; leave it out", name)
     ids, ends = prompt(run, asked, is_chat)
     limit = "max_completion_tokens" if asked.get("max_completion_tokens") is not None else "max_tokens"
     tokens = number(asked, limit, None if is_chat else 16, whole=True, low=1)
     seed = number(asked, "seed", None, whole=True)
     sampling = Sampling(
         temperature=number(asked, "temperature", 1.0, low=0, high=HOTTEST),
-        top_k=min(number(asked, "top_k", 0, whole=True, low=0), run.cfg.model.vocab),
+        top_k=min(number(asked, "top_k", 0, whole=True, low=0), run.recipe.model.vocab),
         top_p=number(asked, "top_p", 1.0, low=0, high=1) or 1e-9,  # 0, as some write for the likeliest
         seed=random.getrandbits(32) if seed is None else seed % 2**32,
     )
-    return Ask(ids, tokens, sampling, stops(asked), ends, yes(asked, "stream"), with_usage(asked))
+    return CompletionRequest(
+        ids, tokens, sampling, stop_sequences(asked), ends, get_flag(asked, "stream"), with_usage(asked)
+    )
 
 
-def asks_nothing(name: str, value: Any) -> bool:
+def is_default(name: str, value: Any) -> bool:
     """Numbers are no answers to yes or no: in Python, 1 is True and 0 is False."""
     alike = lambda other: isinstance(other, bool) == isinstance(value, bool) and other == value
     return value is None or any(map(alike, NOTHING.get(name, ())))
 
 
-def prompt(run: Opened, asked: dict[str, Any], is_chat: bool) -> tuple[list[int], frozenset[int]]:
+def prompt(run: LoadedRun, asked: dict[str, Any], is_chat: bool) -> tuple[list[int], frozenset[int]]:
     """The tokens to continue, and those that end the answer."""
     tokenizer = run.tokenizer
     assert tokenizer is not None
@@ -100,44 +102,46 @@ def prompt(run: Opened, asked: dict[str, Any], is_chat: bool) -> tuple[list[int]
     text = asked.get("prompt", "")
     text = text[0] if isinstance(text, list) and len(text) == 1 and type(text[0]) is not int else text
     if isinstance(text, list) and text and all(type(id) is int for id in text):
-        if not all(0 <= id < run.cfg.model.vocab for id in text):
-            raise Refused(f"prompt: expected tokens from 0 to {run.cfg.model.vocab - 1}", "prompt")
+        if not all(0 <= id < run.recipe.model.vocab for id in text):
+            raise BadRequest(f"prompt: expected tokens from 0 to {run.recipe.model.vocab - 1}", "prompt")
         return text, frozenset(ends)
     if not isinstance(text, str):
-        raise Refused("prompt: expected a text, or the tokens of one", "prompt")
+        raise BadRequest("prompt: expected a text, or the tokens of one", "prompt")
     ids = ([] if special.bos is None else [special.bos]) + tokenizer.encode(clean(text, "prompt"))
     if not ids:
-        raise Refused("prompt: expected some text, since this tokenizer has no begin-of-text token", "prompt")
+        raise BadRequest(
+            "prompt: expected some text, since this tokenizer has no begin-of-text token", "prompt"
+        )
     return ids, frozenset(ends)
 
 
-def conversation(run: Opened, messages: Any) -> tuple[list[int], set[int]]:
+def conversation(run: LoadedRun, messages: Any) -> tuple[list[int], set[int]]:
     """A conversation as the tokenizer's template writes it, ready for an answer; and what ends one."""
     tokenizer = run.tokenizer
     assert tokenizer is not None
-    if tokenizer.template is None:
-        raise Refused(
+    if tokenizer.chat_template is None:
+        raise BadRequest(
             "this model's tokenizer has no chat template; ask /v1/completions, or put a chat_template.jinja "
-            f"into {run.cfg.run}"
+            f"into {run.recipe.run_dir}"
         )
     if not isinstance(messages, list) or not messages or not all(isinstance(one, dict) for one in messages):
-        raise Refused("messages: expected a list of objects with role and content", "messages")
+        raise BadRequest("messages: expected a list of objects with role and content", "messages")
     plain = [{"role": said.get("role"), "content": content(said.get("content"))} for said in messages]
     if not all(isinstance(said["role"], str) for said in plain):
-        raise Refused("messages: expected a role for each", "messages")
+        raise BadRequest("messages: expected a role for each", "messages")
     for said in plain:
         clean(said["role"], "messages")
-    encoder = chat.make_encoder(tokenizer)
+    encoder = encode.make_encoder(tokenizer)
     try:
-        text = template.remove_marks(encoder.template.show(plain, None, True)).text
-        answered = [{"role": "user", "content": "a"}, {"role": "assistant", "content": template.STAND_IN}]
-        whole = template.remove_marks(encoder.template.show(answered, None, False)).text
-    except template.Refused as error:
-        raise Refused(f"messages: {error}", "messages") from None
-    after = encoder.cutter.special.search(whole, whole.find(template.STAND_IN))
+        text = template.extract_marked_spans(encoder.template.render_text(plain, None, True)).text
+        answered = [{"role": "user", "content": "a"}, {"role": "assistant", "content": template.PLACEHOLDER}]
+        whole = template.extract_marked_spans(encoder.template.render_text(answered, None, False)).text
+    except template.TemplateRefused as error:
+        raise BadRequest(f"messages: {error}", "messages") from None
+    after = encoder.splitter.special.search(whole, whole.find(template.PLACEHOLDER))
     end = None if after is None else tokenizer.inner.token_to_id(after[0])
     ends = set() if end is None else {end}
-    return encoder.measure.reference.encode(text, add_special_tokens=False).ids, ends
+    return encoder.token_sizes.offset_tokenizer.encode(text, add_special_tokens=False).ids, ends
 
 
 def content(said: Any) -> str:
@@ -145,7 +149,7 @@ def content(said: Any) -> str:
     if isinstance(said, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in said):
         said = "".join(str(part.get("text", "")) for part in said)
     if not isinstance(said, str):
-        raise Refused("messages: expected text as the content of each message", "messages")
+        raise BadRequest("messages: expected text as the content of each message", "messages")
     return clean(said, "messages")
 
 
@@ -153,28 +157,28 @@ def clean(text: str, name: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:  # half of a pair of surrogates, which JSON can write
-        raise Refused(f"{name}: found half a character, expected text", name) from None
+        raise BadRequest(f"{name}: found half a character, expected text", name) from None
     return text
 
 
-def yes(asked: dict[str, Any], name: str) -> bool:
+def get_flag(asked: dict[str, Any], name: str) -> bool:
     if not isinstance(asked.get(name), bool | None):
-        raise Refused(f"{name}: found {shown(asked[name])}, expected true or false", name)
+        raise BadRequest(f"{name}: found {shown(asked[name])}, expected true or false", name)
     return bool(asked.get(name))
 
 
 def with_usage(asked: dict[str, Any]) -> bool:
     options = asked.get("stream_options")
     if not isinstance(options, dict | None):
-        raise Refused(f"stream_options: found {shown(options)}, expected an object", "stream_options")
-    return yes(options or {}, "include_usage")
+        raise BadRequest(f"stream_options: found {shown(options)}, expected an object", "stream_options")
+    return get_flag(options or {}, "include_usage")
 
 
-def stops(asked: dict[str, Any]) -> list[str]:
+def stop_sequences(asked: dict[str, Any]) -> list[str]:
     found = asked.get("stop") or []
     found = [found] if isinstance(found, str) else found
     if not isinstance(found, list) or not all(isinstance(one, str) and one for one in found):
-        raise Refused("stop: expected a text, or a list of texts", "stop")
+        raise BadRequest("stop: expected a text, or a list of texts", "stop")
     return found
 
 
@@ -196,7 +200,7 @@ def number(
         bounds = (
             "" if low is None else f" of {low:g} or more" if high is None else f" from {low:g} to {high:g}"
         )
-        raise Refused(f"{name}: found {shown(value)}, expected {kind}{bounds}", name)
+        raise BadRequest(f"{name}: found {shown(value)}, expected {kind}{bounds}", name)
     return value
 
 
@@ -205,22 +209,22 @@ def shown(value: Any) -> str:
     return text if len(text) <= 40 else f"{text[:40]}..."
 
 
-class Answer:
+class StreamedText:
     """Pieces of text as they come, up to where one of the stops stands; which it was, once they ended."""
 
-    def __init__(self, engine: Engine, ask: Ask, left: Callable[[], bool]) -> None:
+    def __init__(self, engine: BatchEngine, ask: CompletionRequest, left: Callable[[], bool]) -> None:
         self.engine, self.ask = engine, ask
         try:
-            self.job: Job = engine.submit(ask.ids, ask.tokens, ask.sampling, ask.ends, left)
+            self.job: GenerationJob = engine.submit(ask.ids, ask.tokens, ask.sampling, ask.ends, left)
         except UserError as error:
-            raise Refused(str(error)) from None
+            raise BadRequest(str(error)) from None
         except Stopped as error:
-            raise Refused(str(error), status=500) from None
+            raise BadRequest(str(error), status=500) from None
         self.stopped = False
 
     def __iter__(self) -> Iterator[str]:
         held = ""  # what may be the beginning of a stop
-        for piece in generate.pieces(self.engine.run, self.ask.ids, iter(self.job)):
+        for piece in generate.decode_stream(self.engine.run, self.ask.ids, iter(self.job)):
             held += piece
             places = [place for stop in self.ask.stop if (place := held.find(stop)) >= 0]
             if places:

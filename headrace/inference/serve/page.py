@@ -3,7 +3,7 @@ continued where it has none. One file, which loads nothing from elsewhere."""
 
 import json
 
-from headrace.html_page import escape, page
+from headrace.html_page import escape, render_page
 
 STYLE = """
 main { display: flex; flex-direction: column; height: 100vh; max-width: 820px; padding-bottom: 20px }
@@ -133,4 +133,4 @@ def chat(name: str, notice: str, has_template: bool) -> bytes:
     body = BODY.format(empty=escape(empty), placeholder=escape(placeholder), send=send)
     script = SCRIPT.replace("__CHAT__", json.dumps(has_template)).replace("__SEND__", json.dumps(send))
     about = "" if has_template else "; its tokenizer has no chat template, so it continues texts"
-    return page(name, f"A Headrace model, {notice}{about}.", f"{body}<script>{script}</script>", STYLE)
+    return render_page(name, f"A Headrace model, {notice}{about}.", f"{body}<script>{script}</script>", STYLE)

@@ -1,0 +1,1 @@
+"""Cross entropy fused with the head, in one file for each way to split the work."""

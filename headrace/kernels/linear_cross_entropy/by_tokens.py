@@ -12,17 +12,17 @@ from jax import lax
 from headrace.kernels.linear_cross_entropy.stats import (
     NO_PEAK,
     Array,
-    Head,
-    Products,
-    Split,
+    HeadSharding,
+    HeadSpec,
+    LogitMatmul,
+    LossTotals,
     Stats,
-    Totals,
-    add,
+    add_losses,
     d_logits,
-    finished,
     first_column,
     is_target,
     psum,
+    soft_capped,
     zero,
 )
 
@@ -36,48 +36,52 @@ LOGIT_BYTES, LOGIT_SHARE = 2**30, 1 / 24  # at least, and of a GPU's memory
 SMALLEST_CHUNK = 128
 
 
-def totals(head: Head, split: Split, hidden: Array, unembed: Array, targets: Array, weights: Array) -> Totals:
+def totals(
+    head: HeadSpec, split: HeadSharding, hidden: Array, unembed: Array, targets: Array, weights: Array
+) -> LossTotals:
     unembed = _whole(unembed, split).astype(hidden.dtype)
 
-    def step(sums: Totals, piece: tuple[Array, Array, Array]) -> tuple[Totals, tuple[()]]:
+    def step(sums: LossTotals, piece: tuple[Array, Array, Array]) -> tuple[LossTotals, tuple[()]]:
         x, y, w = piece
-        stats = _stats(head, Products(x, unembed).scores(x), y, split)
-        return add(sums, stats, head.per_token(stats), w), ()
+        stats = _stats(head, LogitMatmul(x, unembed).scores(x), y, split)
+        return add_losses(sums, stats, head.per_token(stats), w), ()
 
     sums, _ = _over_chunks(step, zero(), (hidden, targets, weights), _chunk(head, unembed))
     return psum(sums, split.tokens)
 
 
-def each(head: Head, split: Split, hidden: Array, unembed: Array, targets: Array) -> Array:
+def token_log_likelihoods(
+    head: HeadSpec, split: HeadSharding, hidden: Array, unembed: Array, targets: Array
+) -> Array:
     """The negative log likelihood of every token [b s]."""
     unembed = _whole(unembed, split).astype(hidden.dtype)
 
     def step(carry: tuple[()], piece: tuple[Array, Array]) -> tuple[tuple[()], Array]:
         x, y = piece
-        stats = _stats(head, Products(x, unembed).scores(x), y, split)
+        stats = _stats(head, LogitMatmul(x, unembed).scores(x), y, split)
         return carry, stats.lse - stats.target
 
     return _over_chunks(step, (), (hidden, targets), _chunk(head, unembed))[1]
 
 
 def totals_and_gradients(
-    head: Head, split: Split, hidden: Array, unembed: Array, targets: Array, weights: Array
-) -> tuple[Totals, Array, Array]:
+    head: HeadSpec, split: HeadSharding, hidden: Array, unembed: Array, targets: Array, weights: Array
+) -> tuple[LossTotals, Array, Array]:
     matrix = _whole(unembed, split).astype(hidden.dtype)
     products = head.products(hidden, matrix)
     first = first_column(len(matrix), split)
 
-    def step(carry: tuple[Totals, Array], piece: tuple[Array, Array, Array]) -> Any:
+    def step(carry: tuple[LossTotals, Array], piece: tuple[Array, Array, Array]) -> Any:
         sums, d_unembed = carry
         x, y, w = piece
         raw = products.scores(x)
         stats = _stats(head, raw, y, split)
         losses, pull = jax.vjp(head.per_token, stats)
         (d_stats,) = pull(w)
-        scores, hit = finished(head, raw, first, again=True), is_target(raw, y, first)
+        scores, hit = soft_capped(head, raw, first, again=True), is_target(raw, y, first)
         d = d_logits(head, scores, hit, stats, d_stats, vocab=raw.shape[1] * psum(1, split.vocab))
         d_x, d_matrix = products.gradients(x, d, d_stats)
-        sums = add(sums, stats, losses, w)
+        sums = add_losses(sums, stats, losses, w)
         return (sums, d_unembed + d_matrix), psum(d_x, split.vocab).astype(hidden.dtype)
 
     # float32: in bf16 a sum over chunks loses whatever is below 1/256 of it.
@@ -90,14 +94,14 @@ def totals_and_gradients(
     return psum(sums, split.tokens), d_hidden, psum(d_unembed, split.rest).astype(unembed.dtype)
 
 
-def _whole(unembed: Array, split: Split) -> Array:
+def _whole(unembed: Array, split: HeadSharding) -> Array:
     return lax.all_gather(unembed, split.width, axis=1, tiled=True) if split.width else unembed
 
 
-def _stats(head: Head, raw: Array, targets: Array, split: Split) -> Stats:
+def _stats(head: HeadSpec, raw: Array, targets: Array, split: HeadSharding) -> Stats:
     """Of products that are not capped yet."""
     first = first_column(raw.shape[1], split)
-    scores, hit = finished(head, raw, first), is_target(raw, targets, first)
+    scores, hit = soft_capped(head, raw, first), is_target(raw, targets, first)
     if head.soft_cap is not None and head.soft_cap <= NO_PEAK:
         top = jnp.full(raw.shape[:1], head.soft_cap)  # none is above it: the logits are read once less
     else:
@@ -111,11 +115,11 @@ def _stats(head: Head, raw: Array, targets: Array, split: Split) -> Stats:
     exponentials, target, total = psum(sums, split.vocab)
     vocab = raw.shape[1] * psum(1, split.vocab)
     # One by one: capped logits that two sums want would be written to memory.
-    target = finished(head, target[:, None], targets[:, None])[:, 0]
+    target = soft_capped(head, target[:, None], targets[:, None])[:, 0]
     return Stats(lse=top + jnp.log(exponentials), target=target, mean=total / vocab)
 
 
-def _chunk(head: Head, unembed: Array) -> int:
+def _chunk(head: HeadSpec, unembed: Array) -> int:
     # Fewer where the logits would pass 2**31 numbers: kernels may count in int32.
     most = (2**31 - 1) // unembed.shape[0]
     if head.chunk != "auto":

@@ -11,18 +11,27 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from headrace.kernels.linear_cross_entropy import stats as common
-from headrace.kernels.linear_cross_entropy.stats import Array, Head, Split, Stats, Totals, add, psum, zero
+from headrace.kernels.linear_cross_entropy import stats as loss_stats
+from headrace.kernels.linear_cross_entropy.stats import (
+    Array,
+    HeadSharding,
+    HeadSpec,
+    LossTotals,
+    Stats,
+    add_losses,
+    psum,
+    zero,
+)
 
 LOGIT_BYTES = 2**26  # of what is held of a chunk's logits
 SMALLEST_CHUNK, LANES = 512, 128
 
 
-class Cut(NamedTuple):
+class VocabShard(NamedTuple):
     """What all chunks share. `own` are the targets' numbers among the rows that this device has."""
 
-    head: Head
-    split: Split
+    head: HeadSpec
+    split: HeadSharding
     x: Array
     own: Array
     rows: int
@@ -39,7 +48,7 @@ class Chunk(NamedTuple):
     matrix: Array
     start: Array
 
-    def padded(self, cut: Cut) -> bool:
+    def padded(self, cut: VocabShard) -> bool:
         return cut.rows % len(self.matrix) != 0
 
 
@@ -52,38 +61,52 @@ class Running(NamedTuple):
     total: Array
 
 
-class Parts(NamedTuple):
+class ChunkOps(NamedTuple):
     """Who makes something of a chunk's logits [c v]: adds them to the statistics, or makes their gradient, as
     [v c] and in x's dtype. `held` are the bytes of what is stored of a logit meanwhile."""
 
-    add: Callable[[Cut, Chunk, Running], Running]
-    d_logits: Callable[[Cut, Chunk, Stats, Stats], Array]
+    add: Callable[[VocabShard, Chunk, Running], Running]
+    d_logits: Callable[[VocabShard, Chunk, Stats, Stats], Array]
     groups: int = 1  # g
     multiple: int = 1  # of which a chunk must be
     held: int = 4
 
 
-def totals(head: Head, split: Split, hidden: Array, unembed: Array, targets: Array, weights: Array) -> Totals:
+def totals(
+    head: HeadSpec, split: HeadSharding, hidden: Array, unembed: Array, targets: Array, weights: Array
+) -> LossTotals:
     return totals_by(PLAIN, head, split, hidden, unembed, targets, weights)
 
 
 def totals_and_gradients(
-    head: Head, split: Split, hidden: Array, unembed: Array, targets: Array, weights: Array
-) -> tuple[Totals, Array, Array]:
+    head: HeadSpec, split: HeadSharding, hidden: Array, unembed: Array, targets: Array, weights: Array
+) -> tuple[LossTotals, Array, Array]:
     return totals_and_gradients_by(PLAIN, head, split, hidden, unembed, targets, weights)
 
 
 def totals_by(
-    parts: Parts, head: Head, split: Split, hidden: Array, unembed: Array, targets: Array, weights: Array
-) -> Totals:
+    parts: ChunkOps,
+    head: HeadSpec,
+    split: HeadSharding,
+    hidden: Array,
+    unembed: Array,
+    targets: Array,
+    weights: Array,
+) -> LossTotals:
     cut, w = _cut(head, split, hidden, unembed, targets), weights.reshape(-1)
     stats = _stats(parts, cut, chunks(parts, head, unembed, len(cut.x)))
-    return psum(add(zero(), stats, head.per_token(stats), w), split.tokens)
+    return psum(add_losses(zero(), stats, head.per_token(stats), w), split.tokens)
 
 
 def totals_and_gradients_by(
-    parts: Parts, head: Head, split: Split, hidden: Array, unembed: Array, targets: Array, weights: Array
-) -> tuple[Totals, Array, Array]:
+    parts: ChunkOps,
+    head: HeadSpec,
+    split: HeadSharding,
+    hidden: Array,
+    unembed: Array,
+    targets: Array,
+    weights: Array,
+) -> tuple[LossTotals, Array, Array]:
     cut, w = _cut(head, split, hidden, unembed, targets), weights.reshape(-1)
     x, pieces = cut.x, chunks(parts, head, unembed, len(cut.x))
     stats = _stats(parts, cut, pieces)
@@ -102,10 +125,10 @@ def totals_and_gradients_by(
     d_x, d_unembed = lax.scan(step, jnp.zeros(x.shape, jnp.float32), (jnp.arange(len(pieces)), pieces))
     d_hidden = psum(d_x, split.vocab).astype(x.dtype).reshape(hidden.shape)
     d_unembed = d_unembed.reshape(-1, d_unembed.shape[2])[: unembed.shape[0]]
-    return psum(add(zero(), stats, losses, w), split.tokens), d_hidden, d_unembed
+    return psum(add_losses(zero(), stats, losses, w), split.tokens), d_hidden, d_unembed
 
 
-def chunks(parts: Parts, head: Head, unembed: Any, tokens: int) -> Array:
+def chunks(parts: ChunkOps, head: HeadSpec, unembed: Any, tokens: int) -> Array:
     """The matrix as [pieces rows width]: equal pieces where its rows have a fitting divisor, else padded."""
     size = chunk_rows(parts, head, len(unembed), tokens)
     pieces = -(-len(unembed) // size)
@@ -114,7 +137,7 @@ def chunks(parts: Parts, head: Head, unembed: Any, tokens: int) -> Array:
     return unembed.reshape(pieces, size, -1)
 
 
-def chunk_rows(parts: Parts, head: Head, rows: int, tokens: int) -> int:
+def chunk_rows(parts: ChunkOps, head: HeadSpec, rows: int, tokens: int) -> int:
     if head.chunk == "auto":
         most = max(SMALLEST_CHUNK, LOGIT_BYTES // (parts.held * tokens))
     else:
@@ -129,19 +152,19 @@ def chunk_rows(parts: Parts, head: Head, rows: int, tokens: int) -> int:
     return -(-rows // (pieces * unit)) * unit
 
 
-def _cut(head: Head, split: Split, hidden: Array, unembed: Array, targets: Array) -> Cut:
-    own = targets.reshape(-1) - common.first_column(len(unembed), split)
-    return Cut(head, split, hidden.reshape(-1, hidden.shape[2]), own, len(unembed))
+def _cut(head: HeadSpec, split: HeadSharding, hidden: Array, unembed: Array, targets: Array) -> VocabShard:
+    own = targets.reshape(-1) - loss_stats.first_column(len(unembed), split)
+    return VocabShard(head, split, hidden.reshape(-1, hidden.shape[2]), own, len(unembed))
 
 
-def _chunk(cut: Cut, i: Array, rows: Array) -> Chunk:
+def _chunk(cut: VocabShard, i: Array, rows: Array) -> Chunk:
     matrix = rows.astype(cut.x.dtype)
     if cut.split.width:
         matrix = lax.all_gather(matrix, cut.split.width, axis=1, tiled=True)
     return Chunk(matrix, i * len(rows))
 
 
-def _stats(parts: Parts, cut: Cut, pieces: Array) -> Stats:
+def _stats(parts: ChunkOps, cut: VocabShard, pieces: Array) -> Stats:
     def step(running: Running, piece: tuple[Array, Array]) -> tuple[Running, None]:
         return parts.add(cut, _chunk(cut, *piece), running), None
 
@@ -165,17 +188,17 @@ class _Tile(NamedTuple):
     seen: Any
 
 
-def _tile(cut: Cut, chunk: Chunk) -> _Tile:
-    first = chunk.start + common.first_column(cut.rows, cut.split)
-    scores = common.logits(cut.head, cut.x, chunk.matrix, first)
-    hit = common.is_target(scores, cut.own, chunk.start)
+def _tile(cut: VocabShard, chunk: Chunk) -> _Tile:
+    first = chunk.start + loss_stats.first_column(cut.rows, cut.split)
+    scores = loss_stats.logits(cut.head, cut.x, chunk.matrix, first)
+    hit = loss_stats.is_target(scores, cut.own, chunk.start)
     if not chunk.padded(cut):
         return _Tile(scores, hit, True)
     seen = chunk.start + lax.broadcasted_iota(jnp.int32, scores.shape, 1) < cut.rows
     return _Tile(scores, hit & seen, seen)
 
 
-def _add(cut: Cut, chunk: Chunk, running: Running) -> Running:
+def _add(cut: VocabShard, chunk: Chunk, running: Running) -> Running:
     top, exponentials, target, total = (part[0] for part in running)
     tile = _tile(cut, chunk)
     shown = jnp.where(tile.seen, tile.scores, -jnp.inf)
@@ -186,10 +209,10 @@ def _add(cut: Cut, chunk: Chunk, running: Running) -> Running:
     return Running(higher[None], exponentials[None], target[None], total[None])
 
 
-def _d_logits(cut: Cut, chunk: Chunk, stats: Stats, d_stats: Stats) -> Array:
+def _d_logits(cut: VocabShard, chunk: Chunk, stats: Stats, d_stats: Stats) -> Array:
     tile = _tile(cut, chunk)
-    d = common.d_logits(cut.head, tile.scores, tile.hit, stats, d_stats, cut.vocab)
+    d = loss_stats.d_logits(cut.head, tile.scores, tile.hit, stats, d_stats, cut.vocab)
     return jnp.where(tile.seen, d, 0).astype(cut.x.dtype).T
 
 
-PLAIN = Parts(_add, _d_logits)
+PLAIN = ChunkOps(_add, _d_logits)

@@ -5,20 +5,20 @@ at most 1."""
 
 import jax.numpy as jnp
 
-from headrace.kernels.linear_cross_entropy.stats import Array, Products, Stats
-from headrace.nn.compile_target import device
-from headrace.low_precision.dot import How, dot
+from headrace.kernels.linear_cross_entropy.stats import Array, LogitMatmul, Stats
+from headrace.low_precision.dot import MatmulSpec, dot
 from headrace.low_precision.fp8 import FORWARD, GRADIENT, power_of_two, rounded
-from headrace.low_precision.support import multiplies
+from headrace.low_precision.support import has_fast_matmul
+from headrace.nn.compile_target import device
 
 
-class Narrow(Products):
+class Fp8Logits(LogitMatmul):
     def __init__(self, hidden: Array, matrix: Array) -> None:
         self.rows, scale = rounded(hidden, FORWARD, axis=(0, 1, 2))
         self.matrix, matrix_scale = rounded(matrix, FORWARD, axis=(0, 1))
         self.scale, self.matrix_scale = scale.reshape(()), matrix_scale.reshape(())
         self.dtype = hidden.dtype
-        self.how = How("fp8", multiplies(device(), "fp8"), inputs=1)
+        self.how = MatmulSpec("fp8", has_fast_matmul(device(), "fp8"), inputs=1)
 
     def scores(self, x: Array) -> Array:
         # In the hidden states' dtype: what was rounded to 8 bits is not made better by more of them, and half
@@ -30,7 +30,7 @@ class Narrow(Products):
         most = jnp.max(abs(d_stats.lse) + abs(d_stats.target) + abs(d_stats.mean))
         scale = power_of_two(most / float(jnp.finfo(GRADIENT).max))
         narrow = (d * (1 / scale)).astype(GRADIENT)
-        # `precise`, as for the layers' gradients (products/fp8.py).
+        # `precise`, as for the layers' gradients (low_precision/fp8.py).
         d_x = dot(self.how, narrow, self.matrix, ((1,), (0,)), self.dtype, precise=True)
         d_matrix = dot(self.how, narrow, x, ((0,), (0,)), self.dtype, precise=True)
         widened = d_x.astype(jnp.float32) * (scale * self.matrix_scale)

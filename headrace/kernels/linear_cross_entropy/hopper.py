@@ -19,9 +19,18 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from headrace.kernels.linear_cross_entropy import stats as common
-from headrace.kernels.linear_cross_entropy.stats import Array, Head, Split, Stats, Totals, add, psum, zero
-from headrace.nn.compile_target import complaint
+from headrace.kernels.linear_cross_entropy import stats
+from headrace.kernels.linear_cross_entropy.stats import (
+    Array,
+    HeadSharding,
+    HeadSpec,
+    LossTotals,
+    Stats,
+    add_losses,
+    psum,
+    zero,
+)
+from headrace.nn.compile_target import compile_error
 
 TOKENS, VOCAB, STEP = 128, 256, 64  # of a tile, and of the axis that a product sums over at a time
 WIDE, NARROW = 256, 128  # columns of the results of the fourth and the third kernel
@@ -32,7 +41,7 @@ LIST = 128  # numbers in a row of a list: TMA moves at most 256
 PROCESSORS = 132  # of an H100 or H200, where none is attached
 
 
-class Work(NamedTuple):
+class TileSchedule(NamedTuple):
     """One round. Tiles are numbered by vocabulary, then tokens: `tiles` [slots] are the first `used` slots'
     own. `span` are the first and the last row of tiles, and `ends` says for all rows where theirs end among
     those chosen. The slots of block i of the tokens are in `mine`, from first[i] to first[i + 1]."""
@@ -45,16 +54,18 @@ class Work(NamedTuple):
     first: Array
 
 
-def totals(head: Head, split: Split, hidden: Array, unembed: Array, targets: Array, weights: Array) -> Totals:
+def totals(
+    head: HeadSpec, split: HeadSharding, hidden: Array, unembed: Array, targets: Array, weights: Array
+) -> LossTotals:
     x, y, w = (array.reshape(-1, *array.shape[2:]) for array in (hidden, targets, weights))
     matrix = unembed.astype(x.dtype)
     stats, _ = _stats(head, split, x, matrix, y, logsumexp(x, matrix, head.soft_cap)[1])
-    return psum(add(zero(), stats, head.per_token(stats), w), split.tokens)
+    return psum(add_losses(zero(), stats, head.per_token(stats), w), split.tokens)
 
 
 def totals_and_gradients(
-    head: Head, split: Split, hidden: Array, unembed: Array, targets: Array, weights: Array
-) -> tuple[Totals, Array, Array]:
+    head: HeadSpec, split: HeadSharding, hidden: Array, unembed: Array, targets: Array, weights: Array
+) -> tuple[LossTotals, Array, Array]:
     x, y, w = (array.reshape(-1, *array.shape[2:]) for array in (hidden, targets, weights))
     matrix = unembed.astype(x.dtype)
     top, lse = logsumexp(x, matrix, head.soft_cap)
@@ -88,11 +99,11 @@ def totals_and_gradients(
             of_each = (d_stats.mean[:, None] * x).sum(0) / vocab
             d_unembed = (d_unembed + of_each).astype(d_unembed.dtype)
         d_x = d_x.astype(x.dtype)
-    sums = psum(add(zero(), stats, losses, w), split.tokens)
+    sums = psum(add_losses(zero(), stats, losses, w), split.tokens)
     return sums, d_x.reshape(hidden.shape), psum(d_unembed, split.tokens)
 
 
-def refuses(head: Head, split: Split, hidden: Any, unembed: Any) -> str | None:
+def unsupported_reason(head: HeadSpec, split: HeadSharding, hidden: Any, unembed: Any) -> str | None:
     """Why the kernels cannot be used for one device's arrays, if they cannot."""
     device, (rows, width) = jax.devices()[0], unembed.shape
     if device.platform != "gpu" or not str(getattr(device, "compute_capability", "")).startswith("9."):
@@ -121,11 +132,11 @@ def _try(soft_cap: float | None, width: int, dtype: Any) -> str | None:
         jax.ShapeDtypeStruct((1, TOKENS), jnp.int32),
         jax.ShapeDtypeStruct((1, TOKENS), jnp.float32),
     ]
-    head = Head(lambda stats: stats.lse - stats.target, soft_cap)
-    return complaint("gpu", partial(totals_and_gradients, head, Split()), *shapes)
+    head = HeadSpec(lambda stats: stats.lse - stats.target, soft_cap)
+    return compile_error("gpu", partial(totals_and_gradients, head, HeadSharding()), *shapes)
 
 
-def _uses_mean(head: Head) -> bool:
+def _uses_mean(head: HeadSpec) -> bool:
     number = jnp.zeros((), jnp.float32)
     jaxpr = jax.make_jaxpr(head.per_token)(Stats(number, number, number)).jaxpr
     mean = jaxpr.invars[2]
@@ -133,12 +144,12 @@ def _uses_mean(head: Head) -> bool:
 
 
 def _stats(
-    head: Head, split: Split, x: Array, matrix: Array, targets: Array, lse: Array
+    head: HeadSpec, split: HeadSharding, x: Array, matrix: Array, targets: Array, lse: Array
 ) -> tuple[Stats, Array]:
     """Of the tiles' logsumexp; and the numbers of the targets among our own rows of the vocabulary. The mean
     of logits that are not capped is the product with the vocabulary's average row: no kernel need know it."""
     lse = jax.nn.logsumexp(lse, axis=0)
-    own = targets - common.first_column(len(matrix), split)
+    own = targets - stats.first_column(len(matrix), split)
     here = (own >= 0) & (own < len(matrix))
     target = jnp.einsum("cd,cd->c", x, matrix[jnp.where(here, own, 0)], preferred_element_type=jnp.float32)
     target = jnp.where(here, _capped(target, head.soft_cap), 0)
@@ -150,13 +161,13 @@ def _stats(
     return Stats(lse, target, mean), own
 
 
-def _average(matrix: Array, split: Split) -> tuple[Array, Any]:
+def _average(matrix: Array, split: HeadSharding) -> tuple[Array, Any]:
     """Of all rows of the vocabulary, and how many they are."""
     vocab = len(matrix) * psum(1, split.vocab)
     return psum(matrix.sum(0, dtype=jnp.float32), split.vocab) / vocab, vocab
 
 
-def _chosen(head: Head, top: Array, stats: Stats, d_stats: Stats, own: Array) -> Array:
+def _chosen(head: HeadSpec, top: Array, stats: Stats, d_stats: Stats, own: Array) -> Array:
     """The tiles [t i] that are to be made again. The first of each row always is, so that all rows of the
     gradient are written."""
     tiles, tokens = top.shape
@@ -168,7 +179,7 @@ def _chosen(head: Head, top: Array, stats: Stats, d_stats: Stats, own: Array) ->
     return (likely | target).reshape(shape).any(2).at[:, 0].set(True)
 
 
-def _round(numbers: Array, ends: Array, start: Array, slots: int, blocks: int) -> Work:
+def _round(numbers: Array, ends: Array, start: Array, slots: int, blocks: int) -> TileSchedule:
     """As many whole rows of tiles from `start` on as there are slots for."""
     until = (ends <= ends[start] + slots).sum(dtype=jnp.int32) - 1
     count = ends[until] - ends[start]
@@ -176,7 +187,7 @@ def _round(numbers: Array, ends: Array, start: Array, slots: int, blocks: int) -
     block = jnp.where(jnp.arange(slots) < count, tiles % blocks, blocks)
     mine = jnp.argsort(block, stable=True).astype(jnp.int32)
     first = (block[None] < jnp.arange(blocks + 1)[:, None]).sum(1, dtype=jnp.int32)
-    return Work(tiles, count, jnp.stack([start, until]), ends, mine, first)
+    return TileSchedule(tiles, count, jnp.stack([start, until]), ends, mine, first)
 
 
 def logsumexp(x: Array, w: Array, soft_cap: float | None) -> tuple[Array, Array]:
@@ -217,7 +228,7 @@ def logsumexp(x: Array, w: Array, soft_cap: float | None) -> tuple[Array, Array]
     return _kernel(body, (out, out))(x, w)
 
 
-def d_logits(x: Array, w: Array, rows: Array, work: Work, soft_cap: float | None) -> Array:
+def d_logits(x: Array, w: Array, rows: Array, work: TileSchedule, soft_cap: float | None) -> Array:
     """Gradients of the logits of a round's tiles, [slots * 128, 256]. `rows` are [4 N]: logsumexp, its
     gradient, the target's number and gradient."""
     blocks, half = len(x) // TOKENS, TOKENS // GROUPS
@@ -267,7 +278,7 @@ def d_logits(x: Array, w: Array, rows: Array, work: Work, soft_cap: float | None
     return _kernel(body, out)(x, w, rows, work.tiles, work.used[None])
 
 
-def write_unembed(d_ref: Any, d: Array, x: Array, work: Work) -> None:
+def write_unembed(d_ref: Any, d: Array, x: Array, work: TileSchedule) -> None:
     """Writes the round's rows of the vocabulary's gradient."""
     blocks, across, half = len(x) // TOKENS, x.shape[1] // NARROW, VOCAB // GROUPS
     lists = len(work.tiles) // LIST, LIST
@@ -319,7 +330,7 @@ def write_unembed(d_ref: Any, d: Array, x: Array, work: Work) -> None:
     _kernel(body, ())(d, x, work.tiles.reshape(lists), work.ends, work.span, d_ref)
 
 
-def add_to_hidden(high_ref: Any, low_ref: Any, d: Array, w: Array, work: Work) -> None:
+def add_to_hidden(high_ref: Any, low_ref: Any, d: Array, w: Array, work: TileSchedule) -> None:
     """Adds a round to the gradient of the hidden states, which is kept as the sum of two numbers of 16 bits:
     the one that is asked for, and what it leaves out."""
     blocks, across, half = len(work.first) - 1, w.shape[1] // WIDE, TOKENS // GROUPS

@@ -29,7 +29,7 @@ class Stats:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Totals:
+class LossTotals:
     """Sums over tokens of weight x loss and of weight x negative log likelihood. `nll` is for reading
     only: no gradient flows through it."""
 
@@ -40,7 +40,7 @@ class Totals:
 PerToken = Callable[[Stats], Array]
 
 
-class Products:
+class LogitMatmul:
     """The three products of hidden states [b s d] with the vocabulary's matrix [v d] and the gradients of
     logits, a chunk of rows at a time, in the dtype of the hidden states and summed in float32."""
 
@@ -63,7 +63,7 @@ class Products:
         return d_x, lax.optimization_barrier(d_matrix).T
 
 
-class Short(Products):
+class Bf16Logits(LogitMatmul):
     """Logits are kept in the dtype of the hidden states, as transformers keeps them: half the bytes, where
     that is bf16, and each up to 1/512 off."""
 
@@ -78,17 +78,17 @@ class Short(Products):
 
 
 @dataclass(frozen=True)
-class Head:
+class HeadSpec:
     per_token: PerToken
     soft_cap: float | None = None
     chunk: int | str = "auto"  # tokens or rows of the vocabulary at a time
     filter: float = 0.0  # probabilities below may be left out of the gradients
     without: int | None = None  # a token that has no probability, whatever its logit
-    products: type[Products] = Products  # in training; what is only read has those
+    products: type[LogitMatmul] = LogitMatmul  # in training; what is only read has those
 
 
 @dataclass(frozen=True)
-class Split:
+class HeadSharding:
     """The mesh axes over which tokens and vocabulary are split here, and those over which the width of
     `unembed` is. Empty on one device."""
 
@@ -102,12 +102,12 @@ class Split:
         return tuple(axis for axis in self.tokens if axis not in self.width)
 
 
-def logits(head: Head, x: Array, unembed: Array, first: Any) -> Array:
+def logits(head: HeadSpec, x: Array, unembed: Array, first: Any) -> Array:
     """Of the tokens from number `first` on."""
-    return finished(head, Products(x, unembed).scores(x), first)
+    return soft_capped(head, LogitMatmul(x, unembed).scores(x), first)
 
 
-def finished(head: Head, scores: Array, first: Any, *, again: bool = False) -> Array:
+def soft_capped(head: HeadSpec, scores: Array, first: Any, *, again: bool = False) -> Array:
     """Products of hidden states and the vocabulary's matrix [c v] as logits. `again` says that somebody else
     has them too: the compiler would write logits that two want to memory, which takes longer than to cap them
     a second time; it does not see that two formulas give the same. The second is off by 1e-7 of the cap where
@@ -129,7 +129,7 @@ def is_target(scores: Array, targets: Array, first: Any) -> Array:
     return lax.broadcasted_iota(jnp.int32, scores.shape, 1) + first == targets[:, None]
 
 
-def d_logits(head: Head, scores: Array, hit: Array, stats: Stats, d_stats: Stats, vocab: int) -> Array:
+def d_logits(head: HeadSpec, scores: Array, hit: Array, stats: Stats, d_stats: Stats, vocab: int) -> Array:
     gradient = (
         d_stats.lse[:, None] * jnp.exp(scores - stats.lse[:, None])
         + jnp.where(hit, d_stats.target[:, None], 0)
@@ -138,18 +138,18 @@ def d_logits(head: Head, scores: Array, hit: Array, stats: Stats, d_stats: Stats
     return gradient if head.soft_cap is None else gradient * (1 - (scores / head.soft_cap) ** 2)
 
 
-def add(totals: Totals, stats: Stats, losses: Array, weights: Array) -> Totals:
-    return Totals(
+def add_losses(totals: LossTotals, stats: Stats, losses: Array, weights: Array) -> LossTotals:
+    return LossTotals(
         loss=totals.loss + (weights * losses).sum(),
         nll=totals.nll + (weights * (stats.lse - stats.target)).sum(),
     )
 
 
-def zero() -> Totals:
-    return Totals(loss=jnp.zeros((), jnp.float32), nll=jnp.zeros((), jnp.float32))
+def zero() -> LossTotals:
+    return LossTotals(loss=jnp.zeros((), jnp.float32), nll=jnp.zeros((), jnp.float32))
 
 
-def first_column(columns: int, split: Split) -> Any:
+def first_column(columns: int, split: HeadSharding) -> Any:
     """The number of this device's first column among all of the vocabulary."""
     return lax.axis_index(split.vocab) * columns if split.vocab else 0
 

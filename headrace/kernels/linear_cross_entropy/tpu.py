@@ -1,4 +1,4 @@
-"""The head and its loss by chunks of the vocabulary, in kernels for TPUs (Pallas' Mosaic): cut_vocabulary.py
+"""The head and its loss by chunks of the vocabulary, in kernels for TPUs (Pallas' Mosaic): by_vocab.py
 with both of its passes over a chunk's logits done on the chip.
 
 Logits are made as [v c], tokens side by side: what belongs to a token is then a row that meets every row of
@@ -18,10 +18,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from headrace.kernels.linear_cross_entropy import by_vocab as cut_vocabulary
-from headrace.kernels.linear_cross_entropy.by_vocab import Chunk, Cut, Parts, Running
-from headrace.kernels.linear_cross_entropy.stats import Array, Head, Split, Stats, Totals
-from headrace.nn.compile_target import OLD_TPUS, complaint, device
+from headrace.kernels.linear_cross_entropy import by_vocab
+from headrace.kernels.linear_cross_entropy.by_vocab import Chunk, ChunkOps, Running, VocabShard
+from headrace.kernels.linear_cross_entropy.stats import Array, HeadSharding, HeadSpec, LossTotals, Stats
+from headrace.nn.compile_target import OLD_TPUS, compile_error, device
 
 GROUP = 8  # rows of a register of 32 bits
 LANES, ROWS = 128, 256  # of which blocks of tokens and width, and chunks of the vocabulary, are multiples
@@ -55,17 +55,19 @@ EVEN = ("TPU v5", "TPU v5p")  # where plain JAX is as fast
 ROOM, MORE_ROOM, ROOMY = 14 * 2**20, 28 * 2**20, ("TPU v6 lite", "TPU v6e")
 
 
-def totals(head: Head, split: Split, hidden: Array, unembed: Array, targets: Array, weights: Array) -> Totals:
-    return cut_vocabulary.totals_by(parts(), head, split, hidden, unembed, targets, weights)
+def totals(
+    head: HeadSpec, split: HeadSharding, hidden: Array, unembed: Array, targets: Array, weights: Array
+) -> LossTotals:
+    return by_vocab.totals_by(parts(), head, split, hidden, unembed, targets, weights)
 
 
 def totals_and_gradients(
-    head: Head, split: Split, hidden: Array, unembed: Array, targets: Array, weights: Array
-) -> tuple[Totals, Array, Array]:
-    return cut_vocabulary.totals_and_gradients_by(parts(), head, split, hidden, unembed, targets, weights)
+    head: HeadSpec, split: HeadSharding, hidden: Array, unembed: Array, targets: Array, weights: Array
+) -> tuple[LossTotals, Array, Array]:
+    return by_vocab.totals_and_gradients_by(parts(), head, split, hidden, unembed, targets, weights)
 
 
-def ahead(width: int) -> bool:
+def is_faster_than_plain(width: int) -> bool:
     """Whether they are planned to be clearly faster than the same in plain JAX (docs/performance/loss.md): by
     8 % on v4 and v5e. On a v6e 2,304 columns take 54.0 ms instead of 52.7, and 4,096 less again; on a v5p a
     step of Llama 3 8B takes as long with them, and 0.24 GB more."""
@@ -73,7 +75,7 @@ def ahead(width: int) -> bool:
     return kind not in EVEN and (width >= 4096 or kind not in ROOMY)
 
 
-def refuses(head: Head, split: Split, hidden: Any, unembed: Any) -> str | None:
+def unsupported_reason(head: HeadSpec, split: HeadSharding, hidden: Any, unembed: Any) -> str | None:
     """Why these kernels cannot be used for one device's arrays, if they cannot."""
     tokens, width = hidden.shape[0] * hidden.shape[1], hidden.shape[2]
     if device().platform != "tpu":
@@ -90,8 +92,8 @@ def refuses(head: Head, split: Split, hidden: Any, unembed: Any) -> str | None:
     if width > WIDEST:
         return f"{width} columns are more than {WIDEST}"
     if head.chunk != "auto" and int(head.chunk) < ROWS:
-        return f"loss.chunk is {head.chunk}, and they take {ROWS} rows at least"
-    size = cut_vocabulary.chunk_rows(parts(), head, len(unembed), tokens)
+        return f"loss.chunk_size is {head.chunk}, and they take {ROWS} rows at least"
+    size = by_vocab.chunk_rows(parts(), head, len(unembed), tokens)
     rows = size if len(unembed) % size == 0 else size - 1  # one chunk, padded or not, like all the others
     return _try(head.soft_cap, tokens, rows, width, unembed.dtype)
 
@@ -104,12 +106,12 @@ def _try(soft_cap: float | None, tokens: int, rows: int, width: int, dtype: Any)
         jax.ShapeDtypeStruct((1, tokens), jnp.int32),
         jax.ShapeDtypeStruct((1, tokens), jnp.float32),
     ]
-    head = Head(lambda stats: stats.lse - stats.target - stats.mean, soft_cap, rows)
-    return complaint("tpu", partial(totals_and_gradients, head, Split()), *shapes)
+    head = HeadSpec(lambda stats: stats.lse - stats.target - stats.mean, soft_cap, rows)
+    return compile_error("tpu", partial(totals_and_gradients, head, HeadSharding()), *shapes)
 
 
-def parts() -> Parts:
-    return Parts(add_statistics, d_logits, groups=GROUP, multiple=ROWS, held=2)
+def parts() -> ChunkOps:
+    return ChunkOps(add_statistics, d_logits, groups=GROUP, multiple=ROWS, held=2)
 
 
 def blocks(tokens: int, rows: int, width: int) -> Blocks:
@@ -130,7 +132,7 @@ def _block(size: int, most: int, unit: int) -> int:
     return max((block for block in range(unit, most + 1, unit) if size % block == 0), default=size)
 
 
-def add_statistics(cut: Cut, chunk: Chunk, running: Running) -> Running:
+def add_statistics(cut: VocabShard, chunk: Chunk, running: Running) -> Running:
     cap, padded = cut.head.soft_cap, chunk.padded(cut)
 
     def body(start: Any, x: Any, w: Any, own: Any, before: Any, after: Any, *sums: Any) -> None:
@@ -162,7 +164,7 @@ def add_statistics(cut: Cut, chunk: Chunk, running: Running) -> Running:
     return Running(*_call("add_statistics", body, cut, chunk, (state, spec), (out, spec), aliases={4: 0}))
 
 
-def d_logits(cut: Cut, chunk: Chunk, stats: Stats, d_stats: Stats) -> Array:
+def d_logits(cut: VocabShard, chunk: Chunk, stats: Stats, d_stats: Stats) -> Array:
     cap, padded = cut.head.soft_cap, chunk.padded(cut)
 
     def body(start: Any, x: Any, w: Any, own: Any, known: Any, out: Any, *sums: Any) -> None:
@@ -218,7 +220,7 @@ def _product(x: Any, w: Any, sums: tuple[Any, ...], end: Callable[[Array, Any], 
 def _call(
     name: str,
     body: Any,
-    cut: Cut,
+    cut: VocabShard,
     chunk: Chunk,
     given: tuple[Array, Any],
     result: tuple[Any, Any],
@@ -257,7 +259,7 @@ def _call(
             input_output_aliases=aliases or {},
             compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary", "arbitrary")),
             cost_estimate=cost,
-            metadata={"tiles": str(grid[0] * grid[1] * grid[2])},  # for headrace/plan/work.py
+            metadata={"tiles": str(grid[0] * grid[1] * grid[2])},  # for headrace/plan/instruction_cost.py
             interpret=interpret,
             name=name,
         )
@@ -267,7 +269,7 @@ def _call(
     return lax.platform_dependent(*arrays, tpu=run(False), default=run(True))
 
 
-def _blocks(cut: Cut, chunk: Chunk) -> Blocks:
+def _blocks(cut: VocabShard, chunk: Chunk) -> Blocks:
     return blocks(len(cut.x), *chunk.matrix.shape)
 
 

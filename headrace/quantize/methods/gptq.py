@@ -9,34 +9,34 @@ import jax
 import jax.numpy as jnp
 
 from headrace.low_precision import grid
-from headrace.model_formats import gptq as integers
-from headrace.quantize import hessian as second_order
+from headrace.model_formats import gptq
+from headrace.quantize import hessian as quantize_hessian
 
 CALIBRATED = True
 
 
 @dataclass(frozen=True)
 class Config:
-    bits: int = 4  # of a weight: 2, 3, 4 or 8
-    group: int = 128  # inputs of an output that share a scale; 0: all of them
+    bits: int = 4  # size of a quantized weight: 2, 3, 4 or 8 [bits]
+    group_size: int = 128  # inputs of an output that share a scale; 0: all of them
 
     def __post_init__(self):
         if self.bits not in (2, 3, 4, 8):
             raise ValueError("bits: expected 2, 3, 4 or 8")
-        if self.group < 0:
-            raise ValueError("group: expected a number of inputs, or 0 for all of them")
+        if self.group_size < 0:
+            raise ValueError("group_size: expected a number of inputs, or 0 for all of them")
 
 
-def quantize(cfg: Any, w: jax.Array, hessian: jax.Array | None, key: jax.Array) -> integers.Integers:
+def quantize(cfg: Any, w: jax.Array, hessian: jax.Array | None, key: jax.Array) -> gptq.GPTQMatrix:
     """A matrix [inputs outputs], by the Hessian [inputs inputs] of its inputs."""
     assert hessian is not None
-    w, hessian = second_order.prepared(w.astype(jnp.float32), hessian)
-    scales = grid.searched(w, cfg.bits, cfg.group)
+    w, hessian = quantize_hessian.regularize(w.astype(jnp.float32), hessian)
+    scales = grid.search_scales(w, cfg.bits, cfg.group_size)
     order = jnp.argsort(-jnp.diag(hessian))
-    upper = second_order.factor(hessian[order][:, order])
-    each = grid.spread(scales, w.shape[0], cfg.group)[order]
-    numbers = second_order.sweep(w[order], upper, NEAREST[cfg.bits], None, each)[0]
-    return integers.store(numbers[jnp.argsort(order)], scales, cfg.bits, cfg.group)
+    upper = quantize_hessian.cholesky_inverse(hessian[order][:, order])
+    each = grid.expand_scales(scales, w.shape[0], cfg.group_size)[order]
+    numbers = quantize_hessian.gptq_sweep(w[order], upper, NEAREST[cfg.bits], None, each)[0]
+    return gptq.store(numbers[jnp.argsort(order)], scales, cfg.bits, cfg.group_size)
 
 
 def _nearest(bits: int) -> Any:
@@ -53,9 +53,9 @@ NEAREST = {
 
 
 def settings(cfg: Any, layers: dict[str, Any]) -> dict[str, Any]:
-    return integers.settings(cfg.bits, cfg.group)
+    return gptq.settings(cfg.bits, cfg.group_size)
 
 
 def size(cfg: Any, inputs: int, outputs: int) -> int:
     """Bits of a file that a matrix takes."""
-    return integers.size(inputs, outputs, bits=cfg.bits, group=cfg.group)
+    return gptq.size(inputs, outputs, bits=cfg.bits, group=cfg.group_size)

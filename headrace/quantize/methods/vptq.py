@@ -10,8 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from headrace.quantize import kmeans, hessian as second_order
-from headrace.model_formats import vptq as vectors
+from headrace.model_formats import vptq
+from headrace.quantize import hessian as quantize_hessian
+from headrace.quantize import kmeans
 
 Array = jax.Array
 
@@ -24,46 +25,49 @@ OUTLIER_VECTOR, OUTLIER_INDEX = 4, 12  # of outliers, as published for 1 % of th
 
 @dataclass(frozen=True)
 class Config:
-    bits: int = 2  # of a weight that indices take: 2, 3 or 4; codebooks come on top
-    vector: int = 0  # outputs that are one vector; 0: 4, 6 or 8, as many as pays for the size of the matrix
-    outliers: float = 0.0  # share of the inputs that have a codebook of their own; 0.01 is usual
-    tune: int = 100  # steps in which the codebooks of a layer are fitted to its output; 0: none
-    tune_rate: float = 1e-3  # how far each goes
-    finish: int = 0  # steps in which the codebooks of all layers then learn together, as in training; 0: none
-    finish_rate: float = 3e-4  # how far each of these goes
+    bits: int = 2  # size of a weight's index: 2, 3 or 4; codebooks come on top [bits]
+    vector_length: int = 0  # outputs that form one vector: 2, 4, 6 or 8; 0: chosen by the size of the matrix
+    outlier_share: float = 0.0  # share of the inputs that have a codebook of their own; 0.01 is usual
+    tune_steps: int = 100  # number of steps that fit the codebooks of a layer to its output; 0: none [steps]
+    tune_learning_rate: float = 1e-3  # learning rate of those steps
+    # number of steps that then train the codebooks of all layers together; 0: none [steps]
+    finetune_steps: int = 0
+    finetune_learning_rate: float = 3e-4  # learning rate of those training steps
 
     def __post_init__(self):
         if self.bits not in (2, 3, 4):
             raise ValueError("bits: expected 2, 3 or 4")
-        if self.vector not in (0, 2, 4, 6, 8):
-            raise ValueError("vector: expected 2, 4, 6 or 8, or 0")
-        if not 0 <= self.outliers < 1:
-            raise ValueError("outliers: expected a share from 0 up to, but not including, 1")
-        if self.tune < 0:
-            raise ValueError("tune: expected 0 or more")
-        if self.finish < 0:
-            raise ValueError("finish: expected 0 or more")
-        for name in ("tune", "finish"):
-            rate = f"{name}_rate"
+        if self.vector_length not in (0, 2, 4, 6, 8):
+            raise ValueError("vector_length: expected 2, 4, 6 or 8, or 0")
+        if not 0 <= self.outlier_share < 1:
+            raise ValueError("outlier_share: expected a share from 0 up to, but not including, 1")
+        if self.tune_steps < 0:
+            raise ValueError("tune_steps: expected 0 or more")
+        if self.finetune_steps < 0:
+            raise ValueError("finetune_steps: expected 0 or more")
+        for name in ("tune", "finetune"):
+            name, rate = f"{name}_steps", f"{name}_learning_rate"
             if getattr(self, rate) <= 0:
                 raise ValueError(f"{rate}: expected a number above 0")
             if not getattr(self, name) and getattr(self, rate) != getattr(type(self), rate):
                 raise ValueError(f"{rate}: expected {name} above 0, or it has no effect")
 
 
-def quantize(cfg: Any, w: Array, hessian: Array | None, key: Array) -> vectors.Vectors:
+def quantize(cfg: Any, w: Array, hessian: Array | None, key: Array) -> vptq.VPTQMatrix:
     """A matrix [inputs outputs], by the Hessian [inputs inputs] of its inputs."""
     assert hessian is not None
-    w, hessian = second_order.prepared(w.astype(jnp.float32), hessian)
+    w, hessian = quantize_hessian.regularize(w.astype(jnp.float32), hessian)
     sizes = sizes_of(cfg, *w.shape)
     order = jnp.argsort(-jnp.diag(hessian))
     w, hessian = w[order], hessian[order][:, order]
-    upper, weights, count = second_order.factor(hessian), jnp.diag(hessian), sizes.outliers
+    upper, weights, count = quantize_hessian.cholesky_inverse(hessian), jnp.diag(hessian), sizes.outliers
     outlier = None
     if count:
         first = padded(w, sizes.outlier_vector)
         book = codebook(key, first[:count], weights[:count], sizes.outlier_vector, sizes.outlier_index)
-        indices, rounded, now = second_order.sweep(first[:count], upper[:count, :count], nearest, (book,))
+        indices, rounded, now = quantize_hessian.gptq_sweep(
+            first[:count], upper[:count, :count], nearest, (book,)
+        )
         # As the loop would have it: the inputs that follow make up for these.
         errors = (now - rounded) / jnp.diag(upper)[:count, None]
         w = w.at[count:].add(
@@ -72,12 +76,12 @@ def quantize(cfg: Any, w: Array, hessian: Array | None, key: Array) -> vectors.V
         outlier = indices[:, 0], book
     rest, upper = padded(w[count:], sizes.vector), upper[count:, count:]
     books: tuple[Array, ...] = (codebook(key, rest, weights[count:], sizes.vector, sizes.index),)
-    indices, rounded, now = second_order.sweep(rest, upper, nearest, books)
+    indices, rounded, now = quantize_hessian.gptq_sweep(rest, upper, nearest, books)
     if sizes.residual:
         left = codebook(key, now - rounded, weights[count:], sizes.vector, sizes.residual)
         books = (*books, left)
-        indices, *_ = second_order.sweep(rest, upper, nearest, books)
-    return vectors.store([indices[:, n] for n in range(len(books))], list(books), outlier, order, sizes)
+        indices, *_ = quantize_hessian.gptq_sweep(rest, upper, nearest, books)
+    return vptq.store([indices[:, n] for n in range(len(books))], list(books), outlier, order, sizes)
 
 
 def padded(w: Array, vector: int) -> Array:
@@ -102,12 +106,12 @@ def nearest(books: tuple[Array, ...], row: None, w: Array) -> tuple[Array, Array
     return w - left.reshape(-1), jnp.stack(indices)
 
 
-def sizes_of(cfg: Any, inputs: int, outputs: int) -> vectors.Sizes:
-    outliers = min(round(cfg.outliers * inputs), inputs - 1)
-    vector = cfg.vector or next((v for v in (8, 6) if pays(cfg, v, inputs * outputs)), 4)
+def sizes_of(cfg: Any, inputs: int, outputs: int) -> vptq.VPTQShape:
+    outliers = min(round(cfg.outlier_share * inputs), inputs - 1)
+    vector = cfg.vector_length or next((v for v in (8, 6) if pays(cfg, v, inputs * outputs)), 4)
     # Of few outliers no more vectors than a quarter of theirs.
     most = max(4, (outliers * outputs // OUTLIER_VECTOR // 4).bit_length() - 1)
-    return vectors.Sizes(
+    return vptq.VPTQShape(
         inputs=inputs,
         outputs=outputs,
         vector=vector,
@@ -126,7 +130,7 @@ def pays(cfg: Any, vector: int, weights: int) -> bool:
 
 
 def settings(cfg: Any, layers: dict[str, Any]) -> dict[str, Any]:
-    return vectors.settings({name: stored.sizes for name, stored in layers.items()})
+    return vptq.settings({name: stored.sizes for name, stored in layers.items()})
 
 
 def size(cfg: Any, inputs: int, outputs: int) -> int:
