@@ -1,7 +1,7 @@
 """Few bits a weight: what training so takes, and how long a layer of a large model takes to be rounded.
 
-    python -m benchmarks.quantise              one GPU, about 5 minutes: Llama 2 7B, a layer of Llama 3 8B
-    python -m benchmarks.quantise --small      a CPU, small shapes; its times say nothing
+    python -m benchmarks.quantize              one GPU, about 5 minutes: Llama 2 7B, a layer of Llama 3 8B
+    python -m benchmarks.quantize --small      a CPU, small shapes; its times say nothing
 
 Training in 4 bits with all weights (QAT) beside LR-QAT, each in a process of its own, on random tokens:
 tokens/s and the most memory that was held. LR-QAT's paper has, for the same model with one row of 1,024
@@ -44,14 +44,14 @@ def main() -> None:
         return steps.tell(lambda: rounded(args.only, args.small))
     small = ["--small"] if args.small else []
     all_of_it = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.97"}  # of the device; what is held is counted, not this
-    rows = {kind: steps.alone("quantise", "--only", kind, *small, environment=all_of_it) for kind in KINDS}
+    rows = {kind: steps.alone("quantize", "--only", kind, *small, environment=all_of_it) for kind in KINDS}
     for kind, row in rows.items():
         print(steps.line(kind, row, steps.flops(recipe(kind, args.small))), flush=True)
     if not any("failed" in row for row in rows.values()) and rows["low rank"]["memory"]:
         share = rows["all weights"]["memory"] / rows["low rank"]["memory"]
         print(f"memory: {share:.2f} times as much for all weights")
     for method in METHODS:
-        row = steps.alone("quantise", "--only", method, *small, limit=600)
+        row = steps.alone("quantize", "--only", method, *small, limit=600)
         print(f"{method:8}", ", ".join(f"{shape} {value}" for shape, value in row.items()), flush=True)
 
 
