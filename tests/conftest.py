@@ -5,8 +5,10 @@ import os
 import shutil
 import signal
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 from tests import soon
 
@@ -23,6 +25,9 @@ os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 import pytest
 
 from tests.faults import FAULTS
+
+if TYPE_CHECKING:
+    from tests.fakegcs import Store
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -176,3 +181,39 @@ def demo_run(tmp_path, monkeypatch):
     (tmp_path / "runs/demo").mkdir(parents=True)
     demo = Path(__file__).parent.parent / "recipes/demo.yaml"
     shutil.copyfile(demo, tmp_path / "runs/demo/recipe.yaml")
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator["Store"]:
+    """A fake Google Cloud Storage with one bucket, for all tests of a process, since tensorstore
+    looks up its address only once."""
+    from tests.fakegcs import running
+
+    with running("bucket") as store:
+        yield store
+
+
+@pytest.fixture
+def bucket(server: "Store", tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator["Store"]:
+    """The fake Google Cloud Storage, empty and without faults, and a client that retries at once."""
+    import fsspec
+
+    from headrace.storage import files
+
+    server.faults.clear()
+    server.requests.clear()
+    server.buckets["bucket"].clear()
+    server.clock = 0.0
+    for name, value in server.environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setitem(fsspec.config.conf, "gs", {"token": "anon"})
+    monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(files, "FIRST_WAIT", 0.01)
+    files.prepare_gcsfs()
+    monkeypatch.setattr("gcsfs.retry.asyncio", SimpleNamespace(sleep=_no_wait))
+    yield server
+    server.faults.clear()
+
+
+async def _no_wait(seconds: float) -> None:
+    pass

@@ -273,7 +273,7 @@ def checkpoints(run: Path) -> Case:
 
     def forged(random: Random, value: bytes) -> bytes:
         body = mutate.content(random, value.partition(b"\n")[2])
-        return f"{manifest.HEAD} {google_crc32c.value(body):08x}\n".encode() + body
+        return f"{manifest.HEADER} {google_crc32c.value(body):08x}\n".encode() + body
 
     def look() -> None:
         inventory.ls(str(run), lambda line: None)

@@ -26,7 +26,7 @@ from headrace.runtime import supervisor
 run, lives = Path(sys.argv[1]), sys.argv[2].split(",")
 if "--once" not in sys.argv:
     supervisor.LONGEST, supervisor.LIVED = 0.02, float(os.environ.get("LIVED", supervisor.LIVED))
-    sys.exit(supervisor.Supervisor(str(run), inventory.latest_step).watch())
+    sys.exit(supervisor.Supervisor(str(run), inventory.newest_sealed_step).watch())
 with open(run / "lives", "a") as file:
     file.write("x")
 what = (lives[(run / "lives").stat().st_size - 1 :] or lives[-1:])[0]
@@ -142,7 +142,7 @@ def test_a_worker_that_hangs_and_cannot_say_so_is_started_again_and_its_stacks_a
 
 
 def test_a_signal_that_comes_while_the_worker_is_started_reaches_it(tmp_path, monkeypatch):
-    one, real = supervisor.Supervisor(str(tmp_path), inventory.latest_step), subprocess.Popen
+    one, real = supervisor.Supervisor(str(tmp_path), inventory.newest_sealed_step), subprocess.Popen
     one.command = [sys.executable, "-c", "import time; time.sleep(60)"]
 
     def started(*args, **kwargs):

@@ -1,5 +1,26 @@
-"""The steps that lie in RUN/checkpoints: which of them can be trusted, which may go, and what room they take.
-Needs neither JAX nor Orbax."""
+"""The checkpoints of a run: which steps exist, which are intact, which to resume from, which to remove.
+
+A step is saved to RUN_DIR/checkpoints/STEP, and then sealed: manifest.txt, with the size and checksum of
+every file, is written last, when all other bytes are on the disk (manifest.py). A step is
+
+- intact, if it is sealed and every file is as its manifest says;
+- damaged, if it is sealed and some file is not, or the manifest itself is not;
+- unsealed, if it has no manifest: its save was interrupted, or is still running.
+
+The rules that a crash, a full disk or a bad disk cannot break, and where to check them:
+
+1. A run resumes from an intact step; from an unsealed one only if none is intact; never from a damaged one;
+   and if all are damaged it stops instead of restarting from scratch (`find_resume_point`).
+2. A damaged step is never removed: it is moved to RUN_DIR/checkpoints/quarantine, and a message says so
+   (`quarantine`). Quarantine is emptied with a message, too: all but the last two, or all on a full disk.
+3. The newest sealed step is never removed, and no other unless a newer one is sealed (`find_removable`).
+4. A move or removal that is interrupted leaves nothing that looks intact (`quarantine`, `remove_step`).
+
+On a disk, folders are renamed, which is atomic. A bucket has no rename, so there two files decide: Orbax
+writes commit_success.txt last, and a folder with neither that nor a manifest is not a step.
+
+Functions that change files are for the process that holds the lock of the run: the trainer or `headrace
+checkpoint prune`. Needs neither JAX nor Orbax."""
 
 import contextlib
 import shutil
@@ -17,383 +38,375 @@ from headrace.config.sections import CheckpointKeys
 from headrace.errors import UserError
 from headrace.storage import files
 
-Say = Callable[[str], None]
 T = TypeVar("T")
 
 QUARANTINE = "quarantine"
-QUARANTINE_KEEP = 2  # of the steps put aside that are kept
-REMOVED = ".removed"
-UNFINISHED = (".orbax-checkpoint-tmp", REMOVED)  # in the names of what is half written, or half gone
-UNSEALED = "it has no manifest: its save was cut off before the end"
-OR_NOT_DONE = ", or is not done yet"  # for those who look on while others train
-BUCKET_THREADS = 8  # that ask a bucket
-READ_ATTEMPTS = 5  # at a run that goes on, before what is seen is taken for true
+QUARANTINE_KEEP = 2  # steps in quarantine; older ones are removed
+REMOVED = ".removed"  # suffix of a step that is being removed
+UNFINISHED = (
+    ".orbax-checkpoint-tmp",
+    REMOVED,
+)  # in names of folders that are partly written or partly removed
+MARKERS = (manifest.NAME, files.COMMITTED)  # a folder in a bucket is a step if it has one of them
+BUCKET_THREADS = 8  # parallel requests
+READ_ATTEMPTS = 5  # to choose a step while another process trains
 
 
 class StepVanished(Exception):
-    """A step that went while it was looked at, since its run goes on."""
+    """A step was removed by its run while this process was reading it."""
 
 
 @dataclass(frozen=True)
-class ResumePoint:
-    """The step to go on from, None if there is no checkpoint at all, and what speaks against newer ones."""
+class Problem:
+    """Reason why a step is not intact: it is damaged, or else unsealed."""
 
-    step: int | None
-    rejected: dict[int, str]
-    is_sealed: bool = True
+    text: str
+    is_damage: bool = True
+
+    @property
+    def text_for_reader(self) -> str:
+        """The text for a process that does not hold the lock: an unsealed step may be one being written."""
+        return self.text if self.is_damage else f"{self.text}, or is still running"
+
+
+UNSEALED = Problem("it has no manifest: its save was interrupted", is_damage=False)
 
 
 @dataclass(frozen=True)
 class StoredStep:
+    """One step as its manifest describes it. Its other files have not been read."""
+
     step: int
     tier: Tier | Literal["unknown"]
-    size: int
+    size: int  # bytes
     written_at: float  # seconds since 1970
-    problem: str | None  # what is wrong with it, as far as its manifest was looked at
+    problem: Problem | None  # unsealed, or a damaged manifest
 
 
-def checkpoints_dir(run: str) -> epath.Path:
-    path = epath.Path(run)
-    return (path if files.is_url(run) else path.absolute()) / "checkpoints"
+@dataclass(frozen=True)
+class ResumePoint:
+    """The step to resume from, None if there is no checkpoint at all, and why others were rejected."""
+
+    step: int | None
+    rejected: dict[int, Problem]
+    is_sealed: bool = True
 
 
-def tier_due(checkpoint: CheckpointKeys, step: int) -> Tier | None:
-    """Which kind of checkpoint is to be saved after a step, if any. A save is written behind the loop, which
-    waits at the next until it is whole. With one half-way, the last whole step is at no time more than
-    `checkpoint.every` back, and the loop goes on while they are written."""
-    if checkpoint.keep_every and step % checkpoint.keep_every == 0:
+def checkpoints_dir(run_dir: str) -> epath.Path:
+    path = epath.Path(run_dir)
+    return (path if files.is_url(run_dir) else path.absolute()) / "checkpoints"
+
+
+def step_dir(run_dir: str, step: int) -> epath.Path:
+    return checkpoints_dir(run_dir) / str(step)
+
+
+def tier_due(config: CheckpointKeys, step: int) -> Tier | None:
+    """The kind of checkpoint to save after `step`, or None.
+
+    Saves are written while training continues, one at a time: training waits at a save until the one before
+    is sealed. With an interim save halfway between two others, the newest sealed step is never more than
+    `checkpoint.every` steps behind (docs/decisions/0007)."""
+    if config.keep_every and step % config.keep_every == 0:
         return "permanent"
-    passed = step % checkpoint.every
-    return "temporary" if passed == 0 else "interim" if passed == checkpoint.every // 2 else None
+    offset = step % config.every
+    if offset == 0:
+        return "temporary"
+    return "interim" if offset == config.every // 2 else None
 
 
-def step_numbers(run: str) -> list[int]:
-    """All steps there are, whole or not, the newest last."""
-    found = sorted(int(name) for name in files.list_names(checkpoints_dir(run)) if name.isdecimal())
-    if not files.is_url(run):
-        return [number for number in found if (checkpoints_dir(run) / str(number)).is_dir()]
-    return [number for number, counts in zip(found, _counting(run, found), strict=True) if counts]
+def step_numbers(run_dir: str) -> list[int]:
+    """List all steps that exist, intact or not, the newest last.
+
+    On a disk every folder with a number counts: Orbax gives it that name when all files are written. In a
+    bucket Orbax writes into the final folder, so only one with commit_success.txt counts, or with a
+    manifest: what was sealed once and now lacks a file is damaged, not partly written."""
+    directory = checkpoints_dir(run_dir)
+    steps = sorted(int(name) for name in files.list_names(directory) if name.isdecimal())
+    if not files.is_url(run_dir):
+        return [step for step in steps if (directory / str(step)).is_dir()]
+    has_marker = lambda step: not set(MARKERS).isdisjoint(files.list_names(directory / str(step)))
+    with ThreadPoolExecutor(BUCKET_THREADS, "steps") as pool:
+        return [step for step, is_step in zip(steps, pool.map(has_marker, steps), strict=True) if is_step]
 
 
-def latest_step(run: str) -> int | None:
-    """Find the newest complete checkpoint: -1 if there is none, None if that cannot be seen."""
+def list_steps(run_dir: str) -> list[StoredStep]:
+    """Describe all steps that exist, the newest last. Reads only their manifests."""
+    describe = lambda step: list(inspect_each(run_dir, [step], describe_step))
+    with ThreadPoolExecutor(BUCKET_THREADS, "steps") as pool:
+        return [stored for found in pool.map(describe, step_numbers(run_dir)) for _, stored in found]
+
+
+def newest_sealed_step(run_dir: str) -> int | None:
+    """Find the newest step whose manifest is valid: -1 if there is none, None if the folder cannot be read.
+
+    For the supervisor, which compares it before and after a crash, and must not fail when a disk or a bucket
+    does."""
     try:
-        return max((step.step for step in list_steps(run) if step.problem is None), default=-1)
+        return max((stored.step for stored in list_steps(run_dir) if stored.problem is None), default=-1)
     except (OSError, UserError):
         return None
 
 
-def list_steps(run: str) -> list[StoredStep]:
-    """All that are there, by their manifests, without reading the rest."""
-    with ThreadPoolExecutor(BUCKET_THREADS, "steps") as pool:
-        each = pool.map(lambda number: list(inspect_each(run, [number], describe_step)), step_numbers(run))
-        return [step for found in each for _, step in found]
+def inspect_each(
+    run_dir: str, steps: Sequence[int], inspect: Callable[[str, int], T]
+) -> Iterator[tuple[int, T]]:
+    """Yield each step with the result of `inspect(run_dir, step)`, skipping steps that vanish meanwhile."""
+    for step in steps:
+        with contextlib.suppress(StepVanished):
+            yield step, inspect(run_dir, step)
 
 
-def find_resume_point(run: str, order: Sequence[int] | None = None) -> ResumePoint:
-    """The newest step, or the first in an order, of which every byte is as it was written; where there is
-    none, the newest without a manifest, of which nothing is known to be wrong. Reads all of it, and moves
-    nothing."""
-    unsealed: list[int] = []
-    wrong: dict[int, str] = {}
-    for number, problem in inspect_each(run, step_numbers(run)[::-1] if order is None else order, check_step):
+def describe_step(run_dir: str, step: int) -> StoredStep:
+    """Read the manifest of a step, and no other file. Raises StepVanished."""
+    directory = step_dir(run_dir, step)
+    problem = UNSEALED
+    try:
+        record = manifest.read(directory)
+    except Damaged as damage:
+        record, problem = None, Problem(str(damage))
+    infos = files.list_files(directory)
+    if record is not None and manifest.NAME in infos:
+        return StoredStep(step, record.tier, record.size, infos[manifest.NAME].modified_at, problem=None)
+    if step not in step_numbers(run_dir):
+        raise StepVanished
+    written_at = max((info.modified_at for info in infos.values()), default=0.0)
+    return StoredStep(step, "unknown", sum(info.size for info in infos.values()), written_at, problem)
+
+
+def check_step(run_dir: str, step: int) -> Problem | None:
+    """Compare every byte of a step with its manifest. None if it is intact. Raises StepVanished.
+
+    In a bucket nothing is downloaded but the manifest: the server keeps the checksums of its files."""
+    try:
+        problem = UNSEALED if manifest.verify(step_dir(run_dir, step)) is None else None
+    except (Damaged, FileNotFoundError) as error:
+        problem = Problem(str(error))
+    if problem is not None and step not in step_numbers(run_dir):
+        raise StepVanished
+    return problem
+
+
+def find_resume_point(run_dir: str, order: Sequence[int] | None = None) -> ResumePoint:
+    """Choose the newest intact step, or the first intact one in `order`. If none is, the newest unsealed one.
+
+    Reads every byte of each step it considers, and changes nothing. Raises UserError if there are
+    checkpoints and none can be used: only the user may decide to restart from scratch."""
+    rejected: dict[int, Problem] = {}
+    newest_first = step_numbers(run_dir)[::-1] if order is None else order
+    for step, problem in inspect_each(run_dir, newest_first, check_step):
         if problem is None:
-            return ResumePoint(number, wrong)
-        wrong[number] = problem
-        if problem == UNSEALED:
-            unsealed.append(number)
-    if unsealed:
-        newer = {number: said for number, said in wrong.items() if number > unsealed[0]}
-        return ResumePoint(unsealed[0], newer, is_sealed=False)
-    where, aside = checkpoints_dir(run), checkpoints_dir(run) / QUARANTINE
-    if not wrong and not files.list_names(aside):
+            return ResumePoint(step, rejected)
+        rejected[step] = problem
+
+    unsealed = next((step for step, problem in rejected.items() if not problem.is_damage), None)
+    if unsealed is not None:
+        newer = {step: problem for step, problem in rejected.items() if step > unsealed}
+        return ResumePoint(unsealed, newer, is_sealed=False)
+
+    quarantined = sorted(list_quarantine(run_dir))
+    if not rejected and not quarantined:
         return ResumePoint(None, {})
-    told = [f"step {number}: {said}" for number, said in wrong.items()]
-    told += [] if wrong else [f"{aside} holds {', '.join(files.list_names(aside))}"]
+    directory = checkpoints_dir(run_dir)
+    reasons = [f"step {step}: {problem.text}" for step, problem in rejected.items()]
+    if not reasons:
+        reasons = [f"{directory / QUARANTINE} holds {', '.join(quarantined)}"]
     raise UserError(
-        f"{where}: no checkpoint in it can be trusted, and the run does not begin anew by itself. "
-        + "; ".join(told)
-        + f". Put a copy of a whole one there if you have one; {restart_hint(run)}"
+        f"{directory}: no checkpoint here is intact, and a run does not restart from scratch by itself. "
+        f"{'; '.join(reasons)}. If you have an intact copy, put it there; {restart_hint(run_dir)}"
     )
 
 
-def restart_hint(run: str) -> str:
-    return f"to begin anew, use another `run_dir`, or remove {run} with all that is in it"
+def restart_hint(run_dir: str) -> str:
+    return f"to restart from scratch, use another `run_dir`, or delete {run_dir} and everything in it"
 
 
-def find_intact_before(run: str, step: int) -> int | None:
-    """The newest whole step before one; where all are later, the oldest of them. None if there is none."""
-    every = step_numbers(run)
-    order = [n for n in reversed(every) if n < step] + [n for n in every if n >= step]
-    for number, problem in inspect_each(run, order, check_step):
+def find_readable_step(run_dir: str) -> tuple[int, list[str]]:
+    """Choose the step that evaluation, export and other readers use. Returns it with warnings about others.
+
+    The newest intact step, but an interim one only if no other is intact: the run removes it soon. Damaged
+    steps stay where they are."""
+    require_steps(run_dir)
+    point = _find_step_while_training(run_dir)
+    if point.step is None:
+        raise UserError(f"{run_dir}: its checkpoints were removed while they were read; try again")
+    directory = checkpoints_dir(run_dir)
+    warnings = [
+        f"{directory / str(step)} is not used: {problem.text_for_reader}"
+        for step, problem in point.rejected.items()
+    ]
+    if not point.is_sealed:
+        reason = f"no other step is intact, but {UNSEALED.text_for_reader}"
+        warnings.append(f"{directory / str(point.step)} is used because {reason}")
+    return point.step, warnings
+
+
+def _find_step_while_training(run_dir: str) -> ResumePoint:
+    """Choose a step to read while another process may add and remove steps.
+
+    That no step is intact is believed only if the list of steps has not changed meanwhile."""
+    for attempt in range(READ_ATTEMPTS):
+        before = list_steps(run_dir)
+        lasting_first = sorted(before, key=lambda stored: (stored.tier == "interim", -stored.step))
+        try:
+            point = find_resume_point(run_dir, [stored.step for stored in lasting_first])
+        except UserError:
+            if attempt == READ_ATTEMPTS - 1 or list_steps(run_dir) == before:
+                raise
+            continue
+        if (point.step is not None and point.is_sealed) or list_steps(run_dir) == before:
+            break
+    return point
+
+
+def find_intact_before(run_dir: str, step: int) -> int | None:
+    """Find the newest intact step before `step`, else the oldest later one. None if the run has no steps."""
+    steps = step_numbers(run_dir)
+    earlier, later = [n for n in steps if n < step], [n for n in steps if n >= step]
+    for candidate, problem in inspect_each(run_dir, earlier[::-1] + later, check_step):
         if problem is None:
-            return number
-    if every:
-        hint = f"`headrace checkpoint verify {run}` says why"
-        raise UserError(f"{checkpoints_dir(run)}: no checkpoint in it can be trusted; {hint}")
+            return candidate
+    if steps:
+        hint = f"`headrace checkpoint verify {run_dir}` shows why"
+        raise UserError(f"{checkpoints_dir(run_dir)}: no checkpoint here is intact; {hint}")
     return None
 
 
-def quarantine(run: str, passed: dict[int, str]) -> list[str]:
-    """Moves damaged steps out of the way of those that come again. The last few stay there: a run that is
-    killed in every other save would fill its disk. Says what was done."""
-    told = []
-    for number, said in passed.items():
-        name = f"{number}-{time.strftime('%Y%m%d-%H%M%S')}"
-        while files.exists(checkpoints_dir(run) / QUARANTINE / name):  # put aside in this very second
+def quarantine(run_dir: str, reasons: dict[int, str]) -> list[str]:
+    """Move steps to the quarantine folder, which frees their numbers for new ones. Returns what was done.
+
+    The last two stay there, or all of this call: a run that is killed in every other save would otherwise
+    fill its disk. In a bucket files move one by one, the manifest and commit_success.txt last: an interrupted
+    move leaves a damaged step, or at the very end an unsealed one, and the next start moves the rest."""
+    messages = []
+    quarantine_dir = checkpoints_dir(run_dir) / QUARANTINE
+    for step, reason in reasons.items():
+        name = f"{step}-{time.strftime('%Y%m%d-%H%M%S')}"
+        while files.exists(quarantine_dir / name):  # moved there in the same second
             name += "+"
-        aside = checkpoints_dir(run) / QUARANTINE / name
-        files.move(checkpoints_dir(run) / str(number), aside, last=(manifest.NAME, files.COMMITTED))
-        told.append(f"step {number}: this checkpoint is not used: {said}; it is now in {aside}")
-    older = list_quarantine(run)[: -max(QUARANTINE_KEEP, len(passed))] if passed else []
-    for name in older:
-        files.remove(checkpoints_dir(run) / QUARANTINE / name)
-        told.append(
-            f"{checkpoints_dir(run) / QUARANTINE / name} removed: only the last {QUARANTINE_KEEP} put aside "
-            "are kept"
-        )
-    return told
+        files.move(step_dir(run_dir, step), quarantine_dir / name, last=MARKERS)
+        messages.append(f"step {step}: checkpoint not used: {reason}; moved to {quarantine_dir / name}")
+    excess = list_quarantine(run_dir)[: -max(QUARANTINE_KEEP, len(reasons))] if reasons else []
+    for name in excess:
+        files.remove(quarantine_dir / name)
+        messages.append(f"{quarantine_dir / name} removed: quarantine keeps only the last {QUARANTINE_KEEP}")
+    return messages
 
 
-def list_quarantine(run: str) -> list[str]:
-    """What lies in quarantine, the latest last."""
-    return sorted(
-        files.list_names(checkpoints_dir(run) / QUARANTINE), key=lambda name: name.partition("-")[2]
-    )
-
-
-def remove_unfinished(run: str) -> list[str]:
-    """What a save or a removal that was cut off has left. Only for the one who writes here, while nothing is
-    being written. Says what could not be removed."""
-    there = files.list_names(checkpoints_dir(run))
-    left = [name for name in there if any(mark in name for mark in UNFINISHED)]
-    if files.is_url(run):  # where folders cannot be renamed, such a step has its name already
-        left += map(str, sorted({int(name) for name in there if name.isdecimal()} - set(step_numbers(run))))
-    return [said for name in left for said in _try_removal(name, files.remove, checkpoints_dir(run) / name)]
-
-
-def apply_retention(run: str, keep: int) -> list[str]:
-    """What there are enough newer ones of, and what earlier removals have left. Says what could not go."""
-    left = [name for name in files.list_names(checkpoints_dir(run)) if name.endswith(REMOVED)]
-    told = [said for name in left for said in _try_removal(name, files.remove, checkpoints_dir(run) / name)]
-    old = [step.step for step in find_removable(run, keep)]
-    return told + [
-        said for number in old for said in _try_removal(f"step {number}", remove_step, run, number)
-    ]
-
-
-def _try_removal(name: str, removal: Callable[..., None], *what: object) -> list[str]:
-    """Why something could not be removed, in a line; none if it was."""
-    try:
-        removal(*what)
-    except (OSError, UserError) as error:
-        return [f"{name} could not be removed ({short_error(error)})"]
-    return []
-
-
-def short_error(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]
-
-
-def describe_step(run: str, number: int) -> StoredStep:
-    """By its manifest, without reading the rest. Raises Gone."""
-    path = checkpoints_dir(run) / str(number)
-    problem: str | None = UNSEALED
-    try:
-        known = manifest.read(path)
-    except Damaged as damage:
-        known, problem = None, str(damage)
-    there = files.list_files(path)
-    if known is None or manifest.NAME not in there:
-        if number not in step_numbers(run):
-            raise StepVanished
-        written = max((entry.modified_at for entry in there.values()), default=0.0)
-        return StoredStep(number, "unknown", sum(entry.size for entry in there.values()), written, problem)
-    return StoredStep(number, known.tier, known.size, there[manifest.NAME].modified_at, None)
+def list_quarantine(run_dir: str) -> list[str]:
+    """List the names of folders in quarantine, as STEP-TIME, the latest last."""
+    names = files.list_names(checkpoints_dir(run_dir) / QUARANTINE)
+    return sorted(names, key=lambda name: name.partition("-")[2])
 
 
 def find_removable(
-    run: str, keep: int, is_intact: Callable[[int], bool] = lambda number: True
+    run_dir: str, keep: int, is_intact: Callable[[int], bool] = lambda step: True
 ) -> list[StoredStep]:
-    """What may go: of the temporary steps all but the newest `keep` that are whole, and those from half-way
-    or without a manifest that are older than a whole one. The newest whole one always stays. So does what
-    is damaged, since it tells what happened."""
-    kept, newest, gone = 0, -1, []
-    for step in reversed(list_steps(run)):
-        if step.problem is not None:
-            if step.problem == UNSEALED and step.step < newest:
-                gone.append(step)
-        elif newest >= 0 and (step.tier == "interim" or step.tier == "temporary" and kept >= keep):
-            gone.append(step)
-        elif is_intact(step.step):
-            newest, kept = max(newest, step.step), kept + (step.tier == "temporary")
-    return gone[::-1]
+    """List the steps that may be removed, the oldest first.
+
+    These are temporary steps beyond the newest `keep`, and interim and unsealed steps older than an intact
+    one. The newest intact step always stays, and so do permanent ones. Damaged steps stay as evidence.
+    `is_intact` can check a sealed step before it counts; by default its manifest is trusted."""
+    removable: list[StoredStep] = []
+    has_newer_intact = False
+    num_temporary = 0
+    for stored in reversed(list_steps(run_dir)):
+        if stored.problem is not None:
+            if has_newer_intact and not stored.problem.is_damage:
+                removable.append(stored)
+        elif has_newer_intact and (
+            stored.tier == "interim" or (stored.tier == "temporary" and num_temporary >= keep)
+        ):
+            removable.append(stored)
+        elif is_intact(stored.step):
+            has_newer_intact = True
+            num_temporary += stored.tier == "temporary"
+    return removable[::-1]
 
 
-def free_space(run: str) -> Iterator[str]:
-    """Removes what the newest whole step can do without, a thing each time it is asked, and says what went:
-    first what was put aside, since the run's own work comes first, then the oldest steps."""
-    for name in list_quarantine(run):
-        if not _try_removal(name, files.remove, checkpoints_dir(run) / QUARANTINE / name):
+def apply_retention(run_dir: str, keep: int) -> list[str]:
+    """Remove what `find_removable` lists, and what is left of earlier removals. Returns what failed."""
+    directory = checkpoints_dir(run_dir)
+    leftovers = [name for name in files.list_names(directory) if name.endswith(REMOVED)]
+    errors = [_try_removal(name, files.remove, directory / name) for name in leftovers]
+    for stored in find_removable(run_dir, keep):
+        errors.append(_try_removal(f"step {stored.step}", remove_step, run_dir, stored.step))
+    return [error for error in errors if error]
+
+
+def remove_unfinished(run_dir: str) -> list[str]:
+    """Remove what interrupted saves and removals have left. Returns what failed.
+
+    Call it only while no save is in progress: its files would look like leftovers."""
+    directory = checkpoints_dir(run_dir)
+    names = files.list_names(directory)
+    leftovers = [name for name in names if any(mark in name for mark in UNFINISHED)]
+    if files.is_url(run_dir):  # leftovers in a bucket have the final name
+        numbered = {int(name) for name in names if name.isdecimal()}
+        leftovers += map(str, sorted(numbered - set(step_numbers(run_dir))))
+    errors = [_try_removal(name, files.remove, directory / name) for name in leftovers]
+    return [error for error in errors if error]
+
+
+def free_space(run_dir: str) -> Iterator[str]:
+    """Remove one thing per iteration that training can do without, and yield its name.
+
+    First what is in quarantine, then steps, the oldest first. The newest sealed step stays."""
+    for name in list_quarantine(run_dir):
+        if not _try_removal(name, files.remove, checkpoints_dir(run_dir) / QUARANTINE / name):
             yield f"{QUARANTINE}/{name}"
-    for old in find_removable(run, 0):
-        if not _try_removal("", remove_step, run, old.step):
-            yield f"step {old.step}: checkpoint"
+    for stored in find_removable(run_dir, keep=0):
+        if not _try_removal(f"step {stored.step}", remove_step, run_dir, stored.step):
+            yield f"step {stored.step}: checkpoint"
 
 
-def remove_step(run: str, number: int) -> None:
-    """By another name first, or in a bucket what says that it is all there: a removal that is cut off leaves
-    no step that looks damaged."""
-    path = checkpoints_dir(run) / str(number)
-    if not files.is_url(run):
-        other = checkpoints_dir(run) / f"{number}{REMOVED}"
-        files.remove(other)
-        files.move(path, other)
-        path = other
-    files.remove(path, first=(manifest.NAME, files.COMMITTED))
+def remove_step(run_dir: str, step: int) -> None:
+    """Remove a step such that an interrupted removal leaves nothing that looks like a damaged step.
+
+    On a disk the folder is renamed first. In a bucket the manifest and commit_success.txt go first."""
+    doomed = step_dir(run_dir, step)
+    if not files.is_url(run_dir):
+        doomed = checkpoints_dir(run_dir) / f"{step}{REMOVED}"
+        files.remove(doomed)  # left by an earlier removal of this step
+        files.move(step_dir(run_dir, step), doomed)
+    files.remove(doomed, first=MARKERS)
 
 
-def require_steps(run: str) -> None:
-    if not step_numbers(run):
-        raise UserError(
-            f"{run}: found no checkpoint in {checkpoints_dir(run)}, expected a run folder with some"
-        )
+def _try_removal(name: str, remove: Callable[..., None], *args: object) -> str | None:
+    """Call `remove(*args)`. Returns None, or why it failed, so that the caller can continue with the rest."""
+    try:
+        remove(*args)
+    except (OSError, UserError) as error:
+        return f"{name} could not be removed ({short_error(error)})"
+    return None
 
 
-def resolve_step(run: str, step: str) -> int:
-    """A step that a user names."""
-    require_steps(run)
-    if not step.isdecimal() or int(step) not in step_numbers(run):
-        raise UserError(
-            f"{run}: found no step {step}, expected one of {', '.join(map(str, step_numbers(run)))}"
-        )
-    return int(step)
+def short_error(error: Exception) -> str:
+    """The text of an exception on one line, cut to 200 characters."""
+    return " ".join(str(error).split())[:200]
 
 
-def find_readable_step(run: str, say: Say) -> int:
-    """The newest whole step, for those who only read: what is passed over is told and left in its place. One
-    from half-way, which goes while the run goes on, is taken only where no other is whole."""
-    require_steps(run)
-    chosen = _find_step_while_training(run)
-    for number, said in chosen.rejected.items():
-        say(f"{checkpoints_dir(run)}/{number} is not used: {said}{OR_NOT_DONE if said == UNSEALED else ''}")
-    if chosen.step is None:
-        raise UserError(f"{run}: its checkpoints went while they were looked at; try again")
-    if not chosen.is_sealed:
-        say(f"{checkpoints_dir(run)}/{chosen.step} is used since no other is whole: {UNSEALED}{OR_NOT_DONE}")
-    return chosen.step
-
-
-def _find_step_while_training(run: str) -> ResumePoint:
-    """Looks again where steps came or went meanwhile, before it believes that none is whole."""
-    for look in range(READ_ATTEMPTS):
-        there = list_steps(run)
-        by_stay = sorted(there, key=lambda step: (step.tier != "interim", step.step), reverse=True)
-        try:
-            chosen = find_resume_point(run, [step.step for step in by_stay])
-        except UserError:
-            if look == READ_ATTEMPTS - 1 or list_steps(run) == there:
-                raise
-            continue
-        if chosen.step is not None and chosen.is_sealed or list_steps(run) == there:
-            break
-    return chosen
-
-
-def ls(run: str, say: Say) -> None:
-    """A table. Says `whole` only of what it has read."""
-    require_steps(run)
-    rows = [("step", "tier", "size", "age", "state")]
-    for _, (step, state) in inspect_each(
-        run, step_numbers(run), lambda run, n: (describe_step(run, n), _state(run, n))
-    ):
-        age = f"{max(time.time() - step.written_at, 0) / 3600:,.1f} h" if step.written_at else "-"
-        rows.append((str(step.step), step.tier, f"{step.size / 1e9:,.3f} GB", age, state))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = [cell.rjust(width) for cell, width in zip(row[:-1], widths, strict=False)]
-        say("  ".join([*cells, row[-1]]))
-    aside = checkpoints_dir(run) / QUARANTINE
-    for name in files.list_names(aside):
-        say(f"put aside: {aside / name}")
-
-
-def verify(run: str, step: str | None, say: Say) -> bool:
-    """Whether all that were asked for are whole; says it of each."""
-    require_steps(run)
-    asked = [resolve_step(run, step)] if step else step_numbers(run)
-    states = dict(inspect_each(run, asked, _state))
-    for number, state in states.items():
-        say(f"step {number}: {state}")
-    return all(state == "whole" for state in states.values())
-
-
-def prune(run: str, keep: int, say: Say, *, dry_run: bool = False) -> None:
-    """Reads what is to stay before anything goes: what is damaged counts for nothing."""
-    states: dict[int, str] = {}
-
-    def is_whole(number: int) -> bool:
-        states.update(inspect_each(run, [number], _state))
-        return states.get(number) == "whole"
-
-    gone = find_removable(run, keep, is_whole)
-    for number, state in states.items():
-        if state != "whole":
-            say(f"step {number}: {state}; it stays, and does not count")
-    for step in gone:
-        if not dry_run:
-            remove_step(run, step.step)
-        say(f"step {step.step}: {'would be removed' if dry_run else 'removed'}, {step.size / 1e9:,.3f} GB")
-    aside = list_quarantine(run) if "whole" in states.values() else []
-    for name in aside:
-        if not dry_run:
-            files.remove(checkpoints_dir(run) / QUARANTINE / name)
-        say(f"{QUARANTINE}/{name}: {'would be removed' if dry_run else 'removed'}")
-    if not gone and not aside:
-        say(f"{run}: nothing to remove")
-
-
-def available_bytes(run: str) -> int | None:
-    """Bytes on the disk of a run; None if it has none of its own."""
-    if files.is_url(run):
+def available_bytes(run_dir: str) -> int | None:
+    """Free bytes on the disk of a run. None for a bucket, which has no limit of its own."""
+    if files.is_url(run_dir):
         return None
-    path = checkpoints_dir(run)
+    path = checkpoints_dir(run_dir)
     while not path.exists():
         path = path.parent
     return shutil.disk_usage(path).free
 
 
-def inspect_each(run: str, asked: Sequence[int], look: Callable[[str, int], T]) -> Iterator[tuple[int, T]]:
-    """What a look at each step finds, less those that go meanwhile."""
-    for number in asked:
-        with contextlib.suppress(StepVanished):
-            yield number, look(run, number)
+def require_steps(run_dir: str) -> None:
+    """Raise UserError if a run has no checkpoints."""
+    if not step_numbers(run_dir):
+        directory = checkpoints_dir(run_dir)
+        raise UserError(f"{run_dir}: found no checkpoint in {directory}, expected a run folder with some")
 
 
-def check_step(run: str, number: int) -> str | None:
-    """What speaks against a step, all of it read; None if it is whole. Raises Gone."""
-    try:
-        known = manifest.verify(checkpoints_dir(run) / str(number))
-        problem = UNSEALED if known is None else None
-    except (Damaged, FileNotFoundError) as damage:
-        problem = str(damage)
-    if problem is not None and number not in step_numbers(run):
-        raise StepVanished
-    return problem
-
-
-def _state(run: str, number: int) -> str:
-    problem = check_step(run, number)
-    if problem == UNSEALED:
-        return f"unverified: {UNSEALED}{OR_NOT_DONE}"
-    return "whole" if problem is None else f"damaged: {problem}"
-
-
-def _counting(run: str, found: list[int]) -> list[bool]:
-    """Of each step in a bucket, whether Orbax has written the last of it, or it was whole once: one that has
-    a manifest and lacks anything else is damaged, and not half written."""
-    marks = {files.COMMITTED, manifest.NAME}
-    with ThreadPoolExecutor(BUCKET_THREADS, "steps") as pool:
-        return list(
-            pool.map(lambda n: bool(marks & set(files.list_names(checkpoints_dir(run) / str(n)))), found)
-        )
+def resolve_step(run_dir: str, text: str) -> int:
+    """Convert a step number that a user typed, checking that this step exists."""
+    require_steps(run_dir)
+    steps = step_numbers(run_dir)
+    if not text.isdecimal() or int(text) not in steps:
+        raise UserError(f"{run_dir}: found no step {text}, expected one of {', '.join(map(str, steps))}")
+    return int(text)

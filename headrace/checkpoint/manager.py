@@ -1,6 +1,15 @@
-"""Checkpoints through Orbax: asynchronous and atomic, each with a manifest of its bytes. A weight is stored
-whole under its dotted path, all layers in one array, so that the layout depends on neither the mesh nor how
-the layers are compiled."""
+"""Saving and restoring of the training state through Orbax, behind the training loop.
+
+A save becomes a checkpoint in four stages. A kill during the first three loses this save, and nothing else:
+
+1. `save` returns when the arrays are copied to host memory.
+2. All hosts write them in the background, on a disk into a folder with a temporary name.
+3. The first host seals the step: once all files are on the disk, it writes manifest.txt (manifest.py). Only
+   now does the step count. After a kill before this, the run resumes from the step before (inventory.py).
+4. Only then are older steps removed.
+
+Each weight is stored as one array under its dotted path, all layers together, so that the layout depends
+neither on the mesh nor on how the layers are compiled."""
 
 import contextlib
 import logging
@@ -19,257 +28,173 @@ from headrace.checkpoint import inventory, manifest
 from headrace.checkpoint.manifest import Tier
 from headrace.checkpoint.state import State
 from headrace.errors import UserError
-from headrace.nn.module import named_leaves
+from headrace.nn.module import Array, PyTree, named_leaves
 from headrace.storage import files
 
-ITEMS = ("params", "ema", "rest")
+Metadata = dict[str, Any]  # JSON: step, seed, data, recipe, tokenizer
+Leaves = dict[str, Array]  # arrays, or their shapes and shardings, by dotted path
+
+ITEMS = ("params", "ema", "rest")  # what Orbax stores as arrays; `meta` is JSON
+REFUSED, NO_STEP = -2, -1  # broadcast in place of a step
 
 
 class Checkpoints:
-    """The checkpoints folder of a run. Weights (`params`), their average (`ema`) and the rest are items of
-    their own: who exports reads only the one it needs."""
+    """The checkpoints of one run. Weights (`params`), their moving average (`ema`) and the rest of the state
+    are separate Orbax items, so that an export reads only what it needs."""
 
     def __init__(
         self, run_dir: str, *, keep: int | None = None, before_seal: Callable[[], object] = lambda: None
     ) -> None:
-        """With `keep`, for the trainer, who alone may clear away old and half-written checkpoints.
-        `before_seal` is called, in a thread, before a step counts."""
-        self.run_dir, self.keep, self.directory, self.before_seal = (
-            run_dir,
-            keep,
-            inventory.checkpoints_dir(run_dir),
-            before_seal,
-        )
-        logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs with a traceback what we tell
+        """`keep` is how many temporary steps stay. Only the trainer, which holds the lock of the run, may set
+        it: with None, nothing is ever removed. `before_seal` is called, in a thread, before a step counts."""
+        self.run_dir = run_dir
+        self.keep = keep
+        self.before_seal = before_seal
+        self.directory = inventory.checkpoints_dir(run_dir)
+        self.resume_point = inventory.ResumePoint(None, {})
+        self.last_durable_step = 0  # the newest step that was sealed here
+        self.last_save_ok = True  # the last save is sealed, or on its way
+        self.abandoned = False
+        self.problems: list[str] = []  # warnings that were not printed yet
+        self.seal_thread: threading.Thread | None = None
+
+        logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs a traceback for what we report
         if files.is_bucket(run_dir):
             files.prepare_gcsfs()
         handlers: dict[str, Any] = {item: ocp.StandardCheckpointHandler() for item in ITEMS}
         handlers["meta"] = ocp.JsonCheckpointHandler()
         self.orbax = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler(**handlers))
-        self.seal_thread: threading.Thread | None = None  # of the manifest, behind Orbax's own
-        self.last_durable_step = 0  # the last step that is whole and was saved here
-        self.last_save_ok = True  # the last step that was to be saved is, or is on its way
-        self.abandoned = False
-        self.resume_point = inventory.ResumePoint(None, {})
-        self.problems: list[str] = []
 
     def latest_step(self) -> int | None:
-        """The newest step that is whole; those passed over are told and left where they are."""
-        say = lambda line: print(f"headrace: {line}", file=sys.stderr)
-        return (
-            inventory.find_readable_step(self.run_dir, say) if inventory.step_numbers(self.run_dir) else None
-        )
+        """Find the newest intact step, for a reader. Prints a warning for each newer step, and moves none."""
+        if not inventory.step_numbers(self.run_dir):
+            return None
+        step, warnings = inventory.find_readable_step(self.run_dir)
+        for warning in warnings:
+            print(f"headrace: {warning}", file=sys.stderr)
+        return step
 
     def find_resume_step(self, last_saved: int = 0) -> int | None:
-        """For the trainer: the newest step that is whole, on all hosts. Nothing is moved yet. `known` is a
-        step that was saved, as far as the run's account says: it does not begin anew without a word."""
-        error: UserError | None = None
+        """Choose the step to resume from, the same on all hosts. Moves nothing.
+
+        `last_saved` is the newest step that goodput.jsonl records as saved. If it is not 0 and there is no
+        checkpoint at all, the run is refused: restarting from scratch must be the user's decision."""
+        return self._choose_on_first_host(lambda: self._choose_resume_step(last_saved))
+
+    def _choose_resume_step(self, last_saved: int) -> int | None:
+        self.resume_point = inventory.find_resume_point(self.run_dir)
+        if last_saved and self.resume_point.step is None:
+            raise UserError(
+                f"{self.directory}: found no checkpoint, but step {last_saved} was saved (goodput.jsonl says "
+                f"so); put the folder back; {inventory.restart_hint(self.run_dir)}"
+            )
+        return self.resume_point.step
+
+    def rewind_before(self, step: int) -> int | None:
+        """Choose the newest intact step before `step`, the same on all hosts, to discard the training since.
+        Later steps are quarantined."""
+        self.wait()
+        return self._choose_on_first_host(lambda: self._choose_rewind_step(step))
+
+    def _choose_rewind_step(self, step: int) -> int | None:
+        target = inventory.find_intact_before(self.run_dir, step)
+        discarded = [n for n in inventory.step_numbers(self.run_dir) if n > (target or 0)]
+        reason = f"the run went back to step {target}"
+        self.problems += inventory.quarantine(self.run_dir, dict.fromkeys(discarded, reason))
+        return target
+
+    def _choose_on_first_host(self, choose: Callable[[], int | None]) -> int | None:
+        """Call `choose` on the first host, and return its step on all. If it raises UserError there, raise on
+        all: a host that went on alone would wait for the others forever."""
+        step: int | None = None
+        refusal: UserError | None = None
         if jax.process_index() == 0:
             try:
-                self.resume_point = inventory.find_resume_point(self.run_dir)
-                if last_saved and self.resume_point.step is None:
-                    raise UserError(
-                        f"{self.directory}: found no checkpoint, and step {last_saved} was saved "
-                        "(goodput.jsonl says "
-                        f"so); put the folder back; {inventory.restart_hint(self.run_dir)}"
-                    )
-            except UserError as refusal:
-                error = refusal
-        step = self.resume_point.step
-        found = _broadcast(-2 if error is not None else -1 if step is None else step)
-        if found == -2:
-            raise error or UserError(
-                f"{self.directory}: no checkpoint in it can be trusted; see the first host"
+                step = choose()
+            except UserError as error:
+                refusal = error
+        answer = _broadcast(REFUSED if refusal is not None else NO_STEP if step is None else step)
+        if answer == REFUSED:
+            raise refusal or UserError(
+                f"{self.directory}: no checkpoint here is intact; see the log of the first host"
             )
-        return None if found < 0 else found
+        return None if answer == NO_STEP else answer
 
     def quarantine_damaged(self) -> None:
-        """Once the run is to go on: puts damaged steps aside, and removes what was left half-written."""
-        if jax.process_index():
+        """Quarantine the steps that `find_resume_step` rejected, and remove what interrupted saves left.
+
+        Called when the run is certain to continue: a run that is refused must change nothing."""
+        if jax.process_index() != 0:
             return
+        reasons = {step: problem.text for step, problem in self.resume_point.rejected.items()}
         self.problems += inventory.remove_unfinished(self.run_dir)
-        self.problems += inventory.quarantine(self.run_dir, self.resume_point.rejected)
+        self.problems += inventory.quarantine(self.run_dir, reasons)
         self.problems += self._unsealed_warning()
 
     def resume_warnings(self) -> list[str]:
-        """What is to be said of a run that has nothing left to do, and of which nothing is moved."""
-        passed = self.resume_point.rejected.items()
-        told = [f"step {number}: this checkpoint is not used: {said}" for number, said in passed]
-        return told + self._unsealed_warning()
+        """Warnings about damaged and unsealed steps, for a run that is complete already. Moves nothing."""
+        rejected = self.resume_point.rejected.items()
+        warnings = [f"step {step}: this checkpoint is not used: {problem.text}" for step, problem in rejected]
+        return warnings + self._unsealed_warning()
 
     def _unsealed_warning(self) -> list[str]:
         if self.resume_point.is_sealed:
             return []
-        return [f"step {self.resume_point.step}: {inventory.UNSEALED}; it is used since no other is whole"]
+        reason = f"no other step is intact, but {inventory.UNSEALED.text}"
+        return [f"step {self.resume_point.step}: this checkpoint is used because {reason}"]
 
     def remove_old(self) -> None:
-        """What there are enough newer ones of. A kill may have come before the last save could do it."""
-        if jax.process_index() or self.keep is None:
+        """Remove steps beyond `keep`, after each save; and on resuming, in case a kill came between."""
+        if jax.process_index() != 0 or self.keep is None:
             return
         try:
-            told = inventory.apply_retention(self.run_dir, self.keep)
-        except (OSError, UserError) as error:  # what is saved is saved
-            told = [f"older checkpoints could not be removed ({inventory.short_error(error)})"]
-        self.problems += [f"{said}; the next save tries again" for said in told]
-
-    def rewind_before(self, step: int) -> int | None:
-        """For the trainer, who gives up what it learnt from a step on: the checkpoint to go back to, on all
-        hosts. Later ones are put aside."""
-        self.wait()
-        error: UserError | None = None
-        found: int | None = None
-        if jax.process_index() == 0:
-            try:
-                found = inventory.find_intact_before(self.run_dir, step)
-                given_up = [
-                    number for number in inventory.step_numbers(self.run_dir) if number > (found or 0)
-                ]
-                why = f"the run went back to step {found}"
-                self.problems += inventory.quarantine(self.run_dir, dict.fromkeys(given_up, why))
-            except UserError as refusal:
-                error = refusal
-        target = _broadcast(-2 if error is not None else -1 if found is None else found)
-        if target == -2:
-            raise error or UserError(
-                f"{self.directory}: no checkpoint in it can be trusted; see the first host"
-            )
-        return None if target < 0 else target
+            errors = inventory.apply_retention(self.run_dir, self.keep)
+        except (OSError, UserError) as error:  # the save before it has succeeded all the same
+            errors = [f"older checkpoints could not be removed ({inventory.short_error(error)})"]
+        self.problems += [f"{error}; the next save tries again" for error in errors]
 
     def drain_problems(self) -> list[str]:
-        """What went wrong since this was last asked."""
-        told, self.problems = self.problems, []
-        return told
+        """Return the warnings since the last call."""
+        problems, self.problems = self.problems, []
+        return problems
 
-    def save(self, step: int, state: State, meta: dict[str, Any], *, tier: Tier = "temporary") -> bool:
-        """Returns once the weights are copied off the device; writing goes on behind. False if the disk has
-        no room for it."""
+    def save(self, step: int, state: State, meta: Metadata, *, tier: Tier = "temporary") -> bool:
+        """Start to save the state. Returns when the arrays are copied off the device; writing continues in
+        the background. False if the disk has no room for it."""
         items = {"params": dict(named_leaves(state.params)), "rest": _non_param_leaves(state)}
         if state.ema is not None:
             items["ema"] = dict(named_leaves(state.ema))
         return self._start_save(step, items, meta, tier)
 
-    def save_params(self, params: Any, meta: dict[str, Any]) -> None:
-        """Weights alone, at step 0: what an import leaves for training to start from."""
-        if not (
-            self._start_save(0, {"params": dict(named_leaves(params))}, meta, "temporary") and self.wait()
-        ):
+    def save_params(self, params: PyTree, meta: Metadata) -> None:
+        """Save weights alone, as step 0, and wait: an imported model, for training to start from."""
+        items = {"params": dict(named_leaves(params))}
+        if not (self._start_save(0, items, meta, "temporary") and self.wait()):
             raise UserError("; ".join(self.drain_problems()))
 
-    def check_room(self, state: Any) -> None:
-        """Before a run begins: whether its disk holds a checkpoint beside the newest one. The first host
-        looks for all, since it alone clears away."""
-        refusal = self._room_problem(checkpoint_bytes(state)) if jax.process_index() == 0 else ""
-        if _broadcast(bool(refusal)):
-            raise UserError(
-                refusal or f"run_dir: no room for a checkpoint in {self.run_dir}; see the first host"
-            )
-
-    def _room_problem(self, need: int) -> str:
-        free = inventory.available_bytes(self.run_dir)
-        if free is None:
-            return ""
-        older = 0
-        if self.keep is not None:
-            older = sum(step.size for step in inventory.find_removable(self.run_dir, 0))
-            older += sum(
-                file.size for file in files.list_files(self.directory / inventory.QUARANTINE).values()
-            )
-        if need <= free + older:
-            return ""
-        gains = f", and {_gb(older)} with older checkpoints removed" if older else ""
-        return (
-            f"run_dir: a checkpoint takes {_gb(need)}, and the disk of {self.run_dir} has {_gb(free)} free"
-            f"{gains}; make room, or put `run_dir` on a larger disk"
-        )
-
-    def wait(self) -> bool:
-        """Waits for the save that is on its way. Whether the last one asked for is whole."""
-        if self.seal_thread is not None:
-            self.seal_thread.join()
-            self.seal_thread = None
-        return self.last_save_ok
-
-    def read_meta(self, step: int) -> dict[str, Any]:
-        with self._explain_read_errors(step):
-            return self.orbax.restore(
-                self.directory / str(step), args=ocp.args.Composite(meta=ocp.args.JsonRestore())
-            )["meta"]
-
-    def has_item(self, step: int, item: str) -> bool:
-        return bool(files.list_names(self.directory / str(step) / item))
-
-    def array_metadata(self, step: int, item: str) -> dict[str, Any]:
-        """What is stored of each array, by its path: shape, dtype."""
-        with self._explain_read_errors(step):
-            stored = self.orbax.metadata(self.directory / str(step)).item_metadata[item]
-            if stored is None:
-                raise FileNotFoundError(f"no {item}/_METADATA")
-            return dict(stored)
-
-    def restore(self, step: int, abstract: State) -> State:
-        """`target` is a state of shapes with shardings, on any mesh. An average that was not kept before
-        begins at the weights."""
-        wanted = _non_param_leaves(abstract)
-        rest = self._restore_item(step, "rest", wanted, "optimizer")
-        whole = {
-            f"params.{path}": leaf for path, leaf in named_leaves(self.restore_params(step, abstract.params))
-        }
-        if abstract.ema is not None:
-            ema = self.restore_params(step, abstract.ema, "ema" if self.has_item(step, "ema") else "params")
-            whole |= {f"ema.{path}": leaf for path, leaf in named_leaves(ema)}
-        return jax.tree.unflatten(
-            jax.tree.structure(abstract), [(rest | whole)[path] for path, _ in named_leaves(abstract)]
-        )
-
-    def restore_params(self, step: int, abstract: Any, item: str = "params") -> Any:
-        flat = self._restore_item(step, item, dict(named_leaves(abstract)), "model")
-        return jax.tree.unflatten(
-            jax.tree.structure(abstract), [flat[path] for path, _ in named_leaves(abstract)]
-        )
-
-    def iter_params(self, step: int, abstract: Any) -> Iterator[tuple[str, Any]]:
-        """The weights one after the other: who makes something smaller of each never holds all of them."""
-        wanted, folder = dict(named_leaves(abstract)), self.directory / str(step) / "params"
-        with self._explain_read_errors(step):
-            check_arrays(wanted, self.array_metadata(step, "params"), "model")
-        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as orbax:
-            for path, leaf in wanted.items():
-                one = {path: leaf}
-                how = ocp.checkpoint_utils.construct_restore_args(one)
-                args = ocp.args.PyTreeRestore(item=one, restore_args=how, partial_restore=True)
-                with self._explain_read_errors(step):
-                    found = orbax.restore(folder, args=args)
-                yield path, found.pop(path)
-
-    def close(self) -> None:
-        if not self.abandoned:
-            self.wait()
-            self.orbax.close()
-
-    def abandon(self) -> None:
-        """What is on its way is not waited for; without a manifest it does not count."""
-        self.abandoned = True
-
-    def _start_save(self, step: int, items: dict[str, Any], meta: dict[str, Any], tier: Tier) -> bool:
-        self.wait()  # one at a time: two would hold two copies of the state in this host's memory
+    def _start_save(self, step: int, items: dict[str, Leaves], meta: Metadata, tier: Tier) -> bool:
+        self.wait()  # one save at a time: two would need two copies of the state in host memory
         self.last_save_ok = self._make_room(step, checkpoint_bytes(items))
-        if self.last_save_ok:
-            args = {item: ocp.args.StandardSave(tree) for item, tree in items.items()}
-            path = self.directory / str(step)
-            try:
-                self.orbax.save(path, args=ocp.args.Composite(**args, meta=ocp.args.JsonSave(meta)))
-            except (OSError, ValueError) as error:
-                self._record_failure(step, error)
-                return False
-            self.seal_thread = threading.Thread(
-                target=self._seal_when_written, args=(step, tier), name=f"checkpoint-{step}", daemon=True
+        if not self.last_save_ok:
+            return False
+        args = {item: ocp.args.StandardSave(leaves) for item, leaves in items.items()}
+        try:
+            self.orbax.save(
+                self.directory / str(step), args=ocp.args.Composite(**args, meta=ocp.args.JsonSave(meta))
             )
-            self.seal_thread.start()
+        except (OSError, ValueError) as error:
+            self._record_failure(step, error)
+            return False
+        self.seal_thread = threading.Thread(
+            target=self._seal_when_written, args=(step, tier), name=f"checkpoint-{step}", daemon=True
+        )
+        self.seal_thread.start()
         return self.last_save_ok
 
     def _seal_when_written(self, step: int, tier: Tier) -> None:
-        """In a thread of its own: waits for Orbax, on all hosts, and makes the step one that counts. Older
-        ones go only then."""
+        """Wait until all hosts have written their arrays, seal the step, and only then remove older ones.
+
+        Runs in a thread of its own. A step that is abandoned or fails is not sealed, so it does not count."""
         try:
             self.orbax.wait_until_finished()
             if jax.process_index() == 0 and not self.abandoned:
@@ -277,96 +202,197 @@ class Checkpoints:
                 manifest.seal(self.directory / str(step), step=step, tier=tier)
                 self.last_durable_step = step
                 self.remove_old()
-        except Exception as error:  # whatever it is, the loop goes on and tells it
+        except Exception as error:  # any error at all: training continues, and reports it
             self._record_failure(step, error)
 
     def _record_failure(self, step: int, error: Exception) -> None:
         self.last_save_ok = False
-        said = (
-            f"step {step}: the checkpoint could not be written ({inventory.short_error(error)}); the run "
-            "goes on"
+        self.problems.append(
+            f"step {step}: the checkpoint could not be written ({inventory.short_error(error)}); "
+            "training continues"
         )
-        self.problems.append(said)
         if jax.process_index() == 0 and self.keep is not None:
             with contextlib.suppress(OSError, UserError):
                 self.problems += inventory.remove_unfinished(self.run_dir)
 
-    def _make_room(self, step: int, need: int) -> bool:
-        """Whether the disk holds so many bytes more, after what is not needed has gone if it must."""
-        enough = True
-        if (
-            jax.process_index() == 0
-            and (free := inventory.available_bytes(self.run_dir)) is not None
-            and free < need
-        ):
-            if self.keep is not None:
-                self.problems += inventory.remove_unfinished(self.run_dir)
-                goes = inventory.free_space(self.run_dir)
-                while (inventory.available_bytes(self.run_dir) or 0) < need and (gone := next(goes, None)):
-                    self.problems.append(f"{gone} removed, since the disk is full")
-            free = inventory.available_bytes(self.run_dir) or 0
-            enough = free >= need
-            if not enough:
-                self.problems.append(
-                    f"step {step}: no checkpoint, which takes {_gb(need)}: the disk of {self.run_dir} has "
-                    f"{_gb(free)} free; make room, the next save tries again"
-                )
-        return bool(_broadcast(enough))
+    def wait(self) -> bool:
+        """Wait for the save in progress. Returns whether the last save succeeded."""
+        if self.seal_thread is not None:
+            self.seal_thread.join()
+            self.seal_thread = None
+        return self.last_save_ok
 
-    def _restore_item(self, step: int, item: str, wanted: dict[str, Any], section: str) -> dict[str, Any]:
-        args = ocp.args.Composite(**{item: ocp.args.StandardRestore(wanted)})
+    def abandon(self) -> None:
+        """Let `close` return without waiting for the save in progress, which is never sealed."""
+        self.abandoned = True
+
+    def close(self) -> None:
+        if not self.abandoned:
+            self.wait()
+            self.orbax.close()
+
+    def check_room(self, state: State) -> None:
+        """Check, before a run begins, that its disk holds one more checkpoint besides the newest one.
+
+        The first host checks for all, since it alone removes older steps."""
+        problem = self._room_problem(checkpoint_bytes(state)) if jax.process_index() == 0 else None
+        if _broadcast(problem is not None):
+            raise UserError(
+                problem
+                or f"run_dir: no room for a checkpoint in {self.run_dir}; see the log of the first host"
+            )
+
+    def _room_problem(self, needed: int) -> str | None:
+        available = inventory.available_bytes(self.run_dir)
+        if available is None:
+            return None
+        removable = 0
+        if self.keep is not None:
+            quarantine_dir = self.directory / inventory.QUARANTINE
+            removable = sum(stored.size for stored in inventory.find_removable(self.run_dir, keep=0))
+            removable += sum(info.size for info in files.list_files(quarantine_dir).values())
+        if needed <= available + removable:
+            return None
+        gain = f", and {_gb(removable)} more without older checkpoints" if removable else ""
+        return (
+            f"run_dir: a checkpoint takes {_gb(needed)}, and the disk of {self.run_dir} has {_gb(available)} "
+            f"free{gain}; make room, or put `run_dir` on a larger disk"
+        )
+
+    def _make_room(self, step: int, needed: int) -> bool:
+        """Whether the disk has `needed` bytes free, the same on all hosts, if need be after removing some."""
+        has_room = jax.process_index() != 0 or self._make_room_on_disk(step, needed)
+        return bool(_broadcast(has_room))
+
+    def _make_room_on_disk(self, step: int, needed: int) -> bool:
+        """Remove as little as possible: leftovers, then quarantine, then older steps one by one. If that is
+        not enough, this save is skipped: training is worth more than a checkpoint."""
+        available = inventory.available_bytes(self.run_dir)
+        if available is None or available >= needed:
+            return True
+        if self.keep is not None:
+            self.problems += inventory.remove_unfinished(self.run_dir)
+            removals = inventory.free_space(self.run_dir)
+            while (inventory.available_bytes(self.run_dir) or 0) < needed and (name := next(removals, None)):
+                self.problems.append(f"{name} removed, since the disk is full")
+        available = inventory.available_bytes(self.run_dir) or 0
+        if available < needed:
+            self.problems.append(
+                f"step {step}: checkpoint skipped: it takes {_gb(needed)}, and the disk of {self.run_dir} "
+                f"has {_gb(available)} free; make room, the next save tries again"
+            )
+        return available >= needed
+
+    def read_meta(self, step: int) -> Metadata:
+        """Read the JSON that was saved with a step."""
+        args = ocp.args.Composite(meta=ocp.args.JsonRestore())
         with self._explain_read_errors(step):
-            check_arrays(wanted, self.array_metadata(step, item), section)
+            return self.orbax.restore(self.directory / str(step), args=args)["meta"]
+
+    def has_item(self, step: int, item: str) -> bool:
+        return bool(files.list_names(self.directory / str(step) / item))
+
+    def array_metadata(self, step: int, item: str) -> dict[str, Any]:
+        """Read what Orbax stores about the arrays of an item, by path: shape and dtype."""
+        with self._explain_read_errors(step):
+            stored = self.orbax.metadata(self.directory / str(step)).item_metadata[item]
+            if stored is None:
+                raise FileNotFoundError(f"no {item}/_METADATA")
+            return dict(stored)
+
+    def restore(self, step: int, abstract: State) -> State:
+        """Restore a state. `abstract` has the shapes and shardings to restore to, on any mesh.
+
+        If no average was saved, because `optimizer.ema_decay` is new, it starts at the weights."""
+        leaves = self._restore_item(step, "rest", _non_param_leaves(abstract), "optimizer")
+        params = self.restore_params(step, abstract.params)
+        leaves |= {f"params.{path}": leaf for path, leaf in named_leaves(params)}
+        if abstract.ema is not None:
+            ema = self.restore_params(step, abstract.ema, "ema" if self.has_item(step, "ema") else "params")
+            leaves |= {f"ema.{path}": leaf for path, leaf in named_leaves(ema)}
+        return _fill(abstract, leaves)
+
+    def restore_params(self, step: int, abstract: PyTree, item: str = "params") -> PyTree:
+        """Restore weights, or with `item="ema"` their average, to the shapes and shardings of `abstract`."""
+        return _fill(abstract, self._restore_item(step, item, dict(named_leaves(abstract)), "model"))
+
+    def iter_params(self, step: int, abstract: PyTree) -> Iterator[tuple[str, Array]]:
+        """Restore one weight at a time, so that a caller which shrinks each never holds the dense model."""
+        expected = dict(named_leaves(abstract))
+        with self._explain_read_errors(step):
+            check_arrays(expected, self.array_metadata(step, "params"), "model")
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as orbax:
+            for path, leaf in expected.items():
+                item = {path: leaf}
+                restore_args = ocp.checkpoint_utils.construct_restore_args(item)
+                args = ocp.args.PyTreeRestore(item=item, restore_args=restore_args, partial_restore=True)
+                with self._explain_read_errors(step):
+                    restored = orbax.restore(self.directory / str(step) / "params", args=args)
+                yield path, restored.pop(path)
+
+    def _restore_item(self, step: int, item: str, expected: Leaves, section: str) -> Leaves:
+        args = ocp.args.Composite(**{item: ocp.args.StandardRestore(expected)})
+        with self._explain_read_errors(step):
+            check_arrays(expected, self.array_metadata(step, item), section)
             return self.orbax.restore(self.directory / str(step), args=args)[item]
 
     @contextlib.contextmanager
     def _explain_read_errors(self, step: int) -> Iterator[None]:
-        """Tells of a checkpoint of which something is missing. Orbax says it by any exception there is, the
-        plain Exception included."""
+        """Turn errors about missing or unreadable files into a UserError that names the checkpoint.
+
+        Orbax raises any kind of exception for them, plain `Exception` included."""
         try:
             yield
         except (UserError, jax.errors.JaxRuntimeError):
             raise
         except Exception as error:
             if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
-                raise  # no permission, no network: nothing to remove a checkpoint for
+                raise  # no permission, no network: no reason to remove a checkpoint
             raise UserError(
                 f"{self.run_dir}/checkpoints/{step}: this checkpoint cannot be read "
                 f"({' '.join(str(error).split())[:100]}); if it is damaged, move that folder elsewhere"
             ) from error
 
 
-def _non_param_leaves(state: State) -> dict[str, Any]:
+def check_arrays(expected: Leaves, stored: dict[str, Any], section: str) -> None:
+    """Raise UserError if a checkpoint has other arrays than this recipe. Orbax's message would be pages."""
+    for path, leaf in expected.items():
+        shape = tuple(stored[path].shape) if path in stored else None
+        if shape != tuple(leaf.shape):
+            found = "missing" if shape is None else f"of shape {shape}"
+            raise UserError(
+                f"{section}: the checkpoint was made with other settings: {path} is {found} in it and of "
+                f"shape {tuple(leaf.shape)} in this recipe; use the recipe of the run folder, or another "
+                "`run_dir`"
+            )
+    extra = sorted(set(stored) - set(expected))
+    if extra:
+        raise UserError(f"{section}: the checkpoint holds {extra[0]}, which this recipe has no place for")
+
+
+def checkpoint_bytes(tree: PyTree) -> int:
+    """Upper bound on the size of a checkpoint. Orbax compresses, weights by less than a tenth."""
+    size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+    return size + size // 50 + (1 << 20)  # with the metadata of the arrays
+
+
+def _non_param_leaves(state: State) -> Leaves:
     return {path: leaf for path, leaf in named_leaves(state) if not path.startswith(("params.", "ema."))}
 
 
+def _fill(abstract: PyTree, leaves: Leaves) -> PyTree:
+    """Build a tree like `abstract` from arrays by path."""
+    return jax.tree.unflatten(
+        jax.tree.structure(abstract), [leaves[path] for path, _ in named_leaves(abstract)]
+    )
+
+
 def _broadcast(value: int) -> int:
-    """What the first host says, on all of them. They must all come here."""
+    """Send the first host's value to all. Every host must call this, or the others wait."""
     if jax.process_count() == 1:
         return value
     return int(multihost_utils.broadcast_one_to_all(np.int64(value)))
 
 
-def checkpoint_bytes(tree: Any) -> int:
-    """Bytes that a checkpoint takes at most. Orbax compresses, by less than a tenth for weights."""
-    size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
-    return size + size // 50 + (1 << 20)  # what describes the arrays
-
-
 def _gb(size: float) -> str:
     return f"{size / 1e9:,.2f} GB"
-
-
-def check_arrays(wanted: dict[str, Any], stored: dict[str, Any], section: str) -> None:
-    """Says in plain words what differs, before Orbax does at length."""
-    for path, leaf in wanted.items():
-        found = tuple(stored[path].shape) if path in stored else None
-        if found != tuple(leaf.shape):
-            was = f"of shape {found}" if found is not None else "not there"
-            raise UserError(
-                f"{section}: the checkpoint was made with other settings: {path} is {was} in it and of shape "
-                f"{tuple(leaf.shape)} in this recipe; use the recipe of the run folder or another `run_dir`"
-            )
-    extra = sorted(set(stored) - set(wanted))
-    if extra:
-        raise UserError(f"{section}: the checkpoint holds {extra[0]}, which this recipe has no place for")

@@ -1,11 +1,15 @@
-"""What the files of a checkpoint must be: a list of their sizes and CRC-32C sums, which has a sum of its own.
-Orbax itself reads a flipped bit as another number and says nothing. CRC-32C finds every change of up to four
-bytes in a row; it proves nothing against somebody who rewrites the list too. A bucket keeps the same sum of
-each object and is asked for it, so that nothing is read."""
+"""The manifest of a checkpoint: the size and CRC-32C checksum of every file, and a checksum of itself.
+
+Orbax reads a flipped bit as another number, without an error. CRC-32C detects every change of up to four
+consecutive bytes; it proves nothing against someone who rewrites the manifest as well. A bucket stores the
+same checksum with each object, so there nothing is downloaded to verify a step.
+
+The file is text: a header with the checksum of all that follows, a line with step and tier, and a line per
+file."""
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal, cast, get_args
@@ -15,131 +19,152 @@ from etils import epath
 
 from headrace.storage import files as storage_files
 
-# Permanent ones are never removed, temporary ones when there are enough newer ones, and those from half-way
-# between two saves as soon as a newer one is whole.
+# How long a step is kept. A permanent one is never removed, a temporary one when there are enough newer ones,
+# and an interim one, saved halfway between two others, as soon as a newer step is sealed.
 Tier = Literal["permanent", "temporary", "interim"]
 
 NAME = "manifest.txt"
-DRAFT = NAME + ".draft"  # of a seal that was cut off
-HEAD = "headrace manifest 1"
-BLOCK = 1 << 20  # at 5 GB/s: the library holds Python's lock for 0.2 ms, which no loop notices
-THREADS = 4  # a disk serves no more
-FIRST = re.compile(rf"step (\d{{1,18}}) ({'|'.join(get_args(Tier))})")
-LINE = re.compile(r"([0-9a-f]{8}) (\d{1,18}) (.+)")
+DRAFT = NAME + ".draft"  # left by a seal that was interrupted
+HEADER = "headrace manifest 1"
+BLOCK_BYTES = 1 << 20  # at 5 GB/s: google_crc32c holds the GIL for 0.2 ms, too short to delay training
+THREADS = 4  # more do not read faster from one disk
+STEP_LINE = re.compile(rf"step (\d{{1,18}}) ({'|'.join(get_args(Tier))})")
+FILE_LINE = re.compile(r"([0-9a-f]{8}) (\d{1,18}) (.+)")
 
 
 class Damaged(Exception):
-    """Says what is wrong with a checkpoint."""
+    """A checkpoint differs from its manifest, or the manifest itself is damaged. The message says where."""
+
+
+@dataclass(frozen=True)
+class FileChecksum:
+    """The size and CRC-32C of a file."""
+
+    size: int  # bytes
+    crc32c: int
 
 
 @dataclass(frozen=True)
 class Manifest:
+    """The content of a step's manifest."""
+
     step: int
     tier: Tier
-    files: dict[str, tuple[int, int]]  # by their path in the step's folder: size and CRC-32C
+    files: dict[str, FileChecksum]  # by path relative to the step's folder
 
     @property
     def size(self) -> int:
-        return sum(size for size, _ in self.files.values())
+        """Bytes of all files together."""
+        return sum(file.size for file in self.files.values())
 
 
 def seal(folder: epath.Path, *, step: int, tier: Tier) -> Manifest:
-    """Measures a step that is written and lists it, whole or not at all. All of it is on the disk before the
-    list is: a machine that loses power may keep the list alone otherwise."""
-    there = {
-        name: entry for name, entry in storage_files.list_files(folder).items() if name not in (NAME, DRAFT)
+    """Write the manifest of a step whose files are all written. Only a step with a manifest counts.
+
+    All other files are synced to the disk first: after a power failure, the manifest could otherwise be there
+    and they not."""
+    infos = {
+        name: info for name, info in storage_files.list_files(folder).items() if name not in (NAME, DRAFT)
     }
-    made = Manifest(step, tier, dict(zip(there, _measured(folder, there, sync=True), strict=True)))
-    for path in {folder, *((folder / name).parent for name in there)}:
-        _sync(path)
-    storage_files.write(folder / NAME, _text(made))
+    checksums = dict(zip(infos, _read_checksums(folder, infos, sync=True), strict=True))
+    manifest = Manifest(step, tier, checksums)
+    for directory in {folder, *((folder / name).parent for name in infos)}:
+        _sync(directory)
+    storage_files.write(folder / NAME, to_bytes(manifest))
     _sync(folder)
-    return made
+    return manifest
 
 
 def read(folder: epath.Path) -> Manifest | None:
-    """None where there is none: the save was cut off before it."""
+    """Read the manifest of a step, and no other file. None if there is none: the save was interrupted.
+
+    Raises Damaged if the manifest is not as it was written, or belongs to another step."""
     try:
-        found = storage_files.read(folder / NAME)
+        content = storage_files.read(folder / NAME)
     except FileNotFoundError:
         return None
-    # Compared as bytes, not as numbers: a changed letter in the sum of the list is a change as well.
-    _, _, body = found.partition(b"\n")
-    if found != _head(body) + body:
+    # Compared as bytes, not as numbers: a changed character within the checksum is damage, too.
+    _, _, body = content.partition(b"\n")
+    if content != _header(body) + body:
         raise Damaged(f"{NAME} is not what was written")
-    # What somebody else made may have the right sum and be anything.
-    first, *lines = body.decode(errors="replace").splitlines() or [""]
-    named = FIRST.fullmatch(first)
-    matches = [LINE.fullmatch(line) for line in lines]
-    if named is None or not all(matches):
+    # A file that Headrace did not write may have a correct checksum and any content.
+    step_line, *file_lines = body.decode(errors="replace").splitlines() or [""]
+    step_match = STEP_LINE.fullmatch(step_line)
+    file_matches = [FILE_LINE.fullmatch(line) for line in file_lines]
+    if step_match is None or not all(file_matches):
         raise Damaged(f"{NAME} is of another version")
-    files = {match[3]: (int(match[2]), int(match[1], 16)) for match in matches if match}
-    if any(name.startswith("/") or ".." in name.split("/") for name in files):
+    checksums = {match[3]: FileChecksum(int(match[2]), int(match[1], 16)) for match in file_matches if match}
+    if any(name.startswith("/") or ".." in name.split("/") for name in checksums):
         raise Damaged(f"{NAME} lists files outside of the folder")
-    step = int(named[1])
-    if folder.name.isdecimal() and int(folder.name) != step:  # else a run would pass over what lies between
+    step = int(step_match[1])
+    if folder.name.isdecimal() and int(folder.name) != step:  # resuming would skip the steps in between
         raise Damaged(f"it is step {step} by its {NAME}")
-    return Manifest(step, cast(Tier, named[2]), files)
+    return Manifest(step, cast(Tier, step_match[2]), checksums)
 
 
 def verify(folder: epath.Path) -> Manifest | None:
-    """Reads all that the manifest lists; raises Damaged, with the first file that is not as it was written.
-    None if there is no manifest. Files that are not listed are never read, and not looked at."""
-    known = read(folder)
-    if known is None:
+    """Compare every file that the manifest lists with it. None if there is no manifest.
+
+    Raises Damaged for the first file that differs. Files that are not listed are ignored."""
+    manifest = read(folder)
+    if manifest is None:
         return None
-    there = storage_files.list_files(folder)
-    for name, (size, _) in known.files.items():  # without reading anything
-        if name not in there:
+    infos = storage_files.list_files(folder)
+    for name, expected in manifest.files.items():  # sizes first, since they need no reading
+        if name not in infos:
             raise Damaged(f"{name} is missing")
-        if there[name].size != size:
-            raise Damaged(f"{name} has {there[name].size:,} bytes, and {size:,} were written")
-    listed = {name: there[name] for name in known.files}
-    for name, found in zip(listed, _measured(folder, listed), strict=True):
-        if found != known.files[name]:
-            raise Damaged(f"{name} has checksum {found[1]:08x}, and {known.files[name][1]:08x} was written")
-    return known
+        if infos[name].size != expected.size:
+            raise Damaged(f"{name} has {infos[name].size:,} bytes, but {expected.size:,} were written")
+    listed = {name: infos[name] for name in manifest.files}
+    for name, found in zip(listed, _read_checksums(folder, listed), strict=True):
+        expected = manifest.files[name]
+        if found != expected:
+            raise Damaged(f"{name} has checksum {found.crc32c:08x}, but {expected.crc32c:08x} was written")
+    return manifest
 
 
-def _head(body: bytes) -> bytes:
-    return f"{HEAD} {google_crc32c.value(body):08x}\n".encode()
-
-
-def _text(made: Manifest) -> bytes:
-    lines = [f"step {made.step} {made.tier}"]
-    lines += [f"{crc:08x} {size} {name}" for name, (size, crc) in made.files.items()]
+def to_bytes(manifest: Manifest) -> bytes:
+    """The content of manifest.txt."""
+    lines = [f"step {manifest.step} {manifest.tier}"]
+    lines += [f"{file.crc32c:08x} {file.size} {name}" for name, file in manifest.files.items()]
     body = "".join(f"{line}\n" for line in lines).encode()
-    return _head(body) + body
+    return _header(body) + body
 
 
-def _measured(
-    folder: epath.Path, listed: dict[str, storage_files.FileInfo], *, sync: bool = False
-) -> Iterator[tuple[int, int]]:
+def _header(body: bytes) -> bytes:
+    return f"{HEADER} {google_crc32c.value(body):08x}\n".encode()
+
+
+def _read_checksums(
+    folder: epath.Path, infos: Mapping[str, storage_files.FileInfo], *, sync: bool = False
+) -> Iterator[FileChecksum]:
+    """Yield the checksum of each file, in the order of `infos`."""
     with ThreadPoolExecutor(THREADS, "checksum") as pool:
-        yield from pool.map(lambda name: _measure(folder / name, listed[name], sync), listed)
+        yield from pool.map(lambda name: _read_checksum(folder / name, infos[name], sync), infos)
 
 
-def _measure(path: epath.Path, entry: storage_files.FileInfo, sync: bool) -> tuple[int, int]:
-    if entry.crc32c is not None:
-        return entry.size, entry.crc32c
+def _read_checksum(path: epath.Path, info: storage_files.FileInfo, sync: bool) -> FileChecksum:
+    """Compute the checksum of a file. The bucket's own is used if there is one, without reading the file."""
+    if info.crc32c is not None:
+        return FileChecksum(info.size, info.crc32c)
     if storage_files.is_url(path):
         content = storage_files.read(path)
-        return len(content), google_crc32c.value(content)
+        return FileChecksum(len(content), google_crc32c.value(content))
     size = crc = 0
     with path.open("rb") as file:
-        while block := file.read(BLOCK):
+        while block := file.read(BLOCK_BYTES):
             size, crc = size + len(block), google_crc32c.extend(crc, block)
     if sync:
         _sync(path)
-    return size, crc
+    return FileChecksum(size, crc)
 
 
 def _sync(path: epath.Path) -> None:
-    """Where there is a disk: what lies at a URL is kept once it is written."""
+    """Sync a file or folder to the disk. A bucket needs none: an object is durable once it is written."""
     if storage_files.is_url(path):
         return
-    handle = os.open(path, os.O_RDONLY)
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(handle)
+        os.fsync(descriptor)
     finally:
-        os.close(handle)
+        os.close(descriptor)

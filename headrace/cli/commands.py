@@ -23,7 +23,7 @@ def train(args: argparse.Namespace) -> int:
     if args.is_program and not args.once:
         from headrace.checkpoint import inventory
 
-        return supervisor.Supervisor(cfg.run_dir, inventory.latest_step).watch()
+        return supervisor.Supervisor(cfg.run_dir, inventory.newest_sealed_step).watch()
     supervisor.die_with_parent()
     from headrace.runtime import malloc
 
@@ -113,54 +113,6 @@ def data_verify(args: argparse.Namespace) -> None:
     from headrace.data.verify import verify
 
     verify(args.folder, print)
-
-
-def checkpoint_ls(args: argparse.Namespace) -> None:
-    from headrace.checkpoint import inventory
-
-    inventory.ls(args.run, print)
-
-
-def checkpoint_verify(args: argparse.Namespace) -> int:
-    from headrace.checkpoint import inventory
-
-    return 0 if inventory.verify(args.run, args.step, print) else 1
-
-
-def checkpoint_prune(args: argparse.Namespace) -> None:
-    from headrace.checkpoint import inventory
-
-    if args.keep < 1:
-        raise UserError(f"--keep: found {args.keep}, expected 1 or more")
-    inventory.require_steps(args.run)
-    if args.dry_run:
-        inventory.prune(args.run, args.keep, print, dry_run=True)
-        return
-    from headrace.storage.lock import lock
-
-    with lock(args.run, on_wait=print):
-        inventory.prune(args.run, args.keep, print)
-
-
-def checkpoint_diff(args: argparse.Namespace) -> int:
-    """1 if they differ, as `diff` has it."""
-    from headrace.checkpoint import inventory
-
-    pairs = [(args.run, step) for step in args.others]
-    if len(args.others) == 1:
-        pairs = [(run, str(inventory.find_readable_step(run, print))) for run in (args.run, *args.others)]
-    if len(pairs) != 2:
-        raise UserError("checkpoint diff: expected a run and two of its steps, or two runs")
-    (run, step), (other, other_step) = [
-        (name, inventory.resolve_step(name, number)) for name, number in pairs
-    ]
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # leaves the accelerators to those who train
-    from headrace.checkpoint.diff import diff_checkpoints
-
-    print(f"{run} step {step} -> {other} step {other_step}")
-    lines = list(diff_checkpoints(run, step, other, other_step))
-    print("\n".join(lines))
-    return 0 if all("are the same, bit for bit" in line for line in lines) else 1
 
 
 def report(args: argparse.Namespace) -> None:

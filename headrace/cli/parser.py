@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 from headrace import __version__
 from headrace.cli import commands, tpu_parser
+from headrace.cli.tpu_parser import import_on_call
 from headrace.errors import UserError
 
 EXAMPLES = """\
@@ -110,22 +111,33 @@ def data(top: Any) -> None:
 
 
 def checkpoint(top: Any) -> None:
-    kept = top.add_parser("checkpoint", help="look after the checkpoints of a run").add_subparsers(
-        metavar="COMMAND", required=True
+    kept = top.add_parser(
+        "checkpoint", help="list, verify, prune and compare the checkpoints of a run"
+    ).add_subparsers(metavar="COMMAND", required=True)
+    one = add(
+        kept,
+        "ls",
+        import_on_call("checkpoint", "ls"),
+        "list the checkpoints of a run, and whether they are intact",
     )
-    one = add(kept, "ls", commands.checkpoint_ls, "list the checkpoints of a run, and whether they are whole")
     one.add_argument("run", metavar="RUN", help="a run folder")
     one = add(
-        kept, "verify", commands.checkpoint_verify, "read checkpoints and compare them with their manifests"
+        kept,
+        "verify",
+        import_on_call("checkpoint", "verify"),
+        "read checkpoints and compare them with their manifests",
     )
     one.add_argument("run", metavar="RUN", help="a run folder")
     one.add_argument("step", metavar="STEP", nargs="?", help="one of them (default: all)")
-    one = add(kept, "prune", commands.checkpoint_prune, "remove old temporary checkpoints")
+    one = add(kept, "prune", import_on_call("checkpoint", "prune"), "remove old temporary checkpoints")
     one.add_argument("run", metavar="RUN", help="a run folder")
     one.add_argument("--keep", type=int, required=True, metavar="N", help="the newest N stay")
     one.add_argument("--dry-run", action="store_true", help="only say which")
     one = add(
-        kept, "diff", commands.checkpoint_diff, "tell how recipes and weights of two checkpoints differ"
+        kept,
+        "diff",
+        import_on_call("checkpoint", "diff"),
+        "show how the recipes and weights of two checkpoints differ",
     )
     one.add_argument("run", metavar="RUN", help="a run folder")
     one.add_argument("others", metavar="STEP", nargs="+", help="two of its steps, or another run folder")
