@@ -350,9 +350,9 @@ def test_of_a_pair_the_finder_is_fine_tuned_with_its_full_embedding(
     )  # fmt: skip
     source = init_from.check(str(tmp_path / "before"), model)
     family = load_family(model).Model
-    everywhere = jax.sharding.NamedSharding(pair.devices, jax.sharding.PartitionSpec())
+    everywhere = jax.sharding.NamedSharding(pair.mesh, jax.sharding.PartitionSpec())
     fresh = jax.device_put(module.init(family, model, jax.random.key(0)), everywhere)
-    whole, said = init_from.load_weights(source, model, fresh, pair.devices, str(sorted_texts))
+    whole, said = init_from.load_weights(source, model, fresh, pair.mesh, str(sorted_texts))
     np.testing.assert_array_equal(whole.embedding, pair.params.full_embedding(pair.recipe.model))
     np.testing.assert_array_equal(whole.blocks.w_q, pair.params.blocks.w_q)
     np.testing.assert_array_equal(whole.w_classes, fresh.w_classes)

@@ -68,7 +68,7 @@ def run(folder, tmp_path_factory) -> LoadedRun:
     to_huggingface.import_(str(folder), str(target))
     run = open_run(load_run(target, ["compute.dtype=float32"]))
     devices = sharding.make_mesh(dict.fromkeys(sharding.AXES, 1), jax.devices()[:1])
-    return dataclasses.replace(run, params=jax.device_get(run.params), devices=devices)
+    return dataclasses.replace(run, params=jax.device_get(run.params), mesh=devices)
 
 
 @pytest.mark.parametrize("length", PROMPTS)
@@ -174,7 +174,7 @@ def test_what_cannot_be_continued_is_refused_in_words(run, tmp_path):
         with pytest.raises(UserError, match=message):
             generate.generate(run, prompt, tokens, GREEDY)  # at once, before anything is shown
 
-    parts = dict(params=None, step=0, devices=run.devices, tokenizer_sha256=None)
+    parts = dict(params=None, step=0, mesh=run.mesh, tokenizer_sha256=None)
     encoder = tmp_path / "recipe.yaml"
     encoder.write_text(
         "run_dir: x\nmodel: {use: eurobert, layers: 1, embed: 32, heads: 2, kv_heads: 2, mlp: 32}\n"

@@ -196,7 +196,7 @@ def test_a_reader_of_the_older_spelling_finds_the_same_positions(runs, tmp_path)
 
 def test_an_export_without_a_tokenizer_names_no_tokens_of_others(runs, tmp_path):
     run = runs("eurobert")
-    bare = LoadedRun(run.recipe, run.params, run.step, run.devices, tokenizer=None, tokenizer_sha256=None)
+    bare = LoadedRun(run.recipe, run.params, run.step, run.mesh, tokenizer=None, tokenizer_sha256=None)
     to_huggingface.export(bare, str(tmp_path / "out"), "float32")
     theirs = load(tmp_path / "out")
     assert theirs.config.bos_token_id is theirs.config.eos_token_id is theirs.config.pad_token_id is None

@@ -77,7 +77,7 @@ def make(folder, **model: Any) -> LoadedRun:
 def on_one_device(run: LoadedRun) -> LoadedRun:
     """Programs for eight take thrice as long to compile."""
     devices = sharding.make_mesh(dict.fromkeys(sharding.AXES, 1), jax.devices()[:1])
-    return dataclasses.replace(run, params=jax.device_get(run.params), devices=devices)
+    return dataclasses.replace(run, params=jax.device_get(run.params), mesh=devices)
 
 
 @pytest.fixture(scope="module")

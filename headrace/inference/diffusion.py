@@ -88,7 +88,7 @@ def _sample(
     text = [*ids, *[special.mask] * tokens, *([] if special.eos is None else [special.eos])]
     # A round number, so that texts of about the same length share a program; the rest belongs to no document.
     length = 128 * math.ceil((len(ids) + blocks * width + 1) / 128)
-    home = NamedSharding(run.devices, PartitionSpec())
+    home = NamedSharding(run.mesh, PartitionSpec())
     row = jax.device_put(np.array([text + [fixed.mask] * (length - len(text))], np.int32), home)
     segments = jax.device_put(np.array([[1] * len(text) + [0] * (length - len(text))], np.int32), home)
     key, rng, number = jax.random.key(sampling.seed), np.random.default_rng(sampling.seed), 0
@@ -98,7 +98,7 @@ def _sample(
         for among, count in unmask_plan(reveal.order, size, steps, rng):
             places = np.zeros(width, bool)
             places[:size] = among
-            with jax.set_mesh(run.devices):
+            with jax.set_mesh(run.mesh):
                 number += 1
                 row = step(model, row, segments, first, places, count, jax.random.fold_in(key, number), fixed)
         yield from np.asarray(row)[0, first : first + size].tolist()

@@ -102,7 +102,7 @@ def sample(
     given = jnp.asarray([ids], jnp.int32)
     for number in range(tokens):
         # Not around the loop: whoever takes the tokens would find the mesh set between them.
-        with jax.set_mesh(run.devices):
+        with jax.set_mesh(run.mesh):
             logits, cache = step(model, given, cache, cfg, exec_opts)
             logits = soft_cap_logits(logits, run.recipe.loss.soft_cap)
             token = sample_token(logits, jax.random.fold_in(jax.random.key(sampling.seed), number), sampling)

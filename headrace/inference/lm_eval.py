@@ -47,7 +47,7 @@ def evaluate(run: LoadedRun, tasks: list[str], *, limit: int | None, batch: int)
         if name not in known.all_tasks:
             raise UserError(f"--tasks: found {name}, which is no task of lm-evaluation-harness, nor a file")
     run = run.merged()
-    with jax.set_mesh(run.devices):
+    with jax.set_mesh(run.mesh):
         result = simple_evaluate(
             model=Model(run, batch), tasks=names, task_manager=known, limit=limit, bootstrap_iters=1000
         )

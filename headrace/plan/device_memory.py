@@ -74,7 +74,7 @@ def _count_state_bytes(
     sharded = jax.tree.map(
         lambda leaf, leaf_sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf_sharding),
         abstract,
-        state.shardings(abstract, axes, mesh),
+        state.state_shardings(abstract, axes, mesh),
     )
     frozen_leaves = {name: leaf for name, leaf in module.named_leaves(sharded.params) if name in frozen}
     return StateBytes(
@@ -94,7 +94,7 @@ def _make_abstract_state(model: ModelConfig, optimizer: OptimizerKeys, frozen: f
     def init_state() -> state.State:
         params = module.init(family.Model, model, jax.random.key(0))
         history = loss_spikes.empty_history(2)
-        return state.new_state(params, tx, seed=0, ema=optimizer.ema_decay > 0, history=history)
+        return state.init_state(params, tx, seed=0, ema=optimizer.ema_decay > 0, history=history)
 
     return jax.eval_shape(init_state)
 

@@ -68,7 +68,7 @@ def quantize(run: LoadedRun, request: QuantizeRequest, say: Say) -> list[Path]:
         raise UserError(f"quantize: found no matrix of {cfg.use} that is a linear layer at Hugging Face")
     reads = method.CALIBRATED and not qat.applies(cfg)
     dataset = open_data(run, request) if reads else None
-    with jax.set_mesh(run.devices):
+    with jax.set_mesh(run.mesh):
         work = LayerCache(run, request, found, dataset)
         if qat.applies(cfg):
             for number in range(cfg.layers):
@@ -135,16 +135,14 @@ def calibrated(
     given = [np.asarray(calibrate.embed_inputs(cfg, exec_opts, run.params, text)) for text in texts]
     for number in range(cfg.layers):
         layer = Layer(cfg, exec_opts, number % turns, jnp.asarray(number), run.params)
-        rows = lambda given=given: (
-            (text, spread(run.devices, x)) for text, x in zip(texts, given, strict=True)
-        )
+        rows = lambda given=given: ((text, spread(run.mesh, x)) for text, x in zip(texts, given, strict=True))
         if not work.has(number):
             sums = hessians(layer, found, rows())
             made = {one.name: quantize_matrix(run, request, one, number, sums[one.name]) for one in found}
             if getattr(request.method, "tune_steps", 0):
                 held = list(zip(texts, given, strict=True))
                 made = finetune.finetune_layer(
-                    layer, request.method, found, made, held, partial(spread, run.devices)
+                    layer, request.method, found, made, held, partial(spread, run.mesh)
                 )
             work.keep(number, made)
         if number + 1 < cfg.layers:
@@ -172,7 +170,7 @@ def finish(
         module.axes(load_family(cfg.model).Model, cfg.model),
     )
     order = dataset.train_order(rows_of(run, request), seed=cfg.seed)
-    batch = lambda number: device_batch(dataset, order, run.devices, number)
+    batch = lambda number: device_batch(dataset, order, run.mesh, number)
     made, said = finetune.finetune_all(task, axes, run.params, request.method, found, layers, batch)
     for number in numbers:
         work.keep(number, made[number])
@@ -220,9 +218,9 @@ def quantize_matrix(run: LoadedRun, request: QuantizeRequest, one: Linear, numbe
         to_hf_layout(params[path][number].astype(jnp.float32), spot.pattern)
         for path, spot in zip(one.paths, one.places, strict=True)
     ]
-    axes = tuple(run.devices.shape)
-    spread = P(None, axes if one.outputs % run.devices.size == 0 else None)
-    w = jax.device_put(jnp.concatenate(parts).T, NamedSharding(run.devices, spread))
+    axes = tuple(run.mesh.shape)
+    spread = P(None, axes if one.outputs % run.mesh.size == 0 else None)
+    w = jax.device_put(jnp.concatenate(parts).T, NamedSharding(run.mesh, spread))
     return run_method(request.method, w, hessian, jax.random.fold_in(jax.random.key(run.recipe.seed), number))
 
 
@@ -266,9 +264,9 @@ def open_data(run: LoadedRun, request: QuantizeRequest) -> Dataset:
 def rows_of(run: LoadedRun, request: QuantizeRequest) -> int:
     """That are on the devices at a time."""
     rows = max(
-        run.devices.size, min(request.samples, run.recipe.batch.sequences // run.recipe.batch.microbatches)
+        run.mesh.size, min(request.samples, run.recipe.batch.sequences // run.recipe.batch.microbatches)
     )
-    return rows - rows % run.devices.size
+    return rows - rows % run.mesh.size
 
 
 def texts_of(
@@ -279,7 +277,7 @@ def texts_of(
     prepare = jax.jit(lambda batch, key: load_objective(task.objective).prepare(task, batch, key))
     order = dataset.train_order(rows, seed=run.recipe.seed)
     for number in range(max(1, request.samples // rows)):
-        batch = device_batch(dataset, order, run.devices, number)
+        batch = device_batch(dataset, order, run.mesh, number)
         examples = prepare(batch, jax.random.fold_in(jax.random.key(run.recipe.seed), number))
         counts = (batch.segments > 0).astype(jnp.float32)
         yield CalibrationBatch(examples.inputs, examples.segments, examples.positions, counts)

@@ -102,13 +102,13 @@ def evaluate_run(run: LoadedRun) -> dict[str, Any]:
     check_dataset_kind(cfg.objective, cfg.data.path, dataset.index)
     task = make_task(cfg, special_tokens(dataset))
     axes = module.axes(load_family(cfg.model).Model, cfg.model)
-    with jax.set_mesh(run.devices):
+    with jax.set_mesh(run.mesh):
         score = functools.partial(jax.jit(eval_step(task, axes, cfg.eval.repeats)), run.params)
         rows = cfg.batch.sequences // cfg.batch.microbatches
         given, judged = unpredicted_tokens(cfg.objective), eval_metrics_of(cfg.objective)
         if judged is not None:
             judged = functools.partial(with_label_lines, cfg.objective, dataset.index.labels)
-        result = evaluate(score, dataset, run.devices, sequences=rows, given=given, judged=judged)
+        result = evaluate(score, dataset, run.mesh, sequences=rows, given=given, judged=judged)
     assert result is not None
     return result
 

@@ -110,7 +110,7 @@ def make_state(
 
     def make_train_state(params: Any) -> State:
         history = loss_spikes.empty_history(len(update.guarded_metrics))
-        return state.new_state(
+        return state.init_state(
             params, update.tx, seed=cfg.seed, ema=cfg.optimizer.ema_decay > 0, history=history
         )
 
@@ -119,7 +119,7 @@ def make_state(
         return make_train_state(model_wrappers.drop_frozen_init(task.model, params) if has_init else params)
 
     abstract = jax.eval_shape(init_state)
-    homes = state.shardings(abstract, axes, mesh)
+    homes = state.state_shardings(abstract, axes, mesh)
     abstract = jax.tree.map(
         lambda leaf, home: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=home), abstract, homes
     )

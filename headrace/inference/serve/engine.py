@@ -95,7 +95,7 @@ class BatchEngine:
         self.entrance = threading.Lock()  # none joins the queue after the last who is told of the end
         cfg = run.recipe.model
         self.exec_opts = Execution(run.recipe.attention, run.recipe.compute.dtype, matmul=fixed_matmul(cfg))
-        with jax.set_mesh(run.devices):
+        with jax.set_mesh(run.mesh):
             names = axes(load_family(cfg).Model, cfg)
             self.model = jax.jit(lambda params: cast(params, names, self.exec_opts))(run.params)
             empty = functools.partial(self.model.init_cache, cfg, 1, length, self.exec_opts.dtype)
@@ -178,14 +178,14 @@ class BatchEngine:
             token, cache = self.read(job)
         except Exception as error:  # such as no memory for it: the others have what is theirs
             return job.fail(error)
-        with jax.set_mesh(self.run.devices):
+        with jax.set_mesh(self.run.mesh):
             self.caches = put(self.caches, cache, slot)
         job.last = token
         job.push(token)
 
     def read(self, job: GenerationJob) -> tuple[int, Any]:
         cfg = self.run.recipe.model
-        with jax.set_mesh(self.run.devices):
+        with jax.set_mesh(self.run.mesh):
             cache = self.empty()
             for piece in pieces_of(job.ids):
                 logits, cache = generate.step(
@@ -202,7 +202,7 @@ class BatchEngine:
         each = lambda of, otherwise, dtype: jnp.asarray(
             [otherwise if job is None else of(job) for job in self.jobs], dtype
         )
-        with jax.set_mesh(self.run.devices):
+        with jax.set_mesh(self.run.mesh):
             tokens, self.caches = advance(
                 self.model,
                 each(lambda job: job.last, 0, jnp.int32),
