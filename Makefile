@@ -9,7 +9,7 @@ help:
 	@echo "make demo      corpus, tokenizer, training, evaluation, sample and export, in a few minutes on a CPU"
 	@echo "make test      lint and the quick tests"
 	@echo "make test-all  the slow tests as well"
-	@echo "make chaos     every fault of tests/faults.py injected for real, and a table of what came of it"
+	@echo "make chaos     every fault of tests/support/faults.py injected for real, and a table of what came of it"
 	@echo "make lint      ruff and mypy"
 	@echo "make reference docs/reference/recipe-keys.md, from the comments in the code"
 	@echo "make bench     ratios against peers, on a machine with one GPU"
@@ -29,18 +29,18 @@ help:
 	@$(PIP) install --quiet --quiet --constraint constraints.txt --editable '.[test]'
 	@touch $@
 
-# In a folder of its own, for tests/test_tpu.py alone: beside the other packages JAX would find it at every
-# start, look for a TPU, and print that there is none.
+# In a folder of its own, for tests/training/test_tpu_compile.py alone: among the other packages JAX would find it
+# at every start, look for a TPU, and print that there is none.
 .venv/libtpu: .venv/test
 	@$(PIP) install --quiet --quiet --constraint constraints.txt --upgrade --target $@ libtpu
 	@touch $@
 
-# In a folder of its own, for one test of tests/test_chaos.py: thirty packages that nothing else needs.
+# In a folder of its own, for one test of tests/chaos/test_faults.py: thirty packages that nothing else needs.
 .venv/wandb: .venv/test
 	@$(PIP) install --quiet --quiet --constraint constraints.txt --upgrade --target $@ wandb
 	@touch $@
 
-# An environment of its own, for one test of tests/test_cloud.py: it wants other versions than we do.
+# An environment of its own, for one test of tests/tpu/test_components.py: it wants other versions than we do.
 .venv/sky: .venv/test
 	@rm -rf $@
 	@$(BIN)/python -m venv $@

@@ -10,13 +10,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from tests import soon
+from tests.support import xla_flags
 
 # Tests close terminals and press Ctrl-C, also where they run in the background or under nohup.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = soon.flags(8)
+os.environ["XLA_FLAGS"] = xla_flags.flags(8)
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")  # torch's bf16 dies on CPUs that lie about AMX
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
@@ -24,10 +24,10 @@ os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 
 import pytest
 
-from tests.faults import FAULTS
+from tests.support.faults import FAULTS
 
 if TYPE_CHECKING:
-    from tests.fakegcs import Store
+    from tests.support.fake_gcs import Store
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -187,7 +187,7 @@ def demo_run(tmp_path, monkeypatch):
 def server() -> Iterator["Store"]:
     """A fake Google Cloud Storage with one bucket, for all tests of a process, since tensorstore
     looks up its address only once."""
-    from tests.fakegcs import running
+    from tests.support.fake_gcs import running
 
     with running("bucket") as store:
         yield store

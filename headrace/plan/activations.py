@@ -1,7 +1,7 @@
 """Bytes of activations by arithmetic: arrays that a layer saves for its backward pass or moves through
 memory.
 
-tests/test_activations.py compares the counts with the arrays that `jax.vjp` saves."""
+tests/nn/test_activations.py compares the counts with the arrays that `jax.vjp` saves."""
 
 from dataclasses import astuple, dataclass
 from typing import Protocol, TypeGuard

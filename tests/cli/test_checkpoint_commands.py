@@ -8,7 +8,7 @@ import numpy as np
 from headrace.checkpoint import inventory, manifest
 from headrace.checkpoint.manager import Checkpoints
 from headrace.cli import main as cli_main
-from tests.test_checkpoint import damage, save
+from tests.checkpoint.test_manager import damage, save
 
 
 def run_command(*arguments: object) -> int:

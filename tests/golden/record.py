@@ -11,10 +11,10 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from tests import soon
+from tests.support import xla_flags
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = soon.flags(8)
+os.environ["XLA_FLAGS"] = xla_flags.flags(8)
 
 import jax
 

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from tests import soon
 from tests.golden.losses import HERE, STEPS, logged_losses
+from tests.support import xla_flags
 
 COMMON = """
 run_dir: runs/{name}
@@ -62,7 +62,7 @@ def resume(run: Run, folder: Path) -> list[float]:
     """Train by the command, with as many simulated devices as the run has. Returns the losses."""
     run_dir = folder / "runs" / run.name
     recipe = f"{run_dir}/recipe.yaml" if run_dir.exists() else f"{run.name}.yaml"
-    env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": soon.flags(run.devices)}
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": xla_flags.flags(run.devices)}
     env |= {"PYTHONPATH": str(HERE.parent.parent)}
     command = [sys.executable, "-m", "headrace", "train", recipe, "--once"]
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)

@@ -1,0 +1,242 @@
+"""The command line: exit codes, one line for a mistake, and no JAX before a recipe is known to be right."""
+
+import glob
+import json
+import os
+import subprocess
+import sys
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from headrace.cli import main as cli_main
+from headrace.cli.main import main
+from headrace.config import json_schema, reader, recipe, sections
+
+ROOT = Path(__file__).parents[2]
+WHOLE = [p for p in sorted((ROOT / "recipes").rglob("*.yaml")) if "use" not in yaml.safe_load(p.read_text())]
+TRAINING = """\
+run_dir: runs/test
+model: {use: llama, layers: 2, embed: 64, heads: 4, kv_heads: 2, mlp: 128}
+data: {path: nowhere, sequence_length: 64}
+optimizer: {use: adamw, learning_rate: 3e-3}
+schedule: {use: cosine, steps: 20}
+"""
+# A process that fails if its command has imported JAX.
+WITHOUT_JAX = """\
+import sys
+from headrace.cli.main import main
+code = main(sys.argv[1:])
+assert "jax" not in sys.modules
+sys.exit(code)
+"""
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_with_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)  # or a pipe closed early shows at once
+    Path("recipe.yaml").write_text(TRAINING)
+
+
+def told(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    """The one line that a mistaken command prints."""
+    assert main(argv) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("headrace: ") and err.endswith("\n") and err.count("\n") == 1
+    return err.removeprefix("headrace: ").rstrip()
+
+
+@pytest.mark.parametrize(
+    "content, argv, says",
+    [
+        (b"run: {", ["train", "bad.yaml"], "bad.yaml:1: not YAML"),
+        (b"run: a\n\tmodel: b\n", ["train", "bad.yaml"], "bad.yaml:2: found a tab"),
+        (b"", ["train", "bad.yaml"], "bad.yaml:1: found an empty file"),
+        (bytes(range(256)), ["train", "bad.yaml"], "bad.yaml: found a file that is not text"),
+        (b"", ["train", "missing.yaml"], "missing.yaml: found no file"),
+        (b"", ["train", "recipe.yaml", "model.layer=3"], "command line: model.layer: unknown key"),
+        (b"", ["train", "recipe.yaml", "mesh.fsdp=0"], "command line: mesh.fsdp: found 0"),
+        (b"", ["recipe", "check", "recipe.yaml", "optimizer.use=adam"], "command line: optimizer.use: found"),
+        (b"sources: 3", ["data", "prepare", "bad.yaml"], "bad.yaml:1: path: found nothing"),
+        (b"", ["trian", "recipe.yaml"], "command line: found trian"),
+    ],
+)
+@pytest.mark.fault(19)
+def test_a_mistake_ends_in_one_line_and_code_2_before_jax_is_imported(
+    content: bytes, argv: list[str], says: str
+) -> None:
+    Path("bad.yaml").write_bytes(content)
+    done = subprocess.run([sys.executable, "-c", WITHOUT_JAX, *argv], capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+    assert done.stdout == ""
+    assert done.stderr.startswith(f"headrace: {says}")
+    assert done.stderr.count("\n") == 1
+
+
+def test_the_module_runs_as_a_program() -> None:
+    command = [sys.executable, "-m", "headrace", "recipe", "check", "recipe.yaml"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "recipe.yaml: fine\n", "")
+    done = subprocess.run([*command, "seed=x"], capture_output=True, text=True)
+    said = 'headrace: command line: seed: found "x", expected a whole number\n'
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", said)
+
+
+@pytest.mark.parametrize("argv", [["recipe", "schema"], ["recipe", "check", "recipe.yaml"]])
+def test_a_reader_that_leaves_early_is_no_mistake(argv: list[str]) -> None:
+    command = [sys.executable, "-m", "headrace", *argv]
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_letters_that_the_terminal_lacks_are_shown_by_their_numbers() -> None:
+    Path("recipe.yaml").rename("mühle.yaml")
+    command = [sys.executable, "-m", "headrace", "recipe", "check", "mühle.yaml"]
+    env = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "m\\xfchle.yaml: fine\n", "")
+
+
+def test_a_mistyped_command_is_told_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    said = told(capsys, "recipe", "chek", "recipe.yaml")
+    assert said.startswith("command line: found chek, expected one of show, check, list, explain, schema; ")
+    assert "did you mean check?" in said
+    assert "`headrace recipe --help`" in said
+
+
+@pytest.mark.parametrize(
+    "argv, says",
+    [
+        ([], "required: COMMAND"),
+        (["train"], "required: RECIPE (see `headrace train --help`)"),
+        (["train", "recipe.yaml", "--steps", "3"], "settings are given as key=value"),
+        (["train", "recipe.yaml", "more"], "command line: found more, expected key=value"),
+        (["generate", "run", "--tokens", "x"], "--tokens: invalid int value: 'x'"),
+        (["recipe", "list", "nowhere"], "nowhere: found no .yaml file in it, expected a folder of recipes"),
+    ],
+)
+def test_a_command_that_is_incomplete_or_too_long_says_so(
+    argv: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert says in told(capsys, *argv)
+
+
+@pytest.mark.parametrize(
+    "overrides, says",
+    [
+        (["schedule.steps=-4"], "command line: schedule.steps: found -4, expected a whole number of steps"),
+        (["model.layer=4"], "command line: model.layer: unknown key; did you mean model.layers?"),
+        (["model.layers.deep=4"], 'command line: model.layers: found {"deep": 4}, expected a whole number'),
+        (["optimizer=lion"], 'command line: optimizer: found "lion", expected `key: value` pairs'),
+        (["optimizer=null"], "command line: optimizer: found null, expected `key: value` pairs"),
+        (
+            ["model={use: llama, layers: 2}"],
+            "command line: model.embed: found nothing, expected a whole number",
+        ),
+        (["attention=nothing.yaml"], 'command line: attention: found "nothing.yaml", expected a file'),
+        (["schedule.steps"], "command line: found schedule.steps, expected key=value, e.g."),
+        (["=4"], "command line: found =4, expected key=value, e.g."),
+        (["model..layers=4"], "command line: found model..layers=4, expected key=value, e.g."),
+        (["loss={"], "command line: loss: found {, expected a value in YAML"),
+        (["seed=1", "seed=2"], "command line: seed: found a second time, expected once"),
+        (["run_dir="], "command line: run_dir: found nothing, expected text"),
+    ],
+)
+def test_a_mistake_among_the_overrides_says_so(
+    overrides: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert told(capsys, "recipe", "check", "recipe.yaml", *overrides).startswith(says)
+
+
+def test_show_prints_a_recipe_that_reads_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        main(["recipe", "show", "recipe.yaml", "schedule.steps=2B tokens", "optimizer.max_grad_norm=null"])
+        == 0
+    )
+    Path("shown.yaml").write_text(capsys.readouterr().out)
+    shown = recipe.load("shown.yaml")
+    assert shown == recipe.load("recipe.yaml", ["schedule.steps=2B tokens", "optimizer.max_grad_norm=null"])
+    assert set(reader.to_dict(shown)["log"]) == {"every", "tensorboard", "wandb"}
+
+
+def test_list_prints_every_file_with_its_head(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("recipes/deep").mkdir(parents=True)
+    Path("recipes/one.yaml").write_text("# the first\nrun_dir: x\n")
+    Path("recipes/deep/two.yaml").write_text("run: x\n")
+    Path("recipes/binary.yaml").write_bytes(bytes(range(256)))
+    assert main(["recipe", "list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == ["recipes/binary.yaml", "recipes/deep/two.yaml", "recipes/one.yaml       the first"]
+
+
+@pytest.mark.parametrize("flags, cls", [([], sections.TrainRecipe), (["--data"], sections.DataRecipe)])
+def test_schema_prints_json(flags: list[str], cls: type, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipe", "schema", *flags]) == 0
+    assert json.loads(capsys.readouterr().out) == json_schema.schema(cls)
+
+
+@pytest.mark.parametrize("cls", [sections.TrainRecipe, sections.DataRecipe])
+def test_the_schema_has_every_key(cls: type) -> None:
+    found = set()
+    for name, section in json_schema.schema(cls)["properties"].items():
+        parts = section.get("anyOf", [])
+        if parts and "additionalProperties" in parts[0] and parts[0]["additionalProperties"]:
+            name, parts = f"{name}.NAME", parts[0]["additionalProperties"]["anyOf"]
+        inner = [key for one in parts for key in one.get("properties", ())]
+        found |= {f"{name}.{key}" for key in inner} or {name}
+    assert found == set(reader.all_keys(cls))
+
+
+@pytest.mark.parametrize("path", WHOLE, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_recipe_fits_the_schema(path: Path, demo_run: None) -> None:
+    cfg = recipe.load_any(path)
+    rules = json_schema.schema(type(cfg))
+    assert fits(reader.to_dict(cfg), rules)
+    assert not fits(reader.to_dict(cfg) | {"sead": 1}, rules)
+    assert not fits(reader.to_dict(cfg) | {"seed": "one"}, rules)
+    assert not fits({"seed": 1}, rules)
+
+
+def test_the_schema_accepts_a_recipe_without_its_shape_if_it_starts_from_a_model() -> None:
+    rules = json_schema.schema(sections.TrainRecipe)
+    tree = {"run_dir": "runs/x", "data": {"path": "d", "sequence_length": 8}, "schedule": {"steps": 1}}
+    tree["optimizer"] = {"learning_rate": 1e-3}
+    assert not fits(tree, rules)
+    assert fits(tree | {"init_from": "runs/base"}, rules)
+    assert fits(tree | {"init_from": "runs/base", "model": {"rope_theta": 5e5}}, rules)
+
+
+def fits(value: Any, rules: dict[str, Any]) -> bool:
+    return jsonschema.Draft202012Validator(rules).is_valid(value)
+
+
+def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["--help"])
+    assert left.value.code == 0
+    said = capsys.readouterr().out
+    for command in ("train", "data", "eval", "generate", "export", "import", "recipe"):
+        assert f"\n    {command} " in said
+
+
+def test_libtpu_is_left_out_where_there_is_no_tpu(tmp_path, monkeypatch):
+    if glob.glob("/dev/accel*") or glob.glob("/dev/vfio/[0-9]*") or entry_points(group="jax_plugins"):
+        pytest.skip("a machine with an accelerator")
+    (tmp_path / "libtpu.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    cli_main.hide_libtpu_without_devices()
+    assert os.environ["JAX_PLATFORMS"] == "cpu"
+    monkeypatch.setenv("JAX_PLATFORMS", "tpu")
+    cli_main.hide_libtpu_without_devices()
+    assert os.environ["JAX_PLATFORMS"] == "tpu"
