@@ -179,7 +179,7 @@ def check_dataset_kind(cfg: ObjectiveConfig, path: str, index: Index, key: str =
     if index.pairs and kind != "pairs":
         raise UserError(
             f"{key}: {path} holds pairs of answers, which objective {cfg.use} does not read; use other data, "
-            "train with objective.use: dpo, or prepare the preferred answers with `column: chosen`"
+            "train with objective.use: dpo, or prepare the preferred answers with `text_column: chosen`"
         )
     if kind == "pairs" and not index.pairs:
         raise UserError(
