@@ -109,9 +109,8 @@ def learn(task: TrainTask, update: step.OptimizerStep, axes: Any, state: Any, ex
     grads, sums = step.accumulate_gradients(its, axes, state.params, step.to_microbatches(examples, 1))
     grads = jax.tree.map(lambda g: g / sums["count"], grads)
     norm = jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(grads)))
-    return step.apply_update(
-        update, axes, state, grads, {"loss": sums["loss"] / sums["count"], "grad_norm": norm}
-    )
+    metrics = {"loss": sums["loss"] / sums["count"], "grad_norm": norm}
+    return step.apply_update(update, axes, state, grads, metrics, model=task.model)
 
 
 def tested(task: TrainTask, params: Any) -> dict[str, list[float]]:

@@ -133,7 +133,7 @@ class Objective:
         return cls(
             prepare=plugin.prepare,
             max_targets=plugin.max_targets,
-            phases=members.get("UPDATE_PHASES") or _single_phase(plugin.loss),
+            phases=members.get("UPDATE_PHASES") or (UpdatePhase(plugin.loss),),
             prepare_evaluation=members.get("prepare_evaluation"),
             unpredicted_tokens=members.get("UNPREDICTED_TOKENS"),
             eval_metrics=members.get("eval_metrics"),
@@ -156,20 +156,6 @@ def _load_objective(name: str) -> Objective:
 def update_phases(task: TrainTask) -> tuple[UpdatePhase, ...]:
     """The sequential updates of a training step."""
     return load_objective(task.objective).phases
-
-
-TokenLoss = Callable[[TrainTask, Any, Examples], LossTotals]  # (task, model, examples)
-
-
-def _single_phase(loss: TokenLoss) -> tuple[UpdatePhase, ...]:
-    return (UpdatePhase(functools.partial(token_phase, loss)),)
-
-
-def token_phase(loss: TokenLoss, task: TrainTask, model: PyTree, examples: Examples) -> LossOutput:
-    """The only phase of an objective whose `loss` predicts tokens."""
-    totals = loss(task, model, examples)
-    counts = examples.weights if examples.counts is None else examples.counts
-    return LossOutput(totals.loss, {"loss": totals.loss, "nll": totals.nll, "count": counts.sum()})
 
 
 def check_dataset_kind(cfg: ObjectiveConfig, path: str, index: Index, key: str = "data.path") -> None:
@@ -195,20 +181,22 @@ def check_dataset_kind(cfg: ObjectiveConfig, path: str, index: Index, key: str =
 
 def token_loss(
     task: TrainTask, model: PyTree, examples: Examples, *, without: int | None = None
-) -> LossTotals:
+) -> LossOutput:
     """Compute the loss of predicting a token at every position with a weight.
 
     The token `without` gets no probability."""
     # A sum over tokens is the same in any order.
-    examples = jax.tree.map(sharding.to_balanced_order, examples)
+    balanced = jax.tree.map(sharding.to_balanced_order, examples)
     hidden = model(
         task.model,
-        examples.inputs,
+        balanced.inputs,
         exec_opts=task.exec_opts,
-        segments=examples.segments,
-        positions=examples.positions,
+        segments=balanced.segments,
+        positions=balanced.positions,
     )
-    return head_loss(task, model, hidden, examples, without=without)
+    totals = head_loss(task, model, hidden, balanced, without=without)
+    counts = examples.weights if examples.counts is None else examples.counts
+    return LossOutput(totals.loss, {"loss": totals.loss, "nll": totals.nll, "count": counts.sum()})
 
 
 def head_loss(

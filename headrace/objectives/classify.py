@@ -19,7 +19,6 @@ from headrace.objectives import (
     Examples,
     LossOutput,
     TrainTask,
-    UpdatePhase,
     segments_and_positions,
 )
 
@@ -70,9 +69,6 @@ def loss(task: TrainTask, model: PyTree, examples: Examples) -> LossOutput:
         "hits": hits,
     }
     return LossOutput(loss, sums, eval_sums=counts)
-
-
-UPDATE_PHASES = (UpdatePhase(loss),)
 
 
 def eval_metrics(totals: Mapping[str, Any]) -> dict[str, float]:

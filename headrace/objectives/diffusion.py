@@ -11,9 +11,8 @@ from typing import cast
 import jax.numpy as jnp
 
 from headrace.errors import UserError
-from headrace.kernels.linear_cross_entropy.stats import LossTotals
 from headrace.nn.module import Array, PyTree
-from headrace.objectives import Batch, Examples, TrainTask, segments_and_positions, token_loss
+from headrace.objectives import Batch, Examples, LossOutput, TrainTask, segments_and_positions, token_loss
 from headrace.objectives._masking import mask_by_level, maskable, sample_diffusion_mask
 
 LOSS_NAME = "likelihood bound"
@@ -47,7 +46,7 @@ def prepare_evaluation(task: TrainTask, batch: Batch, key: Array, level: Array) 
     return _make_examples(task, batch, is_maskable, *mask_by_level(key, is_maskable, level))
 
 
-def loss(task: TrainTask, model: PyTree, examples: Examples) -> LossTotals:
+def loss(task: TrainTask, model: PyTree, examples: Examples) -> LossOutput:
     """Compute the loss of the masked tokens."""
     exclude_mask = cast(Config, task.objective).exclude_mask
     without = task.special_tokens.mask if exclude_mask else None

@@ -19,7 +19,7 @@ from headrace.kernels.linear_cross_entropy.dispatch import (
 from headrace.model_wrappers import frozen_reference
 from headrace.nn import sharding
 from headrace.nn.module import Array, PyTree
-from headrace.objectives import Examples, LossOutput, TrainTask, UpdatePhase, causal
+from headrace.objectives import Examples, LossOutput, TrainTask, causal
 
 prepare = causal.prepare
 max_targets = causal.max_targets
@@ -108,6 +108,3 @@ def sum_by_document(x: Array, segments: Array) -> Array:
     max_documents = segments.shape[1] // 4 * 2 + 2
     sum_row = lambda x, ids: jax.ops.segment_sum(x, ids, num_segments=max_documents + 1)[1:]
     return jax.vmap(sum_row)(x, segments)
-
-
-UPDATE_PHASES = (UpdatePhase(loss),)

@@ -1,9 +1,11 @@
-"""One update: examples, gradients (in parts if the batch is split), clipping, optimizer, average. Most
-objectives take one turn at it; where there are several, the weights of a turn see those before it updated."""
+"""The training step that XLA compiles: gradients over microbatches, clipping, optimizer, weight average.
 
+Most objectives update all weights in one phase. Replaced-token detection needs two: first the generator is
+updated, then the discriminator is trained on top of the generator's new weights."""
+
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,256 +13,312 @@ import optax
 
 from headrace.checkpoint.state import State
 from headrace.config.durations import Ramp
+from headrace.config.sections import OptimizerKeys
 from headrace.low_precision.cast import cast, stop_frozen_gradients
 from headrace.model_wrappers import recurrent_depth
+from headrace.models import ModelConfig
 from headrace.nn import module
-from headrace.nn.module import Array, Axes, path_name
+from headrace.nn.module import Array, Axes, PyTree
 from headrace.nn.sharding import constrain
-from headrace.objectives import Batch, Examples, TrainTask, UpdatePhase, load_objective, update_phases
+from headrace.objectives import (
+    Batch,
+    Examples,
+    LossOutput,
+    TrainTask,
+    UpdatePhase,
+    load_objective,
+    update_phases,
+)
 from headrace.schedules import Curves
 from headrace.training import loss_spikes
 
 Metrics = dict[str, Array]
+TrainStep = Callable[[State, Batch], tuple[State, Metrics]]
+EvalStep = Callable[[PyTree, Batch, int], Metrics]  # (params, batch, number of its first row) -> sums
+# What a loop over microbatches calls: (sums so far, microbatch) -> (sums, microbatch of the next phase)
+Accumulate = Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]
 
 
 @dataclass(frozen=True)
 class OptimizerStep:
-    """How gradients become new weights. `optimizer` is the recipe's section."""
+    """The parts that turn gradients into new weights."""
 
-    config: Any
+    config: OptimizerKeys  # the recipe's `optimizer` section
     tx: optax.GradientTransformation
-    curves: Curves
+    curves: Curves  # multipliers of learning rate and weight decay, by step
     microbatches: int = 1
-    ramp: Ramp | None = None  # by which the batch grows to that
-    frozen: frozenset[str] = frozenset()  # weights that stay as they are
-    guarded_metrics: tuple[str, ...] = ("loss", "grad_norm")  # metrics, as `State.recent` has them
+    ramp: Ramp | None = None  # batch-size ramp: how many of the microbatches a step uses
+    frozen: frozenset[str] = frozenset()  # paths of weights that are never updated
+    guarded_metrics: tuple[str, ...] = ("loss", "grad_norm")  # checked for spikes, ordered as in State.recent
 
 
-def train_step(
-    task: TrainTask, update: OptimizerStep, axes: Any
-) -> Callable[[State, Batch], tuple[State, Metrics]]:
-    """The function that takes a state and a batch to the next state; to be jitted with the state donated."""
+def train_step(task: TrainTask, update: OptimizerStep, axes: PyTree) -> TrainStep:
+    """Make the function (state, batch) -> (next state, metrics). Jit it with the state donated."""
+    objective, phases = load_objective(task.objective), update_phases(task)
 
     def step(state: State, batch: Batch) -> tuple[State, Metrics]:
         key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
-        parts: Any = to_microbatches(
-            load_objective(task.objective).prepare(task, batch, key), update.microbatches
-        )
-        growing = None if update.ramp is None else microbatches_at(update.ramp, state.step)
-        its = replace(task, exec_opts=recurrent_depth.sample_rounds(task.exec_opts, task.model, key))
-        params, metrics, together = state.params, Metrics(), update_phases(task)
-        trains, stay = module.trainable_mask(axes, update.frozen), frozen_mask(params, update.frozen)
-        grads = jax.tree.map(lambda still, w: None if still else jnp.zeros_like(w), stay, params)
-        for turn in together:
-            own, sums, parts = accumulate_phase_gradients(
-                its, turn, axes, params, parts, is_frozen=stay, active=growing
+        microbatches = to_microbatches(objective.prepare(task, batch, key), update.microbatches)
+        active = None if update.ramp is None else microbatches_at(update.ramp, state.step)
+        exec_opts = recurrent_depth.sample_rounds(task.exec_opts, task.model, key)
+        step_task = replace(task, exec_opts=exec_opts)
+
+        params, metrics = state.params, Metrics()
+        is_frozen = frozen_mask(params, update.frozen)
+        is_trained = module.trainable_mask(axes, update.frozen)
+        grads = jax.tree.map(lambda f, w: None if f else jnp.zeros_like(w), is_frozen, params)
+
+        for phase in phases:
+            phase_grads, sums, microbatches = accumulate_phase_gradients(
+                step_task, phase, axes, params, microbatches, is_frozen=is_frozen, active=active
             )
             count = jnp.maximum(sums.pop("count"), 1.0)
-            own = jax.tree.map(lambda g, count=count: g / count, own)
-            own, norm = clip_by_global_norm(update.config.max_grad_norm, turn.select(trains), own)
-            metrics |= {turn.name + name: total / count for name, total in sums.items()}
-            metrics |= {turn.name + "grad_norm": norm}
-            grads = turn.merge(grads, own)
-            if turn is not together[-1]:  # the next sees what becomes of these; of its own it is not computed
-                new = apply_update(update, axes, state, grads, metrics, model=task.model)[0].params
-                params = turn.merge(params, turn.select(new))
-        by_name = dict(module.named_leaves(grads))  # of those that are not frozen
-        ruled = {
-            name: its.update_rule
-            for name, its in module.named_leaves(axes)
-            if its.update_rule and name in by_name
-        }
-        metrics |= {rule.name: rule.measure(by_name[name]) for name, rule in ruled.items()}
+            phase_grads = jax.tree.map(lambda g, count=count: g / count, phase_grads)
+            phase_grads, norm = clip_by_global_norm(
+                phase_grads, update.config.max_grad_norm, phase.select(is_trained)
+            )
+            metrics |= {phase.name + name: total / count for name, total in sums.items()}
+            metrics |= {phase.name + "grad_norm": norm}
+            grads = phase.merge(grads, phase_grads)
+            if phase is not phases[-1]:
+                # The next phase reads this phase's new weights. XLA drops the rest of this update.
+                updated, _ = apply_update(update, axes, state, grads, metrics, model=task.model)
+                params = phase.merge(params, phase.select(updated.params))
+
+        metrics |= update_rule_metrics(axes, grads)
         return apply_update(update, axes, state, grads, metrics, model=task.model)
 
     return step
 
 
-def eval_step(task: TrainTask, axes: Any, draws: int = 1) -> Callable[[Any, Batch, Any], Metrics]:
-    """Sums over one batch, weights untouched. `first` is the number of its first row in the split: each row
-    draws by its own number (which tokens to mask), so that the size of the batch changes nothing. Each draws
-    so often, and all the draws lie evenly over whatever the objective varies between them."""
-    objective = load_objective(task.objective)
-    placed = objective.prepare_evaluation
+def to_microbatches(examples: Examples, count: int) -> Examples:
+    """Reshape rows [b ...] to [count, b / count, ...]. Microbatch i takes every count-th row, so that each
+    device splits its own rows and none has to move."""
 
-    def step(params: Any, batch: Batch, first: Any) -> Metrics:
-        model = cast(params, axes, task.exec_opts)
-
-        def once(draw: Any) -> Metrics:
-            def alone(row: Batch, number: Array) -> Examples:
-                single = jax.tree.map(lambda x: x[None], row)
-                key = jax.random.fold_in(jax.random.key(0), number * draws + draw)
-                if placed is None:
-                    examples = objective.prepare(task, single, key)
-                else:
-                    examples = placed(task, single, key, (draw + low_discrepancy(number)[None]) / draws)
-                return jax.tree.map(lambda x: x[0], examples)
-
-            examples: Any = jax.vmap(alone)(batch, first + jnp.arange(batch.tokens.shape[0]))
-            sums = Metrics()
-            for turn in update_phases(task):
-                told = turn.loss(task, model, examples)
-                examples = told.carry
-                sums |= {turn.name + name: total for name, total in (told.sums | told.eval_sums).items()}
-            return sums
-
-        if draws == 1:
-            return once(0)
-        sums = jax.lax.scan(lambda _, draw: (None, once(draw)), None, jnp.arange(draws))[1]
-        return jax.tree.map(lambda each: each.sum(axis=0), sums)
-
-    return step
-
-
-def low_discrepancy(number: Array) -> Array:
-    """A place from 0 up to 1 for each number, such that those of numbers in a row lie evenly: the fractions
-    of its multiples of the golden ratio."""
-    return (jnp.asarray(number, jnp.uint32) * jnp.uint32(2654435769) >> 8) / jnp.float32(2**24)
-
-
-def to_microbatches(examples: Examples, parts: int) -> Examples:
-    """Adds a leading axis of `parts`. Part i takes every parts-th row, so each device splits its own rows."""
-
-    def one(x: Array) -> Array:
-        rows = x.reshape(x.shape[0] // parts, parts, *x.shape[1:]).swapaxes(0, 1)
+    def split(x: Array) -> Array:
+        rows = x.reshape(x.shape[0] // count, count, *x.shape[1:]).swapaxes(0, 1)
         return constrain(rows, None, "batch", "sequence")
 
-    return jax.tree.map(one, examples)
+    return jax.tree.map(split, examples)
 
 
-def accumulate_gradients(task: TrainTask, axes: Any, params: Any, parts: Examples) -> tuple[Any, Metrics]:
-    """Sums of gradients and losses of an objective that takes one turn."""
-    (turn,) = update_phases(task)
-    return accumulate_phase_gradients(
-        task, turn, axes, params, parts, is_frozen=frozen_mask(params, frozenset())
-    )[:2]
+def microbatches_at(ramp: Ramp, step: Array) -> Array:
+    """Compute how many microbatches a batch-size ramp uses at `step`."""
+    return jnp.minimum(ramp.first + step // ramp.each, ramp.last)
+
+
+def frozen_mask(params: PyTree, frozen: frozenset[str]) -> PyTree:
+    """Make a tree like `params`: True where the weight's path is in `frozen`."""
+    return jax.tree_util.tree_map_with_path(lambda path, w: module.path_name(path) in frozen, params)
 
 
 def accumulate_phase_gradients(
     task: TrainTask,
     phase: UpdatePhase,
-    axes: Any,
-    params: Any,
-    microbatches: Any,
+    axes: PyTree,
+    params: PyTree,
+    microbatches: PyTree,
     *,
-    is_frozen: Any,
+    is_frozen: PyTree,
     active: Array | None = None,
-) -> tuple[Any, Metrics, Any]:
-    """Sums of gradients and losses over all parts, one part in memory at a time, and the parts for the next
-    turn. Sums, not means: parts that hold fewer tokens must weigh less, or the update would differ from that
-    of the whole batch. Weights are cast once for all parts; each part's gradients are summed as the weights
-    are kept, not as they are cast. Weights that stay have None. With `first`, only so many of the parts
-    count."""
-    mine, still = phase.select(params), phase.select(is_frozen)
-    fixed, free = (jax.tree.map(lambda s, w, of=of: w if s == of else None, still, mine) for of in (1, 0))
-    others = phase.merge(jax.tree.map(lambda _: True, is_frozen), still)
+) -> tuple[PyTree, Metrics, PyTree]:
+    """Sum one phase's gradients and metrics over the microbatches, one of them in memory at a time.
 
-    def made(free: Any) -> Any:
-        own = jax.tree.map(lambda s, old, w: old if s else w, still, fixed, free)
-        return cast(phase.merge(params, own), axes, task.exec_opts)
+    Returns (grads, sums, microbatches for the next phase). Gradients of frozen weights are None. `active`
+    limits the sum to the first microbatches, for a batch-size ramp.
 
-    def loss(model: Any, examples: Any) -> tuple[Array, Any]:
-        told = phase.loss(task, stop_frozen_gradients(model, axes, others), examples)
-        return told.loss, (told.sums, told.carry)
+    Sums, not means: a microbatch with fewer targets must weigh less, or the update would differ from that of
+    the undivided batch. Weights are cast once, before the loop; gradients are summed in the dtype that the
+    weights are stored in, not the one they are cast to."""
+    phase_params, phase_frozen = phase.select(params), phase.select(is_frozen)
+    trainable = jax.tree.map(lambda f, w: None if f else w, phase_frozen, phase_params)
+    # Weights of other phases get no gradient either.
+    no_gradient = phase.merge(jax.tree.map(lambda _: True, is_frozen), phase_frozen)
 
-    model, pull = jax.vjp(made, free)
+    def cast_with(trainable: PyTree) -> PyTree:
+        merged = jax.tree.map(lambda f, w, t: w if f else t, phase_frozen, phase_params, trainable)
+        return cast(phase.merge(params, merged), axes, task.exec_opts)
 
-    def differentiate(examples: Any) -> tuple[Any, Any]:
-        grads, told = jax.grad(loss, has_aux=True, allow_int=True)(model, examples)
-        return pull(grads)[0], told
+    model, cast_gradients = jax.vjp(cast_with, trainable)
+    loss_gradients = functools.partial(
+        jax.grad(phase_loss, has_aux=True, allow_int=True), model, task, phase, axes, no_gradient
+    )
 
-    count = jax.tree.leaves(microbatches)[0].shape[0]
-    if count == 1:
-        grads, (sums, following) = differentiate(jax.tree.map(lambda x: x[0], microbatches))
-        return grads, sums, jax.tree.map(lambda x: x[None], following)
+    def accumulate(total: PyTree, examples: PyTree) -> tuple[PyTree, PyTree]:
+        grads, output = loss_gradients(examples)
+        return jax.tree.map(jnp.add, total, (cast_gradients(grads)[0], output.sums)), output.carry
 
-    def add(total: Any, examples: Any) -> tuple[Any, Any]:
-        grads, (sums, following) = differentiate(examples)
-        return jax.tree.map(jnp.add, total, (grads, sums)), following
+    first = jax.tree.map(lambda x: x[0], microbatches)
+    if jax.tree.leaves(microbatches)[0].shape[0] == 1:
+        grads, output = loss_gradients(first)
+        return cast_gradients(grads)[0], output.sums, jax.tree.map(lambda x: x[None], output.carry)
 
-    shapes = jax.eval_shape(differentiate, jax.tree.map(lambda x: x[0], microbatches))
-    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), (shapes[0], shapes[1][0]))
+    _, output = jax.eval_shape(loss_gradients, first)
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), (trainable, output.sums))
     if active is None:
-        (grads, sums), following = jax.lax.scan(add, zeros, microbatches)
-        return grads, sums, following
-
-    def one(n: Array, carry: Any) -> Any:
-        part = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, n, keepdims=False), microbatches)
-        total, made = add(carry[0], part)
-        place = lambda all, new: jax.lax.dynamic_update_index_in_dim(all, new, n, 0)
-        return total, jax.tree.map(place, carry[1], made)
-
-    later = jax.tree.map(lambda leaf: jnp.zeros((count, *leaf.shape), leaf.dtype), shapes[1][1])
-    with jax.named_scope(f"at_most_{count}_times"):  # by which `plan` knows it
-        (grads, sums), following = jax.lax.fori_loop(0, active, one, (zeros, later))
-    return grads, sums, following
+        (grads, sums), carry = jax.lax.scan(accumulate, zeros, microbatches)
+    else:
+        (grads, sums), carry = scan_first(active, accumulate, zeros, microbatches)
+    return grads, sums, carry
 
 
-def microbatches_at(ramp: Ramp, step: Array) -> Array:
-    """How many parts the batch has at a step."""
-    return jnp.minimum(ramp.first + step // ramp.each, ramp.last)
+def phase_loss(
+    model: PyTree, task: TrainTask, phase: UpdatePhase, axes: PyTree, no_gradient: PyTree, examples: PyTree
+) -> tuple[Array, LossOutput]:
+    """Compute the loss that is differentiated, and everything else that the phase returns."""
+    output = phase.loss(task, stop_frozen_gradients(model, axes, no_gradient), examples)
+    return output.loss, output
 
 
-def frozen_mask(params: Any, names: frozenset[str]) -> Any:
-    """For every weight, whether it is one of these."""
-    return jax.tree_util.tree_map_with_path(lambda path, w: path_name(path) in names, params)
+def scan_first(
+    active: Array, accumulate: Accumulate, zeros: PyTree, microbatches: PyTree
+) -> tuple[PyTree, PyTree]:
+    """Like `jax.lax.scan`, but only over the first `active` microbatches, a number that changes by step. The
+    outputs of the others are zeros."""
+    count = jax.tree.leaves(microbatches)[0].shape[0]
+    take = lambda i: jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), microbatches)
+    _, output = jax.eval_shape(lambda: accumulate(zeros, take(0)))
+    outputs = jax.tree.map(lambda leaf: jnp.zeros((count, *leaf.shape), leaf.dtype), output)
+
+    def run_one(i: Array, state: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
+        total, outputs = state
+        total, output = accumulate(total, take(i))
+        put = lambda all, new: jax.lax.dynamic_update_index_in_dim(all, new, i, 0)
+        return total, jax.tree.map(put, outputs, output)
+
+    with jax.named_scope(f"at_most_{count}_times"):  # `plan.timing` reads the trip count from this name
+        return jax.lax.fori_loop(0, active, run_one, (zeros, outputs))
 
 
-def clip_by_global_norm(clip: float | None, trains: Any, grads: Any) -> tuple[Any, Array]:
-    """Gradients of the weights that they move, at most so long together, and how long they are; what moves
-    others is left as it is."""
-    norm = optax.tree.norm(jax.tree.map(lambda moves, g: g if moves else None, trains, grads))
-    if clip is None:
+def accumulate_gradients(
+    task: TrainTask, axes: PyTree, params: PyTree, microbatches: PyTree
+) -> tuple[PyTree, Metrics]:
+    """Sum gradients and metrics over the microbatches, for an objective with one phase and no frozen
+    weights."""
+    (phase,) = update_phases(task)
+    is_frozen = frozen_mask(params, frozenset())
+    return accumulate_phase_gradients(task, phase, axes, params, microbatches, is_frozen=is_frozen)[:2]
+
+
+def clip_by_global_norm(grads: PyTree, max_norm: float | None, is_trained: PyTree) -> tuple[PyTree, Array]:
+    """Scale gradients down to a global norm of `max_norm`. Returns them with their norm before clipping.
+
+    Weights that have an update rule of their own are neither counted nor scaled."""
+    norm = optax.tree.norm(jax.tree.map(lambda trained, g: g if trained else None, is_trained, grads))
+    if max_norm is None:
         return grads, norm
-    share = jnp.minimum(1.0, clip / (norm + 1e-6))
-    return jax.tree.map(lambda moves, g: g * share if moves else g, trains, grads), norm
+    scale = jnp.minimum(1.0, max_norm / (norm + 1e-6))
+    return jax.tree.map(lambda trained, g: g * scale if trained else g, is_trained, grads), norm
+
+
+def update_rule_metrics(axes: PyTree, grads: PyTree) -> Metrics:
+    """Measure weights that follow a rule instead of gradients, such as an MoE router's bias."""
+    by_name = dict(module.named_leaves(grads))  # without frozen weights, whose gradients are None
+    return {
+        weight_axes.update_rule.name: weight_axes.update_rule.measure(by_name[name])
+        for name, weight_axes in module.named_leaves(axes)
+        if weight_axes.update_rule and name in by_name
+    }
 
 
 def apply_update(
-    update: OptimizerStep, axes: Any, state: State, grads: Any, metrics: Metrics, *, model: Any = None
+    update: OptimizerStep, axes: PyTree, state: State, grads: PyTree, metrics: Metrics, *, model: ModelConfig
 ) -> tuple[State, Metrics]:
-    """`model` is the section that weights with a rule of their own go by."""
+    """Apply the optimizer. If the loss or gradient norm is not finite, or is a spike, no weight changes."""
     cfg = update.config
-    watched = {name: value for name, value in metrics.items() if name.endswith(("loss", "grad_norm"))}
-    usable = jnp.isfinite(jnp.stack(list(watched.values()))).all()
-    now = jnp.stack([jnp.float32(watched.get(name, jnp.nan)) for name in update.guarded_metrics])
+    guarded = {name: value for name, value in metrics.items() if name.endswith(("loss", "grad_norm"))}
+    accept = jnp.isfinite(jnp.stack(list(guarded.values()))).all()
+    latest = jnp.stack([jnp.float32(guarded.get(name, jnp.nan)) for name in update.guarded_metrics])
     if cfg.spike_threshold:
-        usable &= ~loss_spikes.is_spike(state.recent, now, cfg.spike_threshold)
-    direction, optimizer = update.tx.update(grads, state.optimizer, state.params)
-    lr = cfg.learning_rate * update.curves.learning_rate(state.step)
-    decay = cfg.weight_decay * update.curves.weight_decay(state.step)
+        accept &= ~loss_spikes.is_spike(state.recent, latest, cfg.spike_threshold)
 
-    def move(axes: Axes, w: Array, d: Array | None, g: Array | None) -> Array:
-        if d is None or g is None:
+    direction, optimizer = update.tx.update(grads, state.optimizer, state.params)
+    learning_rate = cfg.learning_rate * update.curves.learning_rate(state.step)
+    weight_decay = cfg.weight_decay * update.curves.weight_decay(state.step)
+
+    def updated(axes: Axes, w: Array, d: Array | None, g: Array | None) -> Array:
+        if d is None or g is None:  # frozen
             return w
         if axes.update_rule is not None:
             return axes.update_rule.move(model, w, g)
-        return w - axes.lr_scale * lr * (d + decay * w if axes.is_matrix else d)
+        return w - axes.lr_scale * learning_rate * (d + weight_decay * w if axes.is_matrix else d)
 
-    params = jax.tree.map(move, axes, state.params, direction, grads, is_leaf=_is_axes)
+    params = jax.tree.map(updated, axes, state.params, direction, grads, is_leaf=_is_axes)
     ema = state.ema
     if ema is not None:
         ema = jax.tree.map(lambda mean, w: cfg.ema_decay * mean + (1 - cfg.ema_decay) * w, ema, params)
 
-    def keep(new: Any, old: Any) -> Any:
-        return jax.tree.map(lambda n, o: jnp.where(usable, n, o), new, old)
+    def if_accepted(new: PyTree, old: PyTree) -> PyTree:
+        return jax.tree.map(lambda n, o: jnp.where(accept, n, o), new, old)
 
-    recent = loss_spikes.record(state.recent, state.step, now, ~usable)
-    skipped = state.skipped + ~usable
-    metrics = (
-        metrics | {"learning_rate": lr, "skipped": skipped} | loss_spikes.skip_counts(recent, state.step)
-    )
-    new = State(
+    history = loss_spikes.record(state.recent, state.step, latest, ~accept)
+    skipped = state.skipped + ~accept
+    metrics = metrics | {"learning_rate": learning_rate, "skipped": skipped}
+    metrics |= loss_spikes.skip_counts(history, state.step)
+    next_state = State(
         step=state.step + 1,
-        params=keep(params, state.params),
-        optimizer=keep(optimizer, state.optimizer),
-        ema=keep(ema, state.ema),
+        params=if_accepted(params, state.params),
+        optimizer=if_accepted(optimizer, state.optimizer),
+        ema=if_accepted(ema, state.ema),
         key=state.key,
         skipped=skipped,
-        recent=recent,
+        recent=history,
     )
-    return new, metrics
+    return next_state, metrics
 
 
-def _is_axes(node: Any) -> bool:
+def eval_step(task: TrainTask, axes: PyTree, repeats: int = 1) -> EvalStep:
+    """Make the function (params, batch, number of the batch's first row) -> metric sums.
+
+    Rows are masked by their own number in the split, so the result does not depend on the batch size. With
+    `repeats` > 1 every row is masked that many times."""
+
+    def step(params: PyTree, batch: Batch, first_row: int) -> Metrics:
+        model = cast(params, axes, task.exec_opts)
+        if repeats == 1:
+            return eval_draw(task, model, batch, first_row, 0, repeats)
+        one_draw = lambda _, draw: (None, eval_draw(task, model, batch, first_row, draw, repeats))
+        _, sums = jax.lax.scan(one_draw, None, jnp.arange(repeats))
+        return jax.tree.map(lambda per_draw: per_draw.sum(axis=0), sums)
+
+    return step
+
+
+def eval_draw(
+    task: TrainTask, model: PyTree, batch: Batch, first_row: int, draw: Array | int, repeats: int
+) -> Metrics:
+    """Sum the metrics of one batch, under draw number `draw` of each row's random choices."""
+    row_numbers = first_row + jnp.arange(batch.tokens.shape[0])
+    make_examples = lambda row, row_number: eval_examples(task, row, row_number, draw, repeats)
+    examples = jax.vmap(make_examples)(batch, row_numbers)
+    sums = Metrics()
+    for phase in update_phases(task):
+        output = phase.loss(task, model, examples)
+        examples = output.carry
+        sums |= {phase.name + name: total for name, total in (output.sums | output.eval_sums).items()}
+    return sums
+
+
+def eval_examples(
+    task: TrainTask, row: Batch, row_number: Array, draw: Array | int, repeats: int
+) -> Examples:
+    """Make the examples of one row. Diffusion spreads its noise levels evenly over rows and draws
+    (`prepare_evaluation`); the other objectives draw at random, from the row's number."""
+    objective = load_objective(task.objective)
+    batch_of_one = jax.tree.map(lambda x: x[None], row)
+    key = jax.random.fold_in(jax.random.key(0), row_number * repeats + draw)
+    if objective.prepare_evaluation is None:
+        examples = objective.prepare(task, batch_of_one, key)
+    else:
+        level = (draw + low_discrepancy(row_number)[None]) / repeats
+        examples = objective.prepare_evaluation(task, batch_of_one, key, level)
+    return jax.tree.map(lambda x: x[0], examples)
+
+
+def low_discrepancy(number: Array) -> Array:
+    """Map consecutive integers to evenly spread points in [0, 1), by multiples of the golden ratio."""
+    return (jnp.asarray(number, jnp.uint32) * jnp.uint32(2654435769) >> 8) / jnp.float32(2**24)
+
+
+def _is_axes(node: object) -> bool:
     return isinstance(node, Axes)

@@ -85,7 +85,7 @@ def told(model: Any, hidden: np.ndarray, exclude_mask: bool) -> np.ndarray:
 @pytest.mark.parametrize("exclude_mask", [False, True])
 def test_the_bound_is_that_summed_over_all_that_can_be_hidden(exclude_mask):
     of = diffusion(exclude_mask=exclude_mask)
-    score = jax.jit(eval_step(of, axes(eurobert.Model, of.model), draws=6))
+    score = jax.jit(eval_step(of, axes(eurobert.Model, of.model), repeats=6))
     for scale in (0.0, 12.0):
         model, found = small_model(scale), []
         for number in range(16):

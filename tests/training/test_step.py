@@ -171,8 +171,9 @@ def test_accumulation_in_bfloat16_gives_the_bits_of_gradients_summed_by_hand(tin
     @jax.jit
     def applied(state, grads, sums):
         means = jax.tree.map(lambda g: g / sums["count"], grads)
-        own, norm = step.clip_by_global_norm(update.config.max_grad_norm, trained, means)
-        return step.apply_update(update, axes, state, own, {"loss": sums["loss"], "grad_norm": norm})
+        own, norm = step.clip_by_global_norm(means, update.config.max_grad_norm, trained)
+        metrics = {"loss": sums["loss"], "grad_norm": norm}
+        return step.apply_update(update, axes, state, own, metrics, model=task.model)
 
     def run(gradients) -> tuple[list[float], dict[str, np.ndarray]]:
         state, losses = bench.state(), []
