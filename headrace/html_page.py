@@ -3,7 +3,7 @@
 Each page is one file, needs no network, and follows the reader's light or dark mode."""
 
 import html
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 STYLE = """
 :root { color-scheme: light dark; --page: #fbfbfa; --card: #fff; --ink: #1c1e21; --soft: #5f6670;
@@ -71,6 +71,18 @@ def render_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     top = "".join(f"<th>{head}</th>" for head in heads)
     body = "".join(f"<tr>{''.join(map(_render_cell, row))}</tr>" for row in rows)
     return f"<table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def render_notebook_table(title: str, values: Mapping[str, str]) -> str:
+    """Render names and values, both plain text, as a table in a notebook.
+
+    It sets no colors, so that it is readable in the notebook's own theme, light or dark."""
+    left, right = 'style="text-align: left"', 'style="text-align: right"'
+    rows = "".join(
+        f"<tr><th {left}>{escape(name)}</th><td {right}>{escape(value)}</td></tr>"
+        for name, value in values.items()
+    )
+    return f"<table><caption {left}>{escape(title)}</caption>{rows}</table>"
 
 
 def _render_cell(content: str) -> str:

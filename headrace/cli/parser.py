@@ -1,268 +1,241 @@
-"""The options of the command line: names and help alone."""
+"""The commands of `headrace`, their arguments and help. The code of a command is imported when it runs."""
 
-import argparse
-import difflib
-import re
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING
 
 from headrace import __version__
-from headrace.cli import commands, tpu_parser
-from headrace.cli.tpu_parser import import_on_call
-from headrace.errors import UserError
+from headrace.cli.arguments import (
+    Parser,
+    add_command,
+    add_commands,
+    add_group,
+    add_overrides,
+    add_recipe,
+)
+from headrace.cli.model_parser import add_conversion_commands, add_model_commands
+from headrace.cli.tpu_parser import add_tpu
 
-EXAMPLES = """\
+if TYPE_CHECKING:
+    from headrace.cli.arguments import Commands
+
+TOP_EPILOG = """\
 examples:
   headrace data prepare recipes/data/demo.yaml
   headrace train recipes/demo.yaml schedule.steps=200
+  headrace eval runs/demo
   headrace generate runs/demo --prompt "def main("
   headrace export runs/demo exported
-  headrace tpu run --platform local --slice v4-16 recipes/demo.yaml
-exit codes: 0 done, 2 a mistake in what was asked, 3 too large for the memory,
-  74 a server did not answer, 75 stopped early (run it again), 76 a step hung, 77 a fault of this machine,
-  78 another host was lost (all but 75 after `train` has tried again by itself), 1 anything else"""
 
+`headrace COMMAND --help` describes a command. The exit code is 0 on success, 2 on a mistake in the \
+command, a recipe or the data, 3 if memory is too small, and 1 on an \
+unexpected error; `headrace train --help` has more."""
 
-STAGES = [  # the commands that make data, how far they go, and what they do
-    ("prepare", "shuffle", "all stages: normalize, tokenizer, pack, shuffle; goes on where it was stopped"),
-    ("normalize", "normalize", "the first stage: any format to parquet files of documents"),
-    ("tokenizer", "tokenizer", "up to the second stage: train a tokenizer, or take one"),
-    ("pack", "pack", "up to the third stage: documents to rows of tokens"),
-    ("shuffle", "shuffle", "up to the last stage: rows in random order, ready to train on"),
+TRAIN_DETAILS = """\
+If the run folder (run_dir in the recipe) has a checkpoint, training resumes from the newest one that is \
+intact. After a crash, a hang or a lost host, training restarts by itself."""
+
+TRAIN_EPILOG = r"""
+examples:
+  headrace train recipes/demo.yaml                              train, or resume
+  headrace train recipes/demo.yaml schedule.steps=1000          train longer
+  headrace train recipes/demo.yaml run_dir=runs/b seed=1        start a second run
+  headrace recipe show recipes/demo.yaml                        show all settings and their defaults
+
+Press Ctrl-C once to save a checkpoint and stop. Press it again to stop without saving.
+
+exit codes:
+  0   finished
+  1   unexpected error, or too many bad steps
+  2   mistake in the command, the recipe or the data
+  3   out of memory
+  75  stopped early, checkpoint saved: run the same command to resume
+  74  storage or network not responding  \
+  76  a step hung                         |  after several
+  77  hardware fault on this machine      |  automatic restarts
+  78  lost connection to another host    /"""
+
+PLAN_DETAILS = """\
+For TPUs the chip's own compiler compiles the training step, which takes a minute or two and needs libtpu, \
+but no TPU. GPUs, models far too large for the slice and --fast are planned by arithmetic."""
+
+PLAN_EPILOG = """\
+examples:
+  headrace plan recipes/llama3-8b.yaml --slice v5p-32                     memory, speed and cost on a slice
+  headrace plan recipes/llama3-8b.yaml --slice v5p-32 --slice v6e-16      compare two slices
+  headrace plan recipes/llama3-8b.yaml --slice v5p-32 --search            find the fastest settings
+  headrace plan recipes/llama3-8b.yaml --recommend --days 7               find slices that finish in a week
+
+The exit code is 3 if the recipe does not fit."""
+
+DATA_EPILOG = """\
+example:
+  headrace data prepare recipes/data/demo.yaml      normalize, train a tokenizer, pack and shuffle
+  headrace data inspect data/demo                   look at some training sequences"""
+
+# The commands that run stages of the data pipeline, with the last stage that they run, and what they do.
+STAGES = [
+    ("prepare", "shuffle", "run all stages: normalize, tokenizer, pack, shuffle"),
+    ("normalize", "normalize", "run the first stage only: convert any format to Parquet files of documents"),
+    ("tokenizer", "tokenizer", "run the stages up to tokenizer: train a tokenizer, or load one"),
+    ("pack", "pack", "run the stages up to pack: tokenize documents and pack them into sequences"),
+    ("shuffle", "shuffle", "run the stages up to shuffle, the last one: store sequences in random order"),
 ]
 
 
-class Parser(argparse.ArgumentParser):
-    """Tells a mistake as the rest of Headrace does: one line, the nearest name, exit code 2."""
-
-    def error(self, message: str) -> NoReturn:
-        if found := re.search(r"invalid choice: '?([^' ]+)'? \(choose from (.+)\)", message):
-            valid = found[2].replace("'", "").split(", ")
-            near = difflib.get_close_matches(found[1], valid, n=1)
-            message = f"found {found[1]}, expected one of {', '.join(valid)}"
-            message += f"; did you mean {near[0]}?" if near else ""
-        elif message.startswith("unrecognized arguments: -"):
-            message += "; settings are given as key=value, e.g. schedule.steps=100"
-        raise UserError(f"command line: {message} (see `{self.prog} --help`)")
-
-
-def parser() -> argparse.ArgumentParser:
-    top = Parser(
+def make_parser() -> Parser:
+    """Make the parser of `headrace`."""
+    parser = Parser(
         prog="headrace",
-        description="Trains language models on TPUs, GPUs and CPUs, from raw text to an exported model.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Train language models on TPUs, GPUs and CPUs, from raw text to an exported model.",
+        epilog=TOP_EPILOG,
     )
-    top.add_argument("--version", action="version", version=f"headrace {__version__}")
-    every = top.add_subparsers(metavar="COMMAND", required=True)
-    for group in (add_train, data, checkpoint, tpu_parser.add_tpu, add_inspect, add_convert, recipe):
-        group(every)
-    return top
+    parser.add_argument("--version", action="version", version=f"headrace {__version__}")
+    commands = add_commands(parser)
+    add_data(commands)
+    add_train(commands)
+    add_model_commands(commands)
+    add_report(commands)
+    add_conversion_commands(commands)
+    add_checkpoint(commands)
+    add_recipe_commands(commands)
+    add_plan(commands)
+    add_doctor(commands)
+    add_tpu(commands)
+    return parser
 
 
-def add_train(top: Any) -> None:
-    one = add(
-        top, "train", commands.train, "train a model; resumes by itself if the run folder has checkpoints"
+def add_data(commands: "Commands") -> None:
+    """Add `data` and its commands."""
+    group = add_group(commands, "data", "prepare text for training, and inspect the result", DATA_EPILOG)
+    for name, last_stage, summary in STAGES:
+        details = "A stage that is finished is skipped, and one that was interrupted resumes."
+        parser = add_command(group, name, summary, "data", "prepare", details=details)
+        add_recipe(parser, "YAML file that describes the data", "tokenizer.vocab=32000")
+        text = "replace finished data that was made by another recipe or from files that changed since"
+        parser.add_argument("--replace", action="store_true", help=text)
+        parser.set_defaults(until=last_stage)
+    summary = "print some training sequences, with document boundaries and loss mask in color"
+    parser = add_command(group, "inspect", summary, "data")
+    parser.add_argument("folder", metavar="FOLDER", help="folder that `headrace data prepare` wrote")
+    parser.add_argument("--rows", type=int, default=4, metavar="N", help="number of sequences (default: 4)")
+    text = "split to read from (default: train)"
+    parser.add_argument("--split", choices=["train", "evaluation"], default="train", help=text)
+    text = "seed by which sequences are chosen (default: 0)"
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help=text)
+    parser = add_command(group, "verify", "check checksums, token ids and counts of packed data", "data")
+    parser.add_argument("folder", metavar="FOLDER", help="folder that `headrace data prepare` wrote")
+
+
+def add_train(commands: "Commands") -> None:
+    """Add `train`."""
+    parser = add_command(
+        commands,
+        "train",
+        "train a model, or resume a run that was interrupted",
+        "train",
+        details=TRAIN_DETAILS,
+        epilog=TRAIN_EPILOG,
     )
-    with_recipe(one)
-    text = "start from the step that `plan --save DIR` compiled for these devices"
-    one.add_argument("--program", type=Path, metavar="DIR", help=text)
-    text = "train in this process, and do not start again after a crash"
-    one.add_argument("--once", action="store_true", help=text)
+    text = "YAML file that describes the run; `headrace recipe list` shows examples"
+    add_recipe(parser, text)
+    text = "train in this process, without automatic restarts (for debuggers and job schedulers)"
+    parser.add_argument("--once", action="store_true", help=text)
+    text = "load the training step that `headrace plan --save DIR` compiled, if it was compiled for this "
+    text += "recipe, these devices and this version of JAX"
+    parser.add_argument("--program", type=Path, metavar="DIR", help=text)
 
-    one = add(
-        top, "plan", commands.plan, "tell whether a recipe fits a slice, how fast it is and what it costs"
+
+def add_plan(commands: "Commands") -> None:
+    """Add `plan`."""
+    parser = add_command(
+        commands,
+        "plan",
+        "predict memory, speed and cost of a recipe on TPU slices or GPUs",
+        "plan",
+        details=PLAN_DETAILS,
+        epilog=PLAN_EPILOG,
     )
-    with_recipe(one)
-    one.add_argument("--slice", action="append", default=[], metavar="NAME", help="v5p-32, 2xv5e-256, ...")
-    one.add_argument("--fast", action="store_true", help="by arithmetic alone, in a second")
-    one.add_argument("--json", type=Path, metavar="FILE", help="write what was found, a list of objects")
-    one.add_argument("--prices", type=Path, metavar="FILE", help="prices of your own, in YAML")
-    one.add_argument("--save", type=Path, metavar="DIR", help="keep the program, and what is said of it")
-    one.add_argument("--search", action="store_true", help="try meshes, remat and parts of the batch")
-    text = "with --search: a recipe with the best settings"
-    one.add_argument("--write", type=Path, metavar="FILE", help=text)
-    one.add_argument(
-        "--recommend", action="store_true", help="which slice to rent; with --slice, what it trains best"
-    )
-    one.add_argument("--tokens", metavar="N", help="with --recommend: 20B, in place of the recipe's")
-    one.add_argument("--days", type=float, metavar="N", help="that there are (default: 30)")
-    one.add_argument("--budget", type=float, metavar="N", help="with --recommend: dollars")
+    add_recipe(parser)
+    text = "slice to plan for: v5p-32, 2xv5e-256 (two slices), gpu:h200x8, ...; may be repeated"
+    parser.add_argument("--slice", action="append", default=[], metavar="NAME", help=text)
+    text = "by arithmetic only, within a second"
+    parser.add_argument("--fast", action="store_true", help=text)
+    text = "try meshes, remat and numbers of microbatches, and show the fastest that fits"
+    parser.add_argument("--search", action="store_true", help=text)
+    text = "with --search: write the recipe with the fastest settings"
+    parser.add_argument("--write", type=Path, metavar="FILE", help=text)
+    text = "find slices for the recipe; with --slice, find the model that the slice trains best"
+    parser.add_argument("--recommend", action="store_true", help=text)
+    text = "with --recommend: tokens to train on, e.g. 20B (default: those of the recipe)"
+    parser.add_argument("--tokens", metavar="N", help=text)
+    text = "days available for training (default: 30)"
+    parser.add_argument("--days", type=float, metavar="N", help=text)
+    text = "with --recommend: dollars available"
+    parser.add_argument("--budget", type=float, metavar="N", help=text)
+    text = "write the plans as a list of JSON objects"
+    parser.add_argument("--json", type=Path, metavar="FILE", help=text)
+    text = "YAML file with your prices per chip-hour, e.g. `v5e: {on_demand: 1.2, spot: [0.2, 0.3]}`"
+    parser.add_argument("--prices", type=Path, metavar="FILE", help=text)
+    text = "keep the compiled training step, for `headrace train --program DIR`, and the compiler's reports"
+    parser.add_argument("--save", type=Path, metavar="DIR", help=text)
 
 
-def data(top: Any) -> None:
-    data = top.add_parser("data", help="turn text into packed tokens").add_subparsers(
-        metavar="COMMAND", required=True
-    )
-    for name, until, summary in STAGES:
-        one = add(data, name, commands.data_prepare, summary)
-        with_recipe(one)
-        one.add_argument("--replace", action="store_true", help="replace finished data of another recipe")
-        one.set_defaults(until=until)
-    one = add(
-        data, "inspect", commands.data_inspect, "print real examples, documents and loss mask in colors"
-    )
-    one.add_argument("folder", metavar="FOLDER", help="what `data prepare` made, or a stage of it")
-    one.add_argument("--rows", type=int, default=4, help="how many (default: 4)")
-    one.add_argument("--split", choices=["train", "evaluation"], default="train")
-    one.add_argument("--seed", type=int, default=0, help="draws other rows")
-    one = add(data, "verify", commands.data_verify, "check packed data: checksums, token range, counts")
-    one.add_argument("folder", metavar="FOLDER", help="what `data prepare` made")
+def add_report(commands: "Commands") -> None:
+    """Add `report`."""
+    summary = "write an HTML page about a run: loss curves, speed, cost and restarts"
+    parser = add_command(commands, "report", summary, "report")
+    parser.add_argument("run", metavar="RUN", help="run folder; the run may still be in progress")
+    text = "file to write (default: RUN/report.html)"
+    parser.add_argument("--out", type=Path, metavar="FILE", help=text)
+    text = "first generate N texts with the newest checkpoint, for this report and later ones"
+    parser.add_argument("--samples", type=int, metavar="N", help=text)
 
 
-def checkpoint(top: Any) -> None:
-    kept = top.add_parser(
-        "checkpoint", help="list, verify, prune and compare the checkpoints of a run"
-    ).add_subparsers(metavar="COMMAND", required=True)
-    one = add(
-        kept,
-        "ls",
-        import_on_call("checkpoint", "ls"),
-        "list the checkpoints of a run, and whether they are intact",
-    )
-    one.add_argument("run", metavar="RUN", help="a run folder")
-    one = add(
-        kept,
-        "verify",
-        import_on_call("checkpoint", "verify"),
-        "read checkpoints and compare them with their manifests",
-    )
-    one.add_argument("run", metavar="RUN", help="a run folder")
-    one.add_argument("step", metavar="STEP", nargs="?", help="one of them (default: all)")
-    one = add(kept, "prune", import_on_call("checkpoint", "prune"), "remove old temporary checkpoints")
-    one.add_argument("run", metavar="RUN", help="a run folder")
-    one.add_argument("--keep", type=int, required=True, metavar="N", help="the newest N stay")
-    one.add_argument("--dry-run", action="store_true", help="only say which")
-    one = add(
-        kept,
-        "diff",
-        import_on_call("checkpoint", "diff"),
-        "show how the recipes and weights of two checkpoints differ",
-    )
-    one.add_argument("run", metavar="RUN", help="a run folder")
-    one.add_argument("others", metavar="STEP", nargs="+", help="two of its steps, or another run folder")
+def add_checkpoint(commands: "Commands") -> None:
+    """Add `checkpoint` and its commands."""
+    group = add_group(commands, "checkpoint", "list, verify, prune and compare the checkpoints of a run")
+    summary = "list the checkpoints of a run, and whether they are intact"
+    add_checkpoint_command(group, "ls", summary)
+    summary = "read checkpoints and compare them with their checksums"
+    parser = add_checkpoint_command(group, "verify", summary)
+    parser.add_argument("step", metavar="STEP", nargs="?", help="step to verify (default: all)")
+    parser = add_checkpoint_command(group, "prune", "remove old temporary checkpoints")
+    text = "keep the newest N that are intact"
+    parser.add_argument("--keep", type=int, required=True, metavar="N", help=text)
+    parser.add_argument("--dry-run", action="store_true", help="only print what would be removed")
+    summary = "show how the recipes and weights of two checkpoints differ"
+    parser = add_checkpoint_command(group, "diff", summary)
+    text = "two steps of the run, or another run folder: then the newest steps are compared"
+    parser.add_argument("others", metavar="STEP", nargs="+", help=text)
 
 
-def add_inspect(top: Any) -> None:
-    one = add(
-        top, "report", commands.report, "write one HTML page about a run: how it is, what it cost, its curves"
-    )
-    one.add_argument("run", metavar="RUN", help="a run folder, also of a run that goes on")
-    one.add_argument("--out", type=Path, metavar="FILE", help="where to (default: RUN/report.html)")
-    text = "have the newest checkpoint write so many texts, for this report and those after it"
-    one.add_argument("--samples", type=int, metavar="N", help=text)
-
-    one = with_run(
-        add(top, "eval", commands.evaluate, "print loss, perplexity and bits a byte of held-out data")
-    )
-    with_overrides(one, "the run's recipe")
-    text = "instead, tasks of lm-evaluation-harness by name or .yaml file, with commas (headrace[eval])"
-    one.add_argument("--tasks", metavar="NAMES", help=text)
-    one.add_argument("--limit", type=int, metavar="N", help="examples of each task (default: all)")
-    one.add_argument("--batch", type=int, metavar="N", help="texts at a time (default: 8)")
-
-    one = with_run(add(top, "generate", commands.generate, "continue a text"))
-    one.add_argument("--prompt", default="", help="the text to continue")
-    one.add_argument("--tokens", type=int, default=128, help="how many at most (default: 128)")
-    one.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest (default: 0.8)")
-    one.add_argument(
-        "--top-k", type=int, default=50, help="draw among the k likeliest, 0 for all (default: 50)"
-    )
-    one.add_argument(
-        "--top-p", type=float, default=1.0, help="draw among the likeliest that reach p (default: 1)"
-    )
-    one.add_argument("--seed", type=int, default=0)
-    text = "pause tokens after the prompt, if it was trained with them (pack.pause_tokens)"
-    one.add_argument("--pause", type=int, default=0, metavar="N", help=text)
-    text = "of a diffusion model: told in so many steps (default: one for each token)"
-    one.add_argument("--steps", type=int, metavar="N", help=text)
-    text = "of a diffusion model: so many tokens are done before the next are begun (default: all at once)"
-    one.add_argument("--block", type=int, metavar="N", help=text)
-    text = "of a diffusion model: the surest tokens first, any, or each by chance (default: confident)"
-    one.add_argument("--order", choices=["confident", "random", "ancestral"], help=text)
-    text = "with recurrent depth: rounds of the layers in the middle (default: as the run was trained)"
-    one.add_argument("--recurrence", type=int, metavar="N", help=text)
-    text = "with recurrent depth: no further round once one changes less than this share, 0.03"
-    one.add_argument("--exit", type=float, metavar="SHARE", help=text)
-
-    one = with_run(
-        add(top, "serve", commands.serve, "look at a model: OpenAI's interface and a page to chat")
-    )
-    text = "where to listen (default: 127.0.0.1, which only this machine reaches)"
-    one.add_argument("--host", default="127.0.0.1", help=text)
-    one.add_argument("--port", type=int, default=8000, help="0 takes one that is free (default: 8000)")
-    text = "texts that are continued at once (default: 8)"
-    one.add_argument("--slots", type=int, default=8, metavar="N", help=text)
-    text = "tokens of a prompt and its answer together (default: the run's data.sequence_length)"
-    one.add_argument("--length", type=int, metavar="N", help=text)
+def add_checkpoint_command(commands: "Commands", name: str, summary: str) -> Parser:
+    """Add a command for the checkpoints of one run."""
+    parser = add_command(commands, name, summary, "checkpoint")
+    parser.add_argument("run", metavar="RUN", help="run folder")
+    return parser
 
 
-def add_convert(top: Any) -> None:
-    one = with_run(add(top, "export", commands.export, "write a Hugging Face model folder, or a .gguf file"))
-    one.add_argument("folder", metavar="TARGET", help="a new folder, or a file NAME.gguf for llama.cpp")
-    text = "of the weights; q8_0 and q4_0 are for .gguf files (default: float32)"
-    kinds = ["float32", "bfloat16", "float16", "q8_0", "q4_0"]
-    one.add_argument("--dtype", choices=kinds, default="float32", help=text)
-    one.add_argument("--packed", action="store_true", help="ternary matrices in 2 bits a weight")
-    text = "the adapters alone (lora.rank), for peft; without it they are merged into the model"
-    one.add_argument("--adapter", action="store_true", help=text)
-
-    one = with_run(
-        add(top, "quantize", commands.quantize, "write a model whose matrices take a few bits a weight")
-    )
-    with_overrides(one, "the method")
-    one.add_argument("--method", metavar="NAME", help="rtn, gptq or vptq (default: gptq)")
-    one.add_argument("--bits", type=int, metavar="N", help="of a weight (default: the method's)")
-    one.add_argument("--to", metavar="DIR", help="a new folder (default: RUN-METHOD-BITS)")
-    one.add_argument("--data", metavar="FOLDER", help="packed data to calibrate on (default: the run's)")
-    one.add_argument("--samples", type=int, default=128, metavar="N", help="rows of it (default: 128)")
-    text = "of what is not quantised (default: float16)"
-    one.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float16", help=text)
-
-    one = add(top, "import", commands.import_, "make a run folder of a Hugging Face model folder")
-    one.add_argument("folder", metavar="DIR", help="config.json, *.safetensors and tokenizer.json")
-    one.add_argument("run", metavar="RUN", help="a new run folder")
+def add_recipe_commands(commands: "Commands") -> None:
+    """Add `recipe` and its commands."""
+    group = add_group(commands, "recipe", "list, check and explain recipes")
+    add_recipe(add_command(group, "show", "print a recipe with all settings and their defaults", "recipe"))
+    add_recipe(add_command(group, "check", "check a recipe for mistakes", "recipe"))
+    parser = add_command(group, "list", "list the recipes in a folder", "recipe", "list_recipes")
+    text = "folder to search (default: recipes)"
+    parser.add_argument("folder", metavar="FOLDER", nargs="?", default="recipes", help=text)
+    parser = add_command(group, "explain", "explain a key or a section of recipes", "recipe")
+    parser.add_argument("key", metavar="KEY", help="e.g. optimizer.max_grad_norm, or optimizer")
+    summary = "print the JSON schema of recipes, for completion in editors"
+    parser = add_command(group, "schema", summary, "recipe")
+    text = "the schema of data recipes (default: of training recipes)"
+    parser.add_argument("--data", action="store_true", help=text)
 
 
-def recipe(top: Any) -> None:
-    summary = "look for what may keep a run from working: devices, versions, disk, bucket, clock, ports"
-    one = add(top, "doctor", commands.doctor, summary)
-    one.add_argument(
-        "recipe", metavar="RECIPE", nargs="?", help="a .yaml file: its run and data are looked at too"
-    )
-    with_overrides(one)
-
-    recipes = top.add_parser("recipe", help="look at recipes").add_subparsers(
-        metavar="COMMAND", required=True
-    )
-    with_recipe(add(recipes, "show", commands.recipe_show, "print a recipe with every key in it"))
-    with_recipe(add(recipes, "check", commands.recipe_check, "say what is wrong with a recipe, if anything"))
-    one = add(recipes, "list", commands.recipe_list, "list the recipes of a folder")
-    one.add_argument("folder", metavar="FOLDER", nargs="?", default="recipes")
-    one = add(recipes, "explain", commands.recipe_explain, "explain a key or a section of recipes")
-    one.add_argument("key", metavar="KEY", help="e.g. optimizer.max_grad_norm, or optimizer")
-    one = add(recipes, "schema", commands.recipe_schema, "print every key as a JSON schema, for editors")
-    one.add_argument("--data", action="store_true", help="of data recipes")
-
-
-def add(group: Any, name: str, function: Any, summary: str) -> argparse.ArgumentParser:
-    one = group.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
-    one.set_defaults(command=function)
-    return one
-
-
-def with_overrides(one: argparse.ArgumentParser, whose: str = "the recipe") -> None:
-    text = f"settings that replace those of {whose}"
-    one.add_argument("overrides", metavar="key=value", nargs="*", default=[], help=text)
-
-
-def with_run(one: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    one.add_argument("run", metavar="RUN", help="a run folder")
-    text = "take the averaged weights (optimizer.ema_decay), or not (default: where the run keeps them)"
-    one.add_argument("--ema", action=argparse.BooleanOptionalAction, help=text)
-    return one
-
-
-def with_recipe(one: argparse.ArgumentParser) -> None:
-    one.add_argument("recipe", metavar="RECIPE", help="a .yaml file")
-    with_overrides(one)
+def add_doctor(commands: "Commands") -> None:
+    """Add `doctor`."""
+    summary = "check versions, devices, disk, network and data, and suggest fixes"
+    parser = add_command(commands, "doctor", summary, "doctor", epilog="The exit code is 1 if a check fails.")
+    text = "YAML file of a run, whose folder and data are checked too"
+    parser.add_argument("recipe", metavar="RECIPE", nargs="?", help=text)
+    add_overrides(parser)

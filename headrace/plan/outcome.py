@@ -5,12 +5,19 @@ from typing import Any, Literal
 
 from headrace.config import run_length
 from headrace.config.sections import TrainRecipe
-from headrace.hardware.chips import PRICES_DATE, Price, Range
+from headrace.hardware.chips import PRICES_DATE, Price
 from headrace.hardware.slices import SliceShape
+from headrace.html_page import render_notebook_table
 from headrace.plan.buffers import Buffer
-
-SECONDS_PER_DAY = 24 * 3600.0
-Dollars = dict[str, Range | None]  # of the whole recipe, by terms: on_demand, spot; None: not known
+from headrace.plan.units import (
+    SECONDS_PER_DAY,
+    Dollars,
+    format_costs,
+    format_count,
+    format_days,
+    format_seconds,
+    format_size,
+)
 
 
 @dataclass(frozen=True)
@@ -65,6 +72,25 @@ class Outcome:
         if self.days is None:
             return {"on_demand": None, "spot": None}
         return compute_dollars(self.price, self.days * 24 * self.slice_shape.chips)
+
+    def _repr_html_(self) -> str:
+        """Render the main numbers as a table, for notebooks."""
+        chip, rate, mfu = self.slice_shape.chip, self.tokens_per_second_per_chip, self.mfu
+        memory = f"{format_size(self.hbm_bytes)} of {format_size(chip.usable_bytes)} per chip"
+        rows = {
+            "chips": f"{self.slice_shape.chips} {chip.name}",
+            "fits": "yes" if self.fits else "no",
+            "memory": memory if self.method == "compiler" else f"about {memory}",
+            "parameters": format_count(self.parameters),
+        }
+        if self.step_seconds and self.days and rate and mfu:
+            rows |= {
+                "step": f"{format_seconds(self.step_seconds)} for {self.tokens_per_step:,} tokens",
+                "speed": f"{rate * self.slice_shape.chips:,.0f} tokens per second, MFU {mfu:.1%}",
+                "training": f"{format_days(self.days)} for {format_count(self.tokens)} tokens",
+                "cost": format_costs(self.dollars),
+            }
+        return render_notebook_table(f"{self.slice_shape.name}, by {self.method}", rows)
 
     def to_json(self) -> dict[str, Any]:
         """Return the object that `headrace plan --json` writes."""

@@ -8,8 +8,9 @@ from headrace.config.sections import TrainRecipe
 from headrace.hardware.chips import TPUS, Chip, Price
 from headrace.hardware.slices import SliceShape, standard_slices
 from headrace.plan.estimate import estimate_step
-from headrace.plan.outcome import SECONDS_PER_DAY, Dollars, compute_dollars, count_tokens
+from headrace.plan.outcome import compute_dollars, count_tokens
 from headrace.plan.search import iter_candidates, list_overrides
+from headrace.plan.units import SECONDS_PER_DAY, Dollars
 
 TOKENS_PER_PARAMETER = 20  # compute-optimal, about (arXiv 2203.15556)
 STATE_BYTES = 16  # per parameter: float32 weights and gradients, and two moments of Adam

@@ -1,65 +1,58 @@
-"""Terminal output of plans: memory and what fills it, speed and where the time goes, and cost."""
+"""Plans as lines for a terminal: memory and what fills it, speed and where the time goes, and cost.
+
+Lines are in the markup of `rich`."""
 
 import math
 from collections.abc import Iterator
 
-from rich.console import Console
-
 from headrace.config import sections
 from headrace.config.sections import TrainRecipe
-from headrace.hardware.chips import PRICES_DATE, TPUS, Chip, Range
+from headrace.hardware.chips import PRICES_DATE, TPUS, Chip
 from headrace.hardware.slices import SliceShape
 from headrace.plan.device_memory import min_state_bytes
-from headrace.plan.outcome import SECONDS_PER_DAY, Dollars, Outcome, count_tokens
+from headrace.plan.outcome import Outcome, count_tokens
 from headrace.plan.recommend import MFU, SliceOffer, find_optimal_model, find_smallest_slice
 from headrace.plan.search import iter_microbatch_counts
+from headrace.plan.units import (
+    SECONDS_PER_DAY,
+    format_costs,
+    format_count,
+    format_days,
+    format_seconds,
+    format_size,
+)
 
 SHOWN_OFFERS = 12
 DEFAULT_DAYS = 30.0
 
 
-def print_outcome(
-    outcome: Outcome, recipe: TrainRecipe, days: float | None, *, own_prices: bool = False
-) -> None:
-    """Print a plan. `days` are those that the user has, if given."""
-    for line in format_outcome(outcome, recipe, days, own_prices=own_prices):
-        _console().print(line)
-
-
-def print_line(line: str) -> None:
-    _console().print(line, markup=False)
-
-
-def print_offers(
+def format_offers(
     offers: list[SliceOffer], any_offers: list[SliceOffer], recipe: TrainRecipe, limits: str
-) -> None:
-    """Print the offers within the user's limits. If there are none, print the nearest of `any_offers`."""
-    console = _console()
+) -> Iterator[str]:
+    """Iterate over lines about the offers within the user's limits, in rich's markup.
+
+    If there are none, the lines are about the nearest of `any_offers`."""
     tokens, _ = count_tokens(recipe)
-    console.print(f"{format_count(tokens)} tokens{limits}, by arithmetic; the cheapest first:")
+    yield f"{format_count(tokens)} tokens{limits}, by arithmetic; the cheapest first:"
     if not offers:
-        console.print("  no slice does it: allow more days or dollars, fewer tokens, or a smaller model")
+        yield "  no slice does it: allow more days or dollars, fewer tokens, or a smaller model"
         if any_offers:
             fastest = min(any_offers, key=lambda offer: offer.days)
             for name, offer in {"cheapest": any_offers[0], "fastest": fastest}.items():
                 cost = f"{format_days(offer.days)}, {format_costs(offer.dollars)}"
-                console.print(f"  the {name} is {offer.slice_shape.name}: {cost}")
+                yield f"  the {name} is {offer.slice_shape.name}: {cost}"
     for offer in offers[:SHOWN_OFFERS]:
         time, cost = format_days(offer.days), format_costs(offer.dollars)
-        console.print(f"  {offer.slice_shape.name:<12} {time:>12}   MFU {offer.mfu:.0%}   {cost}")
-        console.print(f"  {'':<12} with {offer.settings or 'the settings of the recipe'}", style="dim")
+        yield f"  {offer.slice_shape.name:<12} {time:>12}   MFU {offer.mfu:.0%}   {cost}"
+        yield f"[dim]  {'':<12} with {offer.settings or 'the settings of the recipe'}[/dim]"
     if len(offers) > SHOWN_OFFERS:
-        console.print(f"  and {len(offers) - SHOWN_OFFERS} more")
-
-
-def print_optimal(slice_shape: SliceShape, days: float) -> None:
-    _console().print(_optimal_line(slice_shape, days))
+        yield f"  and {len(offers) - SHOWN_OFFERS} more"
 
 
 def format_outcome(
     outcome: Outcome, recipe: TrainRecipe, days: float | None, *, own_prices: bool = False
 ) -> Iterator[str]:
-    """Iterate over the lines of a plan, in rich's markup."""
+    """Iterate over the lines of a plan. `days` are those that the user has, if given."""
     yield _title_line(outcome, recipe)
     yield from _memory_lines(outcome, recipe)
     if outcome.step_seconds is None:
@@ -126,7 +119,7 @@ def _time_lines(outcome: Outcome, recipe: TrainRecipe, step_seconds: float) -> I
     chip = outcome.slice_shape.chip
     unit, scale = ("s", 1.0) if step_seconds >= 0.1 else ("ms", 1000.0)
     yield (
-        f"  a step of {outcome.tokens_per_step:,} tokens: {step_seconds * scale:.3g} {unit}, "
+        f"  a step of {outcome.tokens_per_step:,} tokens: {format_seconds(step_seconds)}, "
         f"{rate * outcome.slice_shape.chips:,.0f} tokens/s, {rate:,.0f} per chip, MFU {mfu:.1%}"
     )
     for part, seconds in outcome.seconds_by_part.items():
@@ -195,10 +188,11 @@ def _misfit_lines(outcome: Outcome, recipe: TrainRecipe, days: float) -> Iterato
     smallest = [find_smallest_slice(recipe, chip) for chip in TPUS]
     names = ", ".join(found.name for found in smallest if found)
     yield f"the smallest slices that hold it: {names or 'no slice does'}"
-    yield _optimal_line(slice_shape, days)
+    yield format_optimal_model(slice_shape, days)
 
 
-def _optimal_line(slice_shape: SliceShape, days: float) -> str:
+def format_optimal_model(slice_shape: SliceShape, days: float) -> str:
+    """Describe the model that a slice trains best in some days."""
     optimal = find_optimal_model(slice_shape, days)
     reason = "the best use of that compute"
     if optimal.limited_by_memory:
@@ -229,51 +223,6 @@ def _advice_line(outcome: Outcome, recipe: TrainRecipe) -> str:
     return f"it takes {factor}: try {', then '.join(changes)}, or use a larger slice"
 
 
-def format_costs(dollars: Dollars) -> str:
-    """Format dollars such as `$426 on demand or $43 to 281 spot`."""
-    terms = ("on demand", dollars["on_demand"]), ("spot", dollars["spot"])
-    return " or ".join(f"{format_dollars(cost)} {name}" for name, cost in terms if cost) or "price not known"
-
-
-def format_dollars(cost: Range) -> str:
-    """Format a range of dollars: in tens from $1,000, in cents below $10."""
-    if cost[1] < 0.005:
-        return "under $0.01"
-    if cost[1] < 10:
-        low, high = (f"{end:,.2f}" for end in cost)
-    else:
-        low, high = (f"{round(end, -1 if end >= 1000 else 0):,.0f}" for end in cost)
-    return f"${low}" if low == high else f"${low} to {high}"
-
-
-def format_days(days: float) -> str:
-    """Format a duration in days, hours, minutes or seconds."""
-    for limit, per_day, unit in ((1.5, 1, "days"), (1 / 24, 24, "hours"), (1 / 1440, 1440, "minutes")):
-        if days >= limit:
-            return f"{days * per_day:.1f} {unit}"
-    return f"{days * SECONDS_PER_DAY:.1f} seconds"
-
-
-def format_size(size: float) -> str:
-    """Format bytes in GiB; in MiB or KiB below a tenth of the larger unit."""
-    for power, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
-        if size >= 0.1 * 2**power:
-            return f"{size / 2**power:,.2f} {unit}"
-    return f"{size:.0f} B"
-
-
-def format_count(number: float) -> str:
-    """Format a number of tokens or parameters with three digits: 8.03B, 149M."""
-    for limit, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
-        if number >= limit:
-            return f"{number / limit:.3g}{letter}"
-    return f"{number:,.0f}"
-
-
 def escape(text: str) -> str:
     """Escape brackets, which are markup to rich."""
     return text.replace("[", r"\[")
-
-
-def _console() -> Console:
-    return Console(highlight=False, soft_wrap=True)

@@ -1,10 +1,13 @@
-"""The command line: exit codes, one line for a mistake, and no JAX before a recipe is known to be right."""
+"""The command line: exit codes, one line per mistake, and no JAX before the recipe has been checked."""
 
+import argparse
 import glob
+import importlib
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -14,11 +17,14 @@ import pytest
 import yaml
 
 from headrace.cli import main as cli_main
+from headrace.cli import parser
 from headrace.cli.main import main
 from headrace.config import json_schema, reader, recipe, sections
 
 ROOT = Path(__file__).parents[2]
-WHOLE = [p for p in sorted((ROOT / "recipes").rglob("*.yaml")) if "use" not in yaml.safe_load(p.read_text())]
+RECIPES = [
+    p for p in sorted((ROOT / "recipes").rglob("*.yaml")) if "use" not in yaml.safe_load(p.read_text())
+]
 TRAINING = """\
 run_dir: runs/test
 model: {use: llama, layers: 2, embed: 64, heads: 4, kv_heads: 2, mlp: 128}
@@ -44,8 +50,8 @@ def in_a_folder_with_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     Path("recipe.yaml").write_text(TRAINING)
 
 
-def told(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
-    """The one line that a mistaken command prints."""
+def error_line(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    """Run a command with a mistake, and return the one line that it prints."""
     assert main(argv) == 2
     out, err = capsys.readouterr()
     assert out == ""
@@ -54,7 +60,7 @@ def told(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "content, argv, says",
+    "content, argv, message",
     [
         (b"run: {", ["train", "bad.yaml"], "bad.yaml:1: not YAML"),
         (b"run: a\n\tmodel: b\n", ["train", "bad.yaml"], "bad.yaml:2: found a tab"),
@@ -70,27 +76,27 @@ def told(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 )
 @pytest.mark.fault(19)
 def test_a_mistake_ends_in_one_line_and_code_2_before_jax_is_imported(
-    content: bytes, argv: list[str], says: str
+    content: bytes, argv: list[str], message: str
 ) -> None:
     Path("bad.yaml").write_bytes(content)
     done = subprocess.run([sys.executable, "-c", WITHOUT_JAX, *argv], capture_output=True, text=True)
     assert done.returncode == 2, done.stderr
     assert done.stdout == ""
-    assert done.stderr.startswith(f"headrace: {says}")
+    assert done.stderr.startswith(f"headrace: {message}")
     assert done.stderr.count("\n") == 1
 
 
 def test_the_module_runs_as_a_program() -> None:
     command = [sys.executable, "-m", "headrace", "recipe", "check", "recipe.yaml"]
     done = subprocess.run(command, capture_output=True, text=True)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "recipe.yaml: fine\n", "")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "recipe.yaml: ok\n", "")
     done = subprocess.run([*command, "seed=x"], capture_output=True, text=True)
-    said = 'headrace: command line: seed: found "x", expected a whole number\n'
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", said)
+    message = 'headrace: command line: seed: found "x", expected a whole number\n'
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", message)
 
 
 @pytest.mark.parametrize("argv", [["recipe", "schema"], ["recipe", "check", "recipe.yaml"]])
-def test_a_reader_that_leaves_early_is_no_mistake(argv: list[str]) -> None:
+def test_a_pipe_that_is_closed_early_is_no_mistake(argv: list[str]) -> None:
     command = [sys.executable, "-m", "headrace", *argv]
     reader, writer = os.pipe()
     os.close(reader)
@@ -99,25 +105,26 @@ def test_a_reader_that_leaves_early_is_no_mistake(argv: list[str]) -> None:
     assert (done.returncode, done.stderr) == (141, "")
 
 
-def test_letters_that_the_terminal_lacks_are_shown_by_their_numbers() -> None:
+def test_letters_that_the_terminal_lacks_are_printed_by_their_codes() -> None:
     Path("recipe.yaml").rename("mühle.yaml")
     command = [sys.executable, "-m", "headrace", "recipe", "check", "mühle.yaml"]
     env = os.environ | {"PYTHONIOENCODING": "ascii"}
     done = subprocess.run(command, env=env, capture_output=True, text=True)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "m\\xfchle.yaml: fine\n", "")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "m\\xfchle.yaml: ok\n", "")
 
 
-def test_a_mistyped_command_is_told_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
-    said = told(capsys, "recipe", "chek", "recipe.yaml")
-    assert said.startswith("command line: found chek, expected one of show, check, list, explain, schema; ")
-    assert "did you mean check?" in said
-    assert "`headrace recipe --help`" in said
+def test_the_error_of_a_mistyped_command_has_the_closest_one(capsys: pytest.CaptureFixture[str]) -> None:
+    message = error_line(capsys, "recipe", "chek", "recipe.yaml")
+    expected = (
+        "command line: found chek, expected one of show, check, list, explain, schema; did you mean check?"
+    )
+    assert message.startswith(expected)
+    assert "`headrace recipe --help`" in message
 
 
 @pytest.mark.parametrize(
-    "argv, says",
+    "argv, message",
     [
-        ([], "required: COMMAND"),
         (["train"], "required: RECIPE (see `headrace train --help`)"),
         (["train", "recipe.yaml", "--steps", "3"], "settings are given as key=value"),
         (["train", "recipe.yaml", "more"], "command line: found more, expected key=value"),
@@ -125,14 +132,14 @@ def test_a_mistyped_command_is_told_with_the_nearest(capsys: pytest.CaptureFixtu
         (["recipe", "list", "nowhere"], "nowhere: found no .yaml file in it, expected a folder of recipes"),
     ],
 )
-def test_a_command_that_is_incomplete_or_too_long_says_so(
-    argv: list[str], says: str, capsys: pytest.CaptureFixture[str]
+def test_an_incomplete_or_too_long_command_is_refused(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert says in told(capsys, *argv)
+    assert message in error_line(capsys, *argv)
 
 
 @pytest.mark.parametrize(
-    "overrides, says",
+    "overrides, message",
     [
         (["schedule.steps=-4"], "command line: schedule.steps: found -4, expected a whole number of steps"),
         (["model.layer=4"], "command line: model.layer: unknown key; did you mean model.layers?"),
@@ -152,10 +159,10 @@ def test_a_command_that_is_incomplete_or_too_long_says_so(
         (["run_dir="], "command line: run_dir: found nothing, expected text"),
     ],
 )
-def test_a_mistake_among_the_overrides_says_so(
-    overrides: list[str], says: str, capsys: pytest.CaptureFixture[str]
+def test_the_error_of_an_override_names_its_key(
+    overrides: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert told(capsys, "recipe", "check", "recipe.yaml", *overrides).startswith(says)
+    assert error_line(capsys, "recipe", "check", "recipe.yaml", *overrides).startswith(message)
 
 
 def test_show_prints_a_recipe_that_reads_the_same(capsys: pytest.CaptureFixture[str]) -> None:
@@ -197,7 +204,7 @@ def test_the_schema_has_every_key(cls: type) -> None:
     assert found == set(reader.all_keys(cls))
 
 
-@pytest.mark.parametrize("path", WHOLE, ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_a_recipe_fits_the_schema(path: Path, demo_run: None) -> None:
     cfg = recipe.load_any(path)
     rules = json_schema.schema(type(cfg))
@@ -221,15 +228,39 @@ def fits(value: Any, rules: dict[str, Any]) -> bool:
 
 
 def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as left:
+    with pytest.raises(SystemExit) as exit_info:
         main(["--help"])
-    assert left.value.code == 0
-    said = capsys.readouterr().out
+    assert exit_info.value.code == 0
+    output = capsys.readouterr().out
     for command in ("train", "data", "eval", "generate", "export", "import", "recipe"):
-        assert f"\n    {command} " in said
+        assert f"\n  {command} " in output
 
 
-def test_libtpu_is_left_out_where_there_is_no_tpu(tmp_path, monkeypatch):
+@pytest.mark.parametrize("argv, usage", [([], "usage: headrace "), (["recipe"], "usage: headrace recipe ")])
+def test_without_a_command_help_is_printed(
+    argv: list[str], usage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(argv) == 2
+    assert capsys.readouterr().out.startswith(usage)
+
+
+def test_every_command_has_its_function(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in iter_commands(parser.make_parser()):
+        function = command.get_default("command")
+        module = importlib.import_module(f"headrace.cli.{function.module}")
+        assert callable(getattr(module, function.name)), command.prog
+
+
+def iter_commands(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    """Iterate over the parsers of all commands that have no commands of their own."""
+    groups = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    if not groups:
+        yield parser
+    for command in groups[0].choices.values() if groups else ():
+        yield from iter_commands(command)
+
+
+def test_libtpu_is_hidden_where_there_is_no_tpu(tmp_path, monkeypatch):
     if glob.glob("/dev/accel*") or glob.glob("/dev/vfio/[0-9]*") or entry_points(group="jax_plugins"):
         pytest.skip("a machine with an accelerator")
     (tmp_path / "libtpu.py").write_text("")

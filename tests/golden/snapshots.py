@@ -18,7 +18,7 @@ HERE = Path(__file__).parent
 def all_help() -> str:
     """The help of every command, as on a terminal of 100 columns."""
     os.environ["COLUMNS"] = "100"
-    return "\n".join(f"$ {command} --help\n{text}" for command, text in commands(parser.parser()))
+    return "\n".join(f"$ {command} --help\n{text}" for command, text in commands(parser.make_parser()))
 
 
 def commands(parser: argparse.ArgumentParser) -> Iterator[tuple[str, str]]:

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 from headrace.checkpoint.manager import Checkpoints
 from headrace.checkpoint.open_run import open_run
-from headrace.cli import plan
 from headrace.config import reader, recipe, sections
 from headrace.convert import to_huggingface
 from headrace.data.dataset import Dataset
@@ -26,6 +25,7 @@ from headrace.model_wrappers import load_family
 from headrace.nn import module
 from headrace.nn.linear import project
 from headrace.nn.stack import Execution
+from headrace.plan import planner
 from headrace.training import run as training_run
 from headrace.training import setup, step
 from headrace.training.evaluate import device_batch, fill_model_sizes, special_tokens
@@ -360,7 +360,7 @@ def test_a_module_that_cannot_tell_documents_apart_is_refused(plain) -> None:
 
 def test_plan_is_refused(tmp_path, packed) -> None:
     with pytest.raises(UserError, match="model.use: found torch, but plan needs a family whose sizes"):
-        plan.fill_data_sizes(load(tmp_path, packed, LLAMA))
+        planner.fill_data_sizes(load(tmp_path, packed, LLAMA))
 
 
 def test_recipes_keep_the_settings_of_a_class_as_they_are(tmp_path, packed) -> None:

@@ -472,7 +472,7 @@ def test_recommendations_have_the_settings_they_need(
         ("--recommend --tokens 1.2.3B", "--tokens: found 1.2.3B"),
         ("--slice v5p-32 --fast --json nowhere/x.json", "--json: no such folder: nowhere"),
         ("--slice v5p-32 --fast --json docs", "--json: found the folder docs, expected a file"),
-        ("--slice v5p-32 --fast --search --write README.md", "--write: README.md is there already"),
+        ("--slice v5p-32 --fast --search --write README.md", "--write: README.md already exists"),
         ("--recommend --json x.json", "--json has no effect"),
         ("--slice v5p-32 --slice v4-32 --search", "--search takes one --slice"),
         ("--slice 2xv5e-256 --fast batch.microbatches=1", "set mesh.data=2"),

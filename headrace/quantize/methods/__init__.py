@@ -14,6 +14,8 @@ class MethodConfig(Protocol):
 
     @property
     def use(self) -> str: ...
+    @property
+    def bits(self) -> int: ...
 
 
 class QuantizeMethod(Protocol):
