@@ -4,14 +4,14 @@ A job writes its files atomically, and its result depends on nothing but its inp
 is simply run again, on any worker."""
 
 import gc
-import multiprocessing
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import cache, partial
-from multiprocessing.context import ForkServerContext
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -120,11 +120,30 @@ def start_worker() -> None:
     pa.set_io_thread_count(1)
 
 
+class WorkerProcess(ForkServerProcess):
+    """A worker, which does not import the main module of the program, as other processes of Python do.
+
+    A script that calls `headrace.prepare_data` without a guard would do so again in every worker. Jobs are
+    functions of this package, so nothing of the script is needed."""
+
+    def start(self) -> None:
+        main_module = sys.modules["__main__"]
+        sys.modules["__main__"] = ModuleType("__main__")  # without a file that the worker would import
+        try:
+            super().start()
+        finally:
+            sys.modules["__main__"] = main_module
+
+
+class WorkerContext(ForkServerContext):
+    Process = WorkerProcess
+
+
 @cache
-def worker_context() -> ForkServerContext:
+def worker_context() -> WorkerContext:
     """The context in which workers start: forked from a server with their modules, and without threads."""
     os.environ[MASTER] = str(os.getpid())
-    context = multiprocessing.get_context("forkserver")
+    context = WorkerContext()
     stages = [f"headrace.data.{name}" for name in ("clean.normalize", "pack_job", "shuffle")]
     # gigatoken and awkward take half a second
     context.set_forkserver_preload(["headrace.data.pipeline.worker_guard", *stages, "gigatoken", "awkward"])

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -45,6 +47,20 @@ def tell(folder: str) -> int:
 def test_every_item_comes_back_with_its_result(workers: int) -> None:
     results = list(WorkerPool("local", workers).run(square, range(11)))
     assert sorted(results) == [(number, number * number) for number in range(11)]
+
+
+SCRIPT = """\
+from headrace.data.pipeline.pool import WorkerPool
+print("started")
+print(sorted(WorkerPool("local", 2).run(abs, [-1, -2, -3])))
+"""
+
+
+def test_workers_do_not_run_the_script_that_starts_them(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
+    assert done.stdout == "started\n[(-3, 3), (-2, 2), (-1, 1)]\n", done.stderr
 
 
 @pytest.mark.parametrize("workers", [1, 2])
