@@ -187,9 +187,9 @@ def import_model(folder: str | Path, run_dir: str | Path) -> "TrainRecipe":
         >>> hr.import_model("models/Llama-3.2-1B", "runs/llama")
         >>> run = hr.open_run("runs/llama")
     """
-    from headrace.convert import to_huggingface
+    from headrace.convert import from_huggingface
 
-    return to_huggingface.import_(str(folder), str(run_dir))
+    return from_huggingface.import_model(str(folder), str(run_dir))
 
 
 def evaluate(run: "LoadedRun") -> EvalResult:

@@ -1,11 +1,12 @@
-"""The model card: README.md beside the weights, written from what the run folder knows, with its curve. What
-only people know (licence, purpose, limits) is left to them, and marked."""
+"""Model cards: the README.md of an exported model, written from the run folder, with a chart of its losses.
+
+What the run folder cannot know (license, intended use, limitations) is marked for the author to add."""
 
 import contextlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -15,6 +16,7 @@ from headrace.data.memory_map import open_folder
 from headrace.data.shards import Index
 from headrace.errors import UserError
 from headrace.model_formats import quantized_folder, vptq
+from headrace.model_formats.hf_config import HFSettings
 from headrace.model_wrappers import qat
 from headrace.report import charts, facts
 from headrace.report.charts import Curve
@@ -22,245 +24,276 @@ from headrace.report.facts import Facts
 from headrace.storage import redact
 from headrace.trackers.terminal import format_duration
 
-CURVE = "loss.svg"
-WIDE, HIGH, LEFT, BELOW = 640, 260, 52, 30  # of the drawing, and the room for its labels
-COLOURS = ("#3b6fb6", "#c9622f")
+CHART_NAME = "loss.svg"
+WIDTH, HEIGHT = 640, 260  # of the chart
+LEFT, RIGHT, TOP, BOTTOM = 52, 12, 14, 30  # its margins, which have room for labels
+COLORS = ("#3b6fb6", "#c9622f")
 
 
 @dataclass(frozen=True)
 class ModelCardKind:
-    """What the hub and transformers call a model that does this."""
+    """What a model does, as the Hugging Face Hub, transformers and a sentence call it."""
 
-    task: str
-    loads: str
-    does: str
+    pipeline_tag: str
+    auto_class: str
+    verb_phrase: str
 
 
-KINDS = {
-    "ForCausalLM": ModelCardKind("text-generation", "AutoModelForCausalLM", "continues text"),
-    "ForMaskedLM": ModelCardKind("fill-mask", "AutoModelForMaskedLM", "tells masked tokens"),
+KINDS = {  # by the end of the name of transformers' class
+    "ForCausalLM": ModelCardKind("text-generation", "AutoModelForCausalLM", "generates text"),
+    "ForMaskedLM": ModelCardKind("fill-mask", "AutoModelForMaskedLM", "predicts masked tokens"),
     "ForSequenceClassification": ModelCardKind(
-        "text-classification", "AutoModelForSequenceClassification", "tells the label of a text"
+        "text-classification", "AutoModelForSequenceClassification", "classifies texts"
     ),
     "ForTokenClassification": ModelCardKind(
-        "token-classification", "AutoModelForTokenClassification", "tells the label of each word"
+        "token-classification", "AutoModelForTokenClassification", "classifies every token of a text"
     ),
 }
-OTHER = ModelCardKind("feature-extraction", "AutoModel", "gives hidden states")
+OTHER_KIND = ModelCardKind("feature-extraction", "AutoModel", "computes hidden states")
 
 
-def write(run: LoadedRun, settings: dict[str, Any], target: Path, method: str | None = None) -> None:
-    """`settings` are those of config.json, `method` is one of headrace/quantize/methods."""
-    known: Facts | None = None
-    with contextlib.suppress(UserError, OSError):  # an import has no history
-        known = facts.read_facts(run.recipe.run_dir)
-    curve = loss_curve(known) if known is not None else ""
-    if curve:
-        (target / CURVE).write_text(curve)
-    title = target.name if is_rounded(settings) else source_of(run)
-    parts = [front_matter(run, settings), intro(run, settings, title), usage(settings)]
-    parts += [data(run), training(run, known, has_curve=bool(curve)), evaluation(run, settings, known)]
-    parts += [quantised(run, settings, known, method), whole_recipe(run)]
-    (target / "README.md").write_text(redact.redact("\n\n".join(part for part in parts if part)) + "\n")
+def write_card(run: LoadedRun, settings: HFSettings, folder: Path, quantized_by: str | None = None) -> None:
+    """Write README.md and the chart of losses to the folder of an exported model.
+
+    `settings` are those of its config.json. `quantized_by` is the method of `headrace quantize`, if it made
+    the folder."""
+    run_facts: Facts | None = None
+    with contextlib.suppress(UserError, OSError):  # an imported model has no history
+        run_facts = facts.read_facts(run.recipe.run_dir)
+    chart = loss_curve(run_facts) if run_facts is not None else ""
+    if chart:
+        (folder / CHART_NAME).write_text(chart)
+    title = folder.name if is_quantized_copy(settings) else run_name(run)
+    sections = [
+        front_matter(run, settings),
+        intro(run, settings, title),
+        usage(settings),
+        data_section(run),
+        training_section(run, run_facts, has_chart=bool(chart)),
+        evaluation_section(run, settings, run_facts),
+        quantization_section(run, settings, run_facts, quantized_by),
+        recipe_section(run),
+    ]
+    text = "\n\n".join(section for section in sections if section)
+    (folder / "README.md").write_text(redact.redact(text) + "\n")
 
 
-def kind(settings: dict[str, Any]) -> ModelCardKind:
-    (name, *_) = settings.get("architectures") or [""]
-    return next((found for ending, found in KINDS.items() if name.endswith(ending)), OTHER)
+def model_kind(settings: HFSettings) -> ModelCardKind:
+    """What a model does, by the class in its config.json."""
+    (architecture, *_) = settings.get("architectures") or [""]
+    return next((kind for suffix, kind in KINDS.items() if architecture.endswith(suffix)), OTHER_KIND)
 
 
-def layout(settings: dict[str, Any]) -> str | None:
-    """How matrices are stored that take a few bits a weight."""
-    how = settings.get("quantization_config")
-    return None if how is None else how["quant_method"]
+def quantization_format(settings: HFSettings) -> str | None:
+    """The `quant_method` of a config.json; None if its weights are not quantized."""
+    config = settings.get("quantization_config")
+    return None if config is None else config["quant_method"]
 
 
-def is_rounded(settings: dict[str, Any]) -> bool:
-    """Whether `headrace quantize` made it, of a run that is another folder. Ternary matrices are packed as
-    training has them."""
-    return layout(settings) in quantized_folder.READ
+def is_quantized_copy(settings: HFSettings) -> bool:
+    """Whether `headrace quantize` made the model from a run in another folder. Packed ternary matrices are
+    those of the run itself."""
+    return quantization_format(settings) in quantized_folder.READ
 
 
-def is_learnt(known: Facts | None) -> bool:
-    """Whether training saw its matrices in few bits already."""
-    return known is not None and known.recipe is not None and qat.applies(known.recipe.model)
+def is_quantization_aware(run_facts: Facts | None) -> bool:
+    """Whether the run was trained with quantized weights."""
+    return run_facts is not None and run_facts.recipe is not None and qat.applies(run_facts.recipe.model)
 
 
-def source_of(run: LoadedRun) -> str:
+def run_name(run: LoadedRun) -> str:
+    """The last part of the path of the run folder."""
     return Path(run.recipe.run_dir.rstrip("/")).name
 
 
-def front_matter(run: LoadedRun, settings: dict[str, Any]) -> str:
+def front_matter(run: LoadedRun, settings: HFSettings) -> str:
+    """The YAML that the Hugging Face Hub reads, between dashes."""
     tags = ["headrace", run.recipe.model.use, *(["quantized"] if "quantization_config" in settings else [])]
+    library = "headrace" if quantization_format(settings) == "vptq" else "transformers"
     lines = [
-        f"library_name: {'headrace' if layout(settings) == 'vptq' else 'transformers'}",
-        f"pipeline_tag: {kind(settings).task}",
+        f"library_name: {library}",
+        f"pipeline_tag: {model_kind(settings).pipeline_tag}",
         f"tags: {json.dumps(tags)}",
     ]
-    return "\n".join(["---", *lines, "# license: the one you give it", "---"])
+    return "\n".join(["---", *lines, "# license: to be added", "---"])
 
 
-def intro(run: LoadedRun, settings: dict[str, Any], title: str) -> str:
-    size = sum(leaf.size for leaf in jax.tree.leaves(run.params))
-    cfg = run.recipe
-    start = f", begun with the weights of `{cfg.init_from}`" if cfg.init_from else ""
-    seen = run_length.tokens_until(cfg, run.step)
-    learnt = f" It was trained for {run.step:,} steps, {seen:,} tokens{start}." if run.step else ""
-    what = (
-        f"A {cfg.model.use} with {size:,} parameters that {kind(settings).does}.{learnt} Made with Headrace."
-    )
-    yours = "<!-- What it is for, what it is not, and who answers questions: yours to say. -->"
-    return "\n\n".join([f"# {title}", what, yours])
+def intro(run: LoadedRun, settings: HFSettings, title: str) -> str:
+    """The title, and a paragraph on what the model is and how long it was trained."""
+    recipe = run.recipe
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(run.params))
+    kind = model_kind(settings)
+    text = f"This model (`{recipe.model.use}`, {parameters:,} parameters) {kind.verb_phrase}."
+    if run.step:
+        tokens = run_length.tokens_until(recipe, run.step)
+        start = f", starting from the weights of `{recipe.init_from}`" if recipe.init_from else ""
+        text += f" It was trained for {run.step:,} steps, {tokens:,} tokens{start}."
+    to_add = "<!-- To be added by the author: intended use, limitations, contact. -->"
+    return "\n\n".join([f"# {title}", f"{text} Made with Headrace.", to_add])
 
 
-def usage(settings: dict[str, Any]) -> str:
-    loads, packages = kind(settings).loads, ""
-    if layout(settings) == "vptq":  # transformers 5.22 looks its modules up under names they have not
-        does = "generate" if kind(settings).task == "text-generation" else "eval"
+def usage(settings: HFSettings) -> str:
+    """The section that shows how to load the model."""
+    kind, requirements = model_kind(settings), ""
+    if quantization_format(settings) == "vptq":
+        # transformers 5.22 looks up the quantized modules by names that they do not have.
+        command = "generate" if kind.pipeline_tag == "text-generation" else "eval"
         return (
-            f"## Use\n\n```\nheadrace {does} FOLDER\n```\n\nThe matrices are as the package vptq reads them; "
-            "transformers does not load this folder."
+            f"## Usage\n\n```\nheadrace {command} FOLDER\n```\n\n"
+            "The matrices are stored in the format of the vptq package. transformers cannot load this folder."
         )
-    if layout(settings) == "gptq":
-        packages = "With GPTQModel: `pip install transformers optimum gptqmodel`.\n\n"
+    if quantization_format(settings) == "gptq":
+        requirements = "Requires GPTQModel: `pip install transformers optimum gptqmodel`.\n\n"
     return (
-        f"## Use\n\n{packages}```python\n"
-        f"from transformers import {loads}, AutoTokenizer\n\n"
-        f'tokenizer = AutoTokenizer.from_pretrained("FOLDER")\nmodel = {loads}.from_pretrained("FOLDER")\n'
+        f"## Usage\n\n{requirements}```python\n"
+        f"from transformers import {kind.auto_class}, AutoTokenizer\n\n"
+        'tokenizer = AutoTokenizer.from_pretrained("FOLDER")\n'
+        f'model = {kind.auto_class}.from_pretrained("FOLDER")\n'
         "```"
     )
 
 
-def data(run: LoadedRun) -> str:
-    """By the index of the data, where it can still be read."""
-    path, said = run.recipe.data.path, "## Data\n\n"
+def data_section(run: LoadedRun) -> str:
+    """The section on the training data: sources and sizes, if the folder can still be read."""
+    path = run.recipe.data.path
     try:
         index = Index.parse(bytes(open_folder(path).read("index.json")), path)
     except (UserError, OSError):
-        return f"{said}`{path}`, in rows of {run.recipe.data.sequence_length:,} tokens."
-    weights = {name: (one or {}).get("weight", 1.0) for name, one in index.recipe.get("sources", {}).items()}
-    rows = ["| split | documents | tokens | bytes of text |", "|---|---|---|---|"]
-    rows += [
-        f"| {name} | {split.documents:,} | {split.tokens:,} | {split.bytes:,} |"
+        return f"## Data\n\n`{path}`, in sequences of {run.recipe.data.sequence_length:,} tokens."
+    sources = index.recipe.get("sources", {}).items()
+    weights = ", ".join(f"{name} (weight {(keys or {}).get('weight', 1.0):g})" for name, keys in sources)
+    rows = [
+        (name, f"{split.documents:,}", f"{split.tokens:,}", f"{split.bytes:,}")
         for name, split in index.splits.items()
     ]
-    sources = ", ".join(f"{name} (x {weight:g})" for name, weight in weights.items())
-    lines = [f"{said}Sources: {sources}. A vocabulary of {index.vocab:,} tokens.", "\n".join(rows)]
+    paragraphs = [
+        "## Data",
+        f"Sources: {weights}. Vocabulary: {index.vocab:,} tokens.",
+        markdown_table(("split", "documents", "tokens", "bytes of text"), rows),
+    ]
     if index.labels:
-        lines.append(f"Labels: {', '.join(index.labels)}.")
-    return "\n\n".join(lines)
+        paragraphs.append(f"Labels: {', '.join(index.labels)}.")
+    return "\n\n".join(paragraphs)
 
 
-def training(run: LoadedRun, known: Facts | None, *, has_curve: bool) -> str:
-    cfg = run.recipe
-    told = {
-        "objective": cfg.objective.use,
-        "batch": f"{cfg.batch.sequences:,} x {cfg.data.sequence_length:,} tokens",
-        "optimizer": f"{cfg.optimizer.use}, learning rate {cfg.optimizer.learning_rate:g}, "
-        f"weight decay {cfg.optimizer.weight_decay:g}, {cfg.schedule.use} schedule",
-        "precision": cfg.compute.dtype if cfg.compute.matmul == "compute" else cfg.compute.matmul,
+def training_section(run: LoadedRun, run_facts: Facts | None, *, has_chart: bool) -> str:
+    """The section on training: main settings, hardware, time and cost, final loss, and the chart."""
+    recipe = run.recipe
+    optimizer, compute = recipe.optimizer, recipe.compute
+    rows = {
+        "objective": recipe.objective.use,
+        "batch": f"{recipe.batch.sequences:,} sequences of {recipe.data.sequence_length:,} tokens",
+        "optimizer": f"{optimizer.use}, learning rate {optimizer.learning_rate:g}, "
+        f"weight decay {optimizer.weight_decay:g}, {recipe.schedule.use} schedule",
+        "precision": compute.dtype if compute.matmul == "compute" else compute.matmul,
     }
-    if known is not None and known.totals.attempts:
-        life, account = known.totals.attempts[-1], known.totals
-        told["hardware"] = f"{life.devices} x {life.kind}"
-        told["time"] = (
-            f"{format_duration(account.total)}, of which {100 * account.share:.1f} % trained (goodput)"
-        )
-        told["restarts"] = str(len(account.attempts) - 1)
-        spent = facts.compute_cost(known)
-        if spent is not None and spent.on_demand is not None:
-            told["cost"] = "about ${:,.2f} to ${:,.2f} at list prices on demand".format(*spent.on_demand)
-    if known is not None and known.rows:
-        told["last loss"] = f"{known.rows[-1]['loss']:.4f} at step {known.step:,}"
-    rows = ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in told.items())]
-    picture = f"\n\n![loss]({CURVE})" if has_curve else ""
-    return "## Training\n\n" + "\n".join(rows) + picture
+    if run_facts is not None and run_facts.totals.attempts:
+        totals = run_facts.totals
+        attempt = totals.attempts[-1]
+        rows["hardware"] = f"{attempt.devices} x {attempt.kind}"
+        rows["time"] = f"{format_duration(totals.total)}, {100 * totals.share:.1f} % of it training (goodput)"
+        rows["restarts"] = str(len(totals.attempts) - 1)
+        cost = facts.compute_cost(run_facts)
+        if cost is not None and cost.on_demand is not None:
+            rows["cost"] = "about ${:,.2f} to ${:,.2f} at on-demand list prices".format(*cost.on_demand)
+    if run_facts is not None and run_facts.rows:
+        rows["final loss"] = f"{run_facts.rows[-1]['loss']:.4f} at step {run_facts.step:,}"
+    chart = f"\n\n![training and evaluation loss]({CHART_NAME})" if has_chart else ""
+    return "## Training\n\n" + markdown_table(("", ""), list(rows.items())) + chart
 
 
-def evaluation(run: LoadedRun, settings: dict[str, Any], known: Facts | None) -> str:
-    if known is None or not known.evaluations:
+def evaluation_section(run: LoadedRun, settings: HFSettings, run_facts: Facts | None) -> str:
+    """The section with the last evaluation during training. Empty if there was none."""
+    if run_facts is None or not run_facts.evaluations:
         return ""
-    row = known.evaluations[-1]
-    told = {name.removeprefix("evaluate/"): row[name] for name in row if name.startswith("evaluate/")}
-    numbers = {name: value for name, value in told.items() if isinstance(value, int | float)}
-    rows = ["| held out | |", "|---|---|"]
-    rows += [f"| {name.replace('_', ' ')} | {value:.4f} |" for name, value in numbers.items()]
-    whose = f"At step {row['step']:,}."
-    if is_rounded(settings) and is_learnt(known):
-        whose = f"{whose[:-1]} of `{source_of(run)}`, whose matrices were rounded as they are stored here."
-    elif is_rounded(settings):
-        text = " data.path=TEXT" if run.recipe.objective.use == "dpo" else ""
-        whose = (
-            f"Of `{source_of(run)}` at step {row['step']:,}, before quantisation. "
-            f"`headrace eval FOLDER{text}` measures the quantised model."
-        )
-    return f"## Evaluation\n\n{whose}\n\n" + "\n".join(rows)
+    row = run_facts.evaluations[-1]
+    metrics = {
+        name.removeprefix("evaluate/").replace("_", " "): f"{value:.4f}"
+        for name, value in row.items()
+        if name.startswith("evaluate/") and isinstance(value, int | float)
+    }
+    text = f"Measured on held-out data at step {row['step']:,}."
+    if is_quantized_copy(settings):
+        text = f"Measured on held-out data for `{run_name(run)}` at step {row['step']:,}"
+        if is_quantization_aware(run_facts):
+            text += ", with its matrices quantized as they are stored here."
+        else:
+            data = " data.path=TEXT" if run.recipe.objective.use == "dpo" else ""
+            text += f", before quantization. `headrace eval FOLDER{data}` evaluates the quantized model."
+    return f"## Evaluation\n\n{text}\n\n" + markdown_table(("metric", "value"), list(metrics.items()))
 
 
-def quantised(run: LoadedRun, settings: dict[str, Any], known: Facts | None, method: str | None) -> str:
-    how, which = settings.get("quantization_config"), layout(settings)
-    if how is None:
+def quantization_section(
+    run: LoadedRun, settings: HFSettings, run_facts: Facts | None, quantized_by: str | None
+) -> str:
+    """The section on how the weights are quantized. Empty if they are not."""
+    config, format_name = settings.get("quantization_config"), quantization_format(settings)
+    if config is None:
         return ""
-    if which == "gptq":
-        group = how["group_size"]
-        shared = f"each {group} inputs of an output" if group > 0 else "each output"
-        said = f"GPTQ's layout, {how['bits']} bits a weight and a scale for {shared}"
-    elif which == "vptq":
-        sizes = [vptq.read_sizes(one) for one in how["config_for_layers"].values()]
-        bits = sum(one.bits for one in sizes) / sum(one.inputs * one.outputs for one in sizes)
-        each = " or ".join(str(vector) for vector in sorted({one.vector for one in sizes}))
-        said = f"VPTQ's layout: vectors of {each} weights, {bits:.2f} bits a weight with their codebooks"
+    if format_name == "gptq":
+        group = config["group_size"]
+        per = f"per group of {group} inputs of an output" if group > 0 else "per output"
+        stored = f"in GPTQ's format, {config['bits']} bits per weight and a scale {per}"
+    elif format_name == "vptq":
+        shapes = [vptq.read_sizes(layer) for layer in config["config_for_layers"].values()]
+        bits = sum(shape.bits for shape in shapes) / sum(shape.inputs * shape.outputs for shape in shapes)
+        lengths = " or ".join(str(length) for length in sorted({shape.vector for shape in shapes}))
+        stored = f"in VPTQ's format: vectors of {lengths} weights, {bits:.2f} bits per weight with codebooks"
     else:
-        said = "BitNet's layout, ternary, 2 bits a weight"
-    lines = [f"## Quantisation\n\nThe matrices of the layers are in {said}."]
-    if is_rounded(settings):
-        when = "in its training" if is_learnt(known) else f"by {method} after its training"
-        lines.append(
-            f"Those of `{source_of(run)}` were rounded {when}; the other weights are in {settings['dtype']}."
-        )
-    return " ".join(lines)
+        stored = "in BitNet's format, ternary, 2 bits per weight"
+    text = f"## Quantization\n\nThe matrices of the layers are stored {stored}."
+    if is_quantized_copy(settings):
+        source, dtype = run_name(run), settings["dtype"]
+        when = "during training" if is_quantization_aware(run_facts) else f"after training, by {quantized_by}"
+        text += f" Those of `{source}` were quantized {when}. The other weights are stored in {dtype}."
+    return text
 
 
-def whole_recipe(run: LoadedRun) -> str:
+def recipe_section(run: LoadedRun) -> str:
+    """The section with the whole recipe, collapsed."""
     text = reader.to_yaml(run.recipe).rstrip()
     return f"## Recipe\n\n<details><summary>All settings</summary>\n\n```yaml\n{text}\n```\n\n</details>"
 
 
-def loss_curve(known: Facts) -> str:
-    """The losses over steps; nothing where there are none."""
+def markdown_table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+    """Format rows as a table in Markdown."""
+    lines = [header, ("---",) * len(header), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def loss_curve(run_facts: Facts) -> str:
+    """Draw the training and evaluation losses over steps as SVG. Empty if there are fewer than two points."""
     curves = [
-        Curve("training", [(row["step"], row["loss"]) for row in known.rows]),
-        Curve("held out", [(row["step"], row["evaluate/loss"]) for row in known.evaluations]),
+        Curve("training", [(row["step"], row["loss"]) for row in run_facts.rows]),
+        Curve("evaluation", [(row["step"], row["evaluate/loss"]) for row in run_facts.evaluations]),
     ]
     binned = [(curve.name, bins) for curve in curves if (bins := charts.bin_points(curve.points))]
     if not binned or len(binned[0][1]) < 2:
         return ""
-    last = max(one.x for _, bins in binned for one in bins)
+    last_step = max(bin_.x for _, bins in binned for bin_ in bins)
     low, high = charts.value_range([bins for _, bins in binned], from_zero=False)
     levels = charts.round_ticks(low, high)
     low, high = min(low, levels[0]), max(high, levels[-1])
-    across = lambda x: LEFT + (WIDE - LEFT - 12) * x / last
-    up = lambda y: 14 + (HIGH - BELOW - 14) * (1 - (min(y, high) - low) / (high - low))
-    text = '<text x="{:.0f}" y="{:.0f}" text-anchor="{}">{}</text>'
+    to_x = lambda step: LEFT + (WIDTH - LEFT - RIGHT) * step / last_step
+    to_y = lambda loss: TOP + (HEIGHT - BOTTOM - TOP) * (1 - (min(loss, high) - low) / (high - low))
+    label = '<text x="{:.0f}" y="{:.0f}" text-anchor="{}">{}</text>'
     shapes = []
-    for y in levels:
-        shapes.append(f'<path d="M{LEFT} {up(y):.1f}H{WIDE - 12}" stroke="#8884"/>')
-        shapes.append(text.format(LEFT - 8, up(y) + 4, "end", charts.strip_zeros(f"{y:.4f}")))
-    for x in (x for x in charts.round_ticks(0, last) if x <= last):
-        shapes.append(text.format(across(x), HIGH - 8, "middle", f"{x:,.0f}"))
-    for number, (name, bins) in enumerate(binned):
-        line = " ".join(f"{across(one.x):.1f},{up(one.mean):.1f}" for one in bins)
-        colour = COLOURS[number]
-        shapes.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>')
-        if name == "held out":  # few, and at times one alone
-            dot = '<circle cx="{:.1f}" cy="{:.1f}" r="3" fill="{}"/>'
-            shapes += [dot.format(across(one.x), up(one.mean), colour) for one in bins]
+    for loss in levels:
+        shapes.append(f'<path d="M{LEFT} {to_y(loss):.1f}H{WIDTH - RIGHT}" stroke="#8884"/>')
+        shapes.append(label.format(LEFT - 8, to_y(loss) + 4, "end", charts.strip_zeros(f"{loss:.4f}")))
+    for step in (step for step in charts.round_ticks(0, last_step) if step <= last_step):
+        shapes.append(label.format(to_x(step), HEIGHT - 8, "middle", f"{step:,.0f}"))
+    for index, ((name, bins), color) in enumerate(zip(binned, COLORS, strict=False)):
+        points = [(to_x(bin_.x), to_y(bin_.mean)) for bin_ in bins]
+        line = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        shapes.append(f'<polyline points="{line}" fill="none" stroke="{color}" stroke-width="2"/>')
+        if name == "evaluation":  # few points, or only one, of which no line is visible
+            shapes += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{color}"/>' for x, y in points]
         shapes.append(
-            f'<text x="{WIDE - 16}" y="{26 + 18 * number}" text-anchor="end" fill="{colour}">{name}</text>'
+            f'<text x="{WIDTH - 16}" y="{26 + 18 * index}" text-anchor="end" fill="{color}">{name}</text>'
         )
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDE} {HIGH}" width="{WIDE}" height="{HIGH}" '
-        'font-family="sans-serif" font-size="12" fill="#888"><title>loss over steps</title>'
-        + "".join(shapes)
-        + "</svg>\n"
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" '
+        f'height="{HEIGHT}" font-family="sans-serif" font-size="12" fill="#888">'
+        f"<title>loss over steps</title>{''.join(shapes)}</svg>\n"
     )

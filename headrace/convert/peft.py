@@ -1,6 +1,8 @@
-"""Adapters as the `peft` package loads them over the model that they were trained beside: its names, two thin
-matrices for each linear layer, and with DoRA the lengths. Where several matrices of ours are one there, its
-thin matrices hold ours side by side."""
+"""Export of LoRA adapters for the `peft` package, which loads them on top of the base model.
+
+peft has an adapter per linear layer of transformers: `lora_A`, `lora_B` and, with DoRA, a magnitude vector.
+If several of our matrices are parts of one such layer, their adapters become one: `lora_A` stacks theirs, and
+`lora_B` has a block for each."""
 
 import json
 import math
@@ -13,122 +15,135 @@ from safetensors.numpy import save_file
 
 from headrace import model_wrappers
 from headrace.checkpoint.open_run import LoadedRun
-from headrace.convert.to_huggingface import whole_or_nothing
+from headrace.convert.output import new_folder
 from headrace.errors import UserError
 from headrace.model_formats.hf_tensors import layer_name
 from headrace.model_formats.quantized_folder import Linear, linears
 from headrace.model_wrappers import load_family, lora
 from headrace.model_wrappers.lora import LoRAWeight
+from headrace.models import ModelConfig
 from headrace.nn import module
+from headrace.nn.module import PyTree
 from headrace.training import init_from
+
+INSTEAD = "without --adapter, adapters are merged into the model"
 
 
 def export(run: LoadedRun, folder: str) -> list[Path]:
-    """Writes the adapters alone. Returns the files."""
+    """Write the adapters of a run, without its base model, to a new folder. Returns the files."""
     cfg = run.recipe.model
     if not lora.applies(cfg):
         raise UserError(
-            f"--adapter: {run.recipe.run_dir} has no adapters (lora.rank); without it the model is written"
+            f"--adapter: {run.recipe.run_dir} has no adapters (lora.rank); without it, the model is exported"
         )
-    bare = model_wrappers.without_wrapper(cfg)
-    family = load_family(bare)
+    base_model = model_wrappers.without_wrapper(cfg)
+    family = load_family(base_model)
     if not family.hf_naming.types or getattr(cfg, "generator_layers", 0) > 0:
-        raise UserError(
-            f"--adapter: {cfg.use} is not one model at Hugging Face; without it adapters are merged"
-        )
-    family.hf_naming.to_config(bare, run.recipe.data.sequence_length)  # says what transformers has not
-    check_start(run, bare)
-    weights = adapted(run.params)
-    found = [one for one in linears(family, bare) if not weights.keys().isdisjoint(one.paths)]
-    left = sorted(weights.keys() - {path for one in found for path in one.paths})
-    if left:
-        raise UserError(
-            f"--adapter: {left[0]} is no linear layer at Hugging Face; without it adapters are merged"
-        )
-    with whole_or_nothing(folder) as made:
+        raise UserError(f"--adapter: {cfg.use} is not a single model in transformers; {INSTEAD}")
+    family.hf_naming.to_config(base_model, run.recipe.data.sequence_length)  # refuses what transformers lacks
+    check_base_model(run, base_model)
+    adapters = find_adapters(run.params)
+    adapted = [
+        linear for linear in linears(family, base_model) if not adapters.keys().isdisjoint(linear.paths)
+    ]
+    unnamed = sorted(adapters.keys() - {path for linear in adapted for path in linear.paths})
+    if unnamed:
+        raise UserError(f"--adapter: {unnamed[0]} is not a linear layer in transformers; {INSTEAD}")
+    with new_folder(folder) as target:
         tensors: dict[str, np.ndarray] = {}
-        for one in found:
-            for number in range(cfg.layers):
-                name = layer_name(one.name, (number,))
-                for part, tensor in of_layer(run.params, one, number).items():
-                    tensors[f"base_model.model.{name}.{part}"] = tensor
-        save_file(tensors, made / "adapter_model.safetensors", metadata={"format": "pt"})
-        settings = settings_of(run, found, weights)
-        (made / "adapter_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+        for linear in adapted:
+            for layer in range(cfg.layers):
+                prefix = f"base_model.model.{layer_name(linear.name, (layer,))}"
+                for name, tensor in make_layer_tensors(run.params, linear, layer).items():
+                    tensors[f"{prefix}.{name}"] = tensor
+        save_file(tensors, target / "adapter_model.safetensors", metadata={"format": "pt"})
+        settings = make_adapter_config(run, adapted, adapters)
+        (target / "adapter_config.json").write_text(json.dumps(settings, indent=2) + "\n")
     return sorted(path for path in Path(folder).rglob("*") if path.is_file())
 
 
-def check_start(run: LoadedRun, model: Any) -> None:
-    """Adapters are of use beside the very model that they were trained beside."""
+def check_base_model(run: LoadedRun, base_model: ModelConfig) -> None:
+    """Raise UserError unless the adapters were trained on exactly the model that `init_from` names.
+
+    Not checked if that model is no longer there."""
     path = run.recipe.init_from
-    if path is None or not (init_from.is_run(path) or Path(path).is_dir()):  # it may lie elsewhere by now
+    if path is None or not (init_from.is_run(path) or Path(path).is_dir()):
         return
-    old = model_wrappers.without_wrapper(init_from.model_of(path, model))
-    other = init_from.changed_settings(old, model)
-    rows, said = init_from.vocab_row_map(path, run.recipe.run_dir, old.vocab, model.vocab)
+    source = model_wrappers.without_wrapper(init_from.model_of(path, base_model))
+    differences = init_from.changed_settings(source, base_model)
+    rows, summary = init_from.vocab_row_map(path, run.recipe.run_dir, source.vocab, base_model.vocab)
     if rows is not None:
-        other.append(f"of its vocabulary were taken {said}")
-    if other:
+        differences.append(f"its vocabulary was changed: {summary}")
+    if differences:
         raise UserError(
-            f"--adapter: {path}, over which they would be loaded, is not the model they were trained beside: "
-            f"{other[0]}; without it adapters are merged"
+            f"--adapter: {path}, on top of which the adapters would be loaded, is not the model that they "
+            f"were trained on: {differences[0]}; {INSTEAD}"
         )
 
 
-def adapted(params: Any) -> dict[str, LoRAWeight]:
-    """The matrices with adapters by their paths."""
-    is_one = lambda node: isinstance(node, LoRAWeight)
-    leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_one)
-    return {module.path_name(path): leaf for path, leaf in leaves if is_one(leaf)}
+def find_adapters(params: PyTree) -> dict[str, LoRAWeight]:
+    """Find all matrices that have an adapter, by path."""
+    is_adapter = lambda node: isinstance(node, LoRAWeight)
+    leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_adapter)
+    return {module.path_name(path): leaf for path, leaf in leaves if is_adapter(leaf)}
 
 
-def of_layer(params: Any, one: Linear, number: int) -> dict[str, np.ndarray]:
-    """The tensors beside one linear layer of theirs. Its outputs are those of our matrices one after the
-    other; each of these has columns of its own in the second thin matrix, where it has an adapter."""
-    ours = [
-        jax.device_get(jax.tree.map(lambda w: w[number], module.get_path(params, path))) for path in one.paths
+def make_layer_tensors(params: PyTree, linear: Linear, layer: int) -> dict[str, np.ndarray]:
+    """Make the adapter of one linear layer of transformers in peft's format, by name.
+
+    Its outputs are those of our matrices one after the other. Each of these that has an adapter has its own
+    rows in `lora_A`, and columns in `lora_B`."""
+    matrices = [
+        jax.device_get(jax.tree.map(lambda w: w[layer], module.get_path(params, path)))
+        for path in linear.paths
     ]
-    thin = [w for w in ours if isinstance(w, LoRAWeight)]
-    rank, first, column = thin[0].sizes.rank, 0, 0
-    up = np.zeros((one.outputs, rank * len(thin)), np.float32)
-    for w, place in zip(ours, one.places, strict=True):
-        last = first + math.prod(place.shape) // one.inputs
+    adapters = [w for w in matrices if isinstance(w, LoRAWeight)]
+    rank, row, column = adapters[0].sizes.rank, 0, 0
+    lora_b = np.zeros((linear.outputs, rank * len(adapters)), np.float32)
+    for w, place in zip(matrices, linear.places, strict=True):
+        outputs = math.prod(place.shape) // linear.inputs
         if isinstance(w, LoRAWeight):
-            up[first:last, column : column + rank] = w.up.reshape(rank, -1).T
+            lora_b[row : row + outputs, column : column + rank] = w.up.reshape(rank, -1).T
             column += rank
-        first = last
-    down = np.concatenate([w.down.reshape(-1, rank).T for w in thin])
-    made = {"lora_A.weight": np.ascontiguousarray(down), "lora_B.weight": up}
-    if thin[0].magnitude is not None:
-        made["lora_magnitude_vector"] = np.concatenate([length(w, one.inputs) for w in ours])
-    return made
+        row += outputs
+    lora_a = np.concatenate([w.down.reshape(-1, rank).T for w in adapters])
+    tensors = {"lora_A.weight": np.ascontiguousarray(lora_a), "lora_B.weight": lora_b}
+    if adapters[0].magnitude is not None:
+        tensors["lora_magnitude_vector"] = np.concatenate([output_norms(w, linear.inputs) for w in matrices])
+    return tensors
 
 
-def length(w: Any, inputs: int) -> np.ndarray:
-    """Of each output's weights. Those without an adapter stay as long as they are."""
+def output_norms(w: LoRAWeight | np.ndarray, inputs: int) -> np.ndarray:
+    """The norm of each output's weights: DoRA's magnitudes, or of a matrix without adapter its own norms."""
     if isinstance(w, LoRAWeight):
         return np.asarray(w.magnitude).reshape(-1)
     return np.linalg.norm(np.asarray(w, np.float32).reshape(inputs, -1), axis=0)
 
 
-def settings_of(run: LoadedRun, found: list[Linear], weights: dict[str, LoRAWeight]) -> dict[str, Any]:
-    """adapter_config.json. Where thin matrices are side by side, their rank is a multiple of ours; what they
-    add is multiplied by the same number."""
+def make_adapter_config(
+    run: LoadedRun, adapted: list[Linear], adapters: dict[str, LoRAWeight]
+) -> dict[str, Any]:
+    """Make the content of adapter_config.json.
+
+    A layer whose adapter stacks several of ours has a multiple of our rank, and an alpha that is larger by
+    the same factor, so that the scale stays the same."""
     cfg, base = run.recipe.model, run.recipe.init_from
-    scale = next(iter(weights.values())).sizes.scale
-    names = {one.name.partition("{}.")[2]: sum(path in weights for path in one.paths) for one in found}
-    ranks = {name: count * cfg.lora.rank for name, count in names.items()}
-    other = {name: rank for name, rank in ranks.items() if rank != cfg.lora.rank}
-    is_theirs = base is not None and (Path(base) / "config.json").is_file()
+    scale = next(iter(adapters.values())).sizes.scale
+    counts = {
+        linear.name.partition("{}.")[2]: sum(path in adapters for path in linear.paths) for linear in adapted
+    }
+    ranks = {name: count * cfg.lora.rank for name, count in counts.items()}
+    larger_ranks = {name: rank for name, rank in ranks.items() if rank != cfg.lora.rank}
+    is_hf_base = base is not None and (Path(base) / "config.json").is_file()
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM" if cfg.causal else None,
-        "base_model_name_or_path": base if is_theirs else None,
+        "base_model_name_or_path": base if is_hf_base else None,
         "r": cfg.lora.rank,
         "lora_alpha": scale * cfg.lora.rank,
-        "rank_pattern": other,
-        "alpha_pattern": {name: scale * rank for name, rank in other.items()},
-        "target_modules": sorted(names),
+        "rank_pattern": larger_ranks,
+        "alpha_pattern": {name: scale * rank for name, rank in larger_ranks.items()},
+        "target_modules": sorted(ranks),
         "use_dora": cfg.lora.dora,
         "lora_dropout": 0.0,
         "bias": "none",

@@ -24,6 +24,7 @@ from headrace import model_wrappers
 from headrace.checkpoint.open_run import LoadedRun
 from headrace.config import reader
 from headrace.convert import to_huggingface
+from headrace.convert.output import new_folder
 from headrace.data import shards
 from headrace.data.dataset import Dataset
 from headrace.errors import UserError
@@ -354,7 +355,7 @@ def fingerprint(params: Any) -> str:
 def write(run: LoadedRun, request: QuantizeRequest, found: list[Linear], work: LayerCache) -> list[Path]:
     """The folder of Hugging Face, and with the recipe in it a run folder."""
     cfg = run.recipe
-    settings = to_huggingface.settings_of(run, cfg.model, request.dtype)
+    settings = to_huggingface.make_hf_config(run, cfg.model, request.dtype)
     about: dict[str, Any] = {}
     for number in range(cfg.model.layers):
         about = deep_merge(about, work.settings(number, work.layer(number)))
@@ -367,9 +368,9 @@ def write(run: LoadedRun, request: QuantizeRequest, found: list[Linear], work: L
                 about["config_for_layers"][layer_name(one.name, (number,))]["bias"] = True
     settings |= {"quantization_config": about}
     recipe = dataclasses.replace(without_preference(cfg), run_dir=request.target)
-    with to_huggingface.whole_or_nothing(request.target) as made:
+    with new_folder(request.target) as made:
         weights = tensors(run, request, found, work)
-        to_huggingface.write(run, settings, weights, made, method=method_text(request.method))
+        to_huggingface.write_folder(run, settings, weights, made, quantized_by=method_text(request.method))
         (made / "recipe.yaml").write_text(reader.to_yaml(recipe))
     return sorted(path for path in Path(request.target).rglob("*") if path.is_file())
 

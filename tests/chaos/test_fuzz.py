@@ -20,7 +20,7 @@ from etils import epath
 from headrace.checkpoint import inventory, manifest
 from headrace.cli import main as cli_main
 from headrace.config import reader, recipe, sections
-from headrace.convert import to_huggingface
+from headrace.convert import from_huggingface, to_huggingface
 from headrace.data import inspect as data_inspect
 from headrace.data.dataset import Dataset
 from headrace.data.documents import Problems
@@ -253,7 +253,7 @@ def models(folder: Path) -> Case:
         file = source / ("config.json" if random.random() < 0.7 else "model.safetensors")
         change = mutate.json_file if file.suffix == ".json" else random.choice([header, mutate.content])
         try:
-            return changed(file, random, change, lambda: to_huggingface.import_(str(source), str(run)))
+            return changed(file, random, change, lambda: from_huggingface.import_model(str(source), str(run)))
         finally:
             shutil.rmtree(run, ignore_errors=True)
 

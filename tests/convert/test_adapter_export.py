@@ -1,5 +1,4 @@
-"""What is handed over after training with adapters: merged, in transformers, and alone, in peft over the
-model that they were trained beside."""
+"""Export of LoRA adapters: merged into a model for transformers, and alone for peft on top of the base."""
 
 import dataclasses
 import json
@@ -27,8 +26,8 @@ from headrace.nn.stack import Execution
 SIZES = dict(layers=2, embed=32, heads=4, kv_heads=4, mlp=64, vocab=64, window=8, global_every=2)
 
 
-def drawn(name, tmp_path, **keys):
-    """A run of a family whose adapters have learnt something, as if."""
+def make_run(name, tmp_path, **keys):
+    """A run of a family whose adapters are not zero, as after training."""
     cls = reader.part_class("models", name)
     sizes = {key: value for key, value in SIZES.items() if key in cls.__dataclass_fields__}
     lora = dict(rank=4, alpha=6.0, **keys)
@@ -48,16 +47,16 @@ schedule: {{use: constant, steps: 1}}
     model = cfg.model
     family = load_family(model).Model
     params = jax.jit(lambda key: module.init(family, model, key))(jax.random.key(0))
-    draw = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
 
-    def stirred(path, w):
+    def perturb(path, w):
         if module.path_name(path).endswith(".up"):
-            return jnp.asarray(0.1 * draw.standard_normal(w.shape), jnp.float32)
+            return jnp.asarray(0.1 * rng.standard_normal(w.shape), jnp.float32)
         if module.path_name(path).endswith(".magnitude"):
-            return w * jnp.asarray(draw.uniform(0.8, 1.2, w.shape), jnp.float32)
+            return w * jnp.asarray(rng.uniform(0.8, 1.2, w.shape), jnp.float32)
         return w
 
-    params = jax.tree_util.tree_map_with_path(stirred, params)
+    params = jax.tree_util.tree_map_with_path(perturb, params)
     return LoadedRun(cfg, params, 0, make_mesh({}, jax.devices()[:1]), None, None)
 
 
@@ -72,18 +71,18 @@ def logits(run):
 TOKENS = np.random.default_rng(0).integers(4, 64, (2, 16))
 
 
-def theirs(model):
+def hf_logits(model):
     with torch.no_grad():
         return model(torch.tensor(TOKENS)).logits.numpy()
 
 
-def loaded(folder, causal):
-    kind = transformers.AutoModelForCausalLM if causal else transformers.AutoModelForMaskedLM
-    return kind.from_pretrained(folder, attn_implementation="eager").eval()
+def load_hf(folder, causal):
+    auto_class = transformers.AutoModelForCausalLM if causal else transformers.AutoModelForMaskedLM
+    return auto_class.from_pretrained(folder, attn_implementation="eager").eval()
 
 
 def base_of(run):
-    """The run before it had adapters."""
+    """The same run without its adapters."""
     bare = dataclasses.replace(run.recipe, model=model_wrappers.without_wrapper(run.recipe.model))
     return dataclasses.replace(run, recipe=bare, params=lora.frozen_base(run.params))
 
@@ -94,40 +93,42 @@ def base_of(run):
     [
         ("llama", {}),
         ("llama", {"dora": True, "targets": "blocks.w_q,blocks.w_down"}),
-        ("modernbert", {"dora": True}),  # three matrices of ours are one there, and two another
+        ("modernbert", {"dora": True}),  # three of our matrices are one layer there, and two another
         ("modernbert", {"dora": True, "targets": "blocks.w_k,blocks.w_o"}),
         ("gemma3", {}),
     ],
 )
-def test_merged_in_transformers_and_alone_in_peft_compute_what_we_do(tmp_path, name, keys):
-    run = drawn(name, tmp_path, **keys)
-    causal, wanted = run.recipe.model.causal, logits(run)
+def test_merged_adapters_in_transformers_and_adapters_in_peft_give_our_logits(tmp_path, name, keys):
+    run = make_run(name, tmp_path, **keys)
+    causal, expected = run.recipe.model.causal, logits(run)
     to_huggingface.export(run, f"{tmp_path}/merged", "float32")
     to_huggingface.export(base_of(run), f"{tmp_path}/base", "float32")
     convert_peft.export(run, f"{tmp_path}/adapter")
-    assert np.abs(wanted - logits(base_of(run))).max() > 4e-4
-    np.testing.assert_allclose(theirs(loaded(tmp_path / "merged", causal)), wanted, atol=2e-5)
-    over = loaded(tmp_path / "base", causal)
-    both = peft.PeftModel.from_pretrained(over, f"{tmp_path}/adapter").eval()
-    np.testing.assert_allclose(theirs(both), wanted, atol=2e-5)
+    assert np.abs(expected - logits(base_of(run))).max() > 4e-4
+    np.testing.assert_allclose(hf_logits(load_hf(tmp_path / "merged", causal)), expected, atol=2e-5)
+    base = load_hf(tmp_path / "base", causal)
+    both = peft.PeftModel.from_pretrained(base, f"{tmp_path}/adapter").eval()
+    np.testing.assert_allclose(hf_logits(both), expected, atol=2e-5)
     settings = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert settings["base_model_name_or_path"] == f"{tmp_path}/base"
-    np.testing.assert_allclose(theirs(both.merge_and_unload()), wanted, atol=2e-5)
+    np.testing.assert_allclose(hf_logits(both.merge_and_unload()), expected, atol=2e-5)
 
 
-def test_what_has_no_place_in_peft_is_told(tmp_path):
+def test_models_without_adapters_or_without_a_counterpart_are_refused(tmp_path):
     with pytest.raises(UserError, match="--adapter: .* has no adapters"):
-        convert_peft.export(base_of(drawn("llama", tmp_path)), f"{tmp_path}/adapter")
+        convert_peft.export(base_of(make_run("llama", tmp_path)), f"{tmp_path}/adapter")
     with pytest.raises(UserError, match="sLSTM|slstm"):
-        convert_peft.export(drawn("xlstm", tmp_path, slstm_every=2), f"{tmp_path}/adapter")
+        convert_peft.export(make_run("xlstm", tmp_path, slstm_every=2), f"{tmp_path}/adapter")
 
 
-def test_adapters_are_not_handed_over_for_another_model_than_theirs(tmp_path):
-    run = drawn("llama", tmp_path)
+def test_adapters_are_refused_if_the_base_model_has_changed(tmp_path):
+    run = make_run("llama", tmp_path)
     larger = dataclasses.replace(run.recipe.model, rope_theta=77.0)
     to_huggingface.export(base_of(run), f"{tmp_path}/base", "float32")
     other = dataclasses.replace(run, recipe=dataclasses.replace(run.recipe, model=larger))
-    with pytest.raises(UserError, match=r"is not the model they were .* model.rope_theta is 77.0 here and"):
+    with pytest.raises(
+        UserError, match=r"is not the model that they were .* model.rope_theta is 77.0 here and"
+    ):
         convert_peft.export(other, f"{tmp_path}/adapter")
-    (tmp_path / "base").rename(tmp_path / "elsewhere")  # where nobody can look
+    (tmp_path / "base").rename(tmp_path / "elsewhere")  # then it cannot be checked
     convert_peft.export(other, f"{tmp_path}/adapter")

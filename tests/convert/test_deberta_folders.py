@@ -18,7 +18,7 @@ from headrace.checkpoint.open_run import open_run
 from headrace.cli.main import main
 from headrace.config import reader, recipe
 from headrace.config.wrappers import ClassifierKeys, LoRAKeys
-from headrace.convert import to_huggingface
+from headrace.convert import from_huggingface, to_huggingface
 from headrace.errors import UserError
 from headrace.model_formats import hf_tensors
 from headrace.model_wrappers import load_family
@@ -149,7 +149,7 @@ def test_the_published_layout_is_imported_and_its_other_head_passed_over(tmp_pat
 def test_only_heads_that_are_known_are_passed_over(tmp_path):
     folder, _ = published(tmp_path / "v3", **{"deberta.encoder.conv.conv.weight": np.zeros(3, np.float32)})
     with pytest.raises(UserError, match="no place in this model for the tensor deberta.encoder.conv.conv"):
-        to_huggingface.import_(str(folder), str(tmp_path / "run"))
+        from_huggingface.import_model(str(folder), str(tmp_path / "run"))
     with pytest.raises(UserError, match="no place in this model for the tensor deberta.encoder.conv.conv"):
         begun(str(folder), model(**SIZES))
     begun(str(folder), model(**SIZES), "embedding")  # nothing else is looked at
@@ -184,7 +184,7 @@ def test_an_exported_pair_gives_what_it_has_and_says_what_it_has_not(pair, tmp_p
     path, cfg, old = pair
     folder = exported(path, tmp_path / "out")
     with pytest.raises(UserError, match=f"no tensor {HEAD}dense.weight .*, a part of the head") as refused:
-        to_huggingface.import_(str(folder), str(tmp_path / "run"))
+        from_huggingface.import_model(str(folder), str(tmp_path / "run"))
     assert f"; {folder}/generator is a separate model" in str(refused.value)
     with pytest.raises(UserError) as again:  # and before any weight is read
         init_from.check(str(folder), model(**SIZES))
@@ -196,7 +196,7 @@ def test_an_exported_pair_gives_what_it_has_and_says_what_it_has_not(pair, tmp_p
     np.testing.assert_array_equal(made.distances, old.distances)
     jax.tree.map(np.testing.assert_array_equal, made.blocks, jax.device_get(old.blocks))
     np.testing.assert_array_equal(made.w_head, fresh.w_head)
-    to_huggingface.import_(str(folder / "generator"), str(tmp_path / "generator"))
+    from_huggingface.import_model(str(folder / "generator"), str(tmp_path / "generator"))
     back = open_run(recipe.load_run(tmp_path / "generator"))
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(back.params), jax.device_get(old.generator))
 
@@ -208,13 +208,13 @@ def test_weights_in_a_pickle_alone_are_refused_with_a_command_that_converts_them
     torch.save({name: torch.tensor(w) for name, w in theirs.items()}, folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
     with pytest.raises(UserError, match="pytorch_model.bin is a pickle, which is not read") as refused:
-        to_huggingface.import_(str(folder), str(tmp_path / "run"))
+        from_huggingface.import_model(str(folder), str(tmp_path / "run"))
     with pytest.raises(UserError, match="pytorch_model.bin is a pickle, which is not read"):
         init_from.check(str(folder), model(**SIZES), "embedding")
     command = shlex.split(str(refused.value).partition("instead: ")[2])
     assert command[:2] == ["python", "-c"] and "AutoTokenizer" not in command[2]
     exec(command[2])
-    to_huggingface.import_(f"{folder}-safetensors", str(tmp_path / "run"))
+    from_huggingface.import_model(f"{folder}-safetensors", str(tmp_path / "run"))
     ours = open_run(recipe.load_run(tmp_path / "run")).params
     np.testing.assert_array_equal(ours.head_bias, theirs[HEAD + "bias"])
     np.testing.assert_array_equal(ours.embedding, theirs["deberta.embeddings.word_embeddings.weight"])

@@ -265,7 +265,7 @@ def test_what_llama_cpp_cannot_compute_or_cut_is_refused_in_words(make, tokenize
     assert main(["export", run.recipe.run_dir, str(tmp_path / "folder"), "--dtype", "q8_0"]) == 2
     assert main(["export", run.recipe.run_dir, target, "--packed"]) == 2
     said = capsys.readouterr().err
-    assert "there is something already" in said and "only .gguf files" in said and "--packed" in said
+    assert "already exists" in said and "only .gguf files" in said and "--packed" in said
     assert (tmp_path / "model.gguf").read_bytes() == b"mine"
 
 

@@ -24,7 +24,7 @@ from headrace.checkpoint.open_run import LoadedRun, open_run
 from headrace.cli.main import main
 from headrace.config import reader, recipe
 from headrace.config.recipe import load_run
-from headrace.convert import to_huggingface
+from headrace.convert import from_huggingface, to_huggingface
 from headrace.data.tokenizer import tokenizer as tokenizer_io
 from headrace.data.tokenizer import train as tokenizer_train
 from headrace.errors import UserError
@@ -181,7 +181,7 @@ def test_a_large_export_is_split_over_files(runs, tmp_path, monkeypatch):
     tokens = some_tokens(run.recipe.model.vocab)
     assert np.abs(their_logits(load(target), tokens) - our_logits(run, tokens)).max() <= 2e-5
     # And back: an import reads all of the files.
-    to_huggingface.import_(str(target), str(tmp_path / "back"))
+    from_huggingface.import_model(str(target), str(tmp_path / "back"))
     same(run.params, open_run(load_run(tmp_path / "back")).params)
 
 
@@ -253,9 +253,9 @@ def test_the_files_of_an_export_are_for_whom_other_files_are(mask, runs, tmp_pat
 
 def test_an_export_overwrites_nothing(runs, tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(UserError, match="there is something already; name a new folder"):
+    with pytest.raises(UserError, match="already exists; name a new folder"):
         to_huggingface.export(runs("llama"), str(tmp_path), "float32")
-    with pytest.raises(UserError, match="there is something already"):
+    with pytest.raises(UserError, match="already exists"):
         to_huggingface.export(runs("llama"), str(tmp_path / "notes.txt"), "float32")
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
@@ -263,7 +263,7 @@ def test_an_export_overwrites_nothing(runs, tmp_path):
 def test_what_transformers_cannot_compute_is_not_exported(runs, tmp_path):
     run = runs("llama")
     capped = open_run(load_run(run.recipe.run_dir, ["loss.soft_cap=30.0"]))
-    with pytest.raises(UserError, match="loss.soft_cap: found 30.0, which transformers has not"):
+    with pytest.raises(UserError, match="loss.soft_cap: found 30.0, which transformers does not support"):
         to_huggingface.export(capped, str(tmp_path / "out"), "float32")
     odd = open_hf.find_family({"model_type": "llama"})
     cfg = odd.Config(layers=1, embed=64, heads=6, kv_heads=2, mlp=96, vocab=300, head_dim=16)
@@ -353,7 +353,7 @@ def test_an_imported_model_computes_the_same(settings, change, tmp_path):
     if change:
         rewrite(source, change)
     assert len(list(source.glob("*.safetensors"))) == (12 if "max_shard_size" in settings else 1)
-    cfg = to_huggingface.import_(str(source), str(target))
+    cfg = from_huggingface.import_model(str(source), str(target))
     assert (cfg.objective.use, cfg.data.sequence_length, cfg.run_dir) == ("causal", 128, str(target))
     run = open_run(load_run(target))
     assert (run.step, run.recipe, run.tokenizer) == (0, cfg, None)
@@ -368,10 +368,10 @@ def test_import_export_import_loses_nothing(tmp_path, tokenizer):
     save_llama(source, vocab_size=tokenizer.vocab_size)
     tokenizer_io.save(tokenizer, source)
     (tmp_path / "first").mkdir()  # an empty folder is as good as none
-    to_huggingface.import_(str(source), str(tmp_path / "first"))
+    from_huggingface.import_model(str(source), str(tmp_path / "first"))
     first = open_run(load_run(tmp_path / "first"))
     to_huggingface.export(first, str(tmp_path / "out"), "float32")
-    to_huggingface.import_(str(tmp_path / "out"), str(tmp_path / "second"))
+    from_huggingface.import_model(str(tmp_path / "out"), str(tmp_path / "second"))
     second = open_run(load_run(tmp_path / "second"))
     same(first.params, second.params)
     assert first.recipe.model == second.recipe.model
@@ -383,7 +383,7 @@ def test_import_export_import_loses_nothing(tmp_path, tokenizer):
 
 def test_an_encoder_is_imported_with_its_objective(runs, tmp_path):
     to_huggingface.export(runs("eurobert"), str(tmp_path / "out"), "float32")
-    cfg = to_huggingface.import_(str(tmp_path / "out"), str(tmp_path / "run"))
+    cfg = from_huggingface.import_model(str(tmp_path / "out"), str(tmp_path / "run"))
     assert (cfg.model, cfg.objective.use) == (runs("eurobert").recipe.model, "masked")
     same(runs("eurobert").params, open_run(load_run(tmp_path / "run")).params)
 
@@ -452,7 +452,7 @@ def test_a_model_that_cannot_be_imported_is_refused_in_words(changes, message, s
     source = copy(saved, tmp_path / "source")
     rewrite(source, lambda settings: settings.update(changes))
     with pytest.raises(UserError, match=message):
-        to_huggingface.import_(str(source), str(tmp_path / "run"))
+        from_huggingface.import_model(str(source), str(tmp_path / "run"))
     assert [path.name for path in tmp_path.iterdir()] == ["source"]  # nothing half-made is left
 
 
@@ -462,10 +462,10 @@ def test_yarn_with_another_magnitude_is_refused(saved, tmp_path):
     for odd in ({"mscale": 0.7}, {"attention_factor": 1.5}, {"beta_fast": 16}, {"truncate": False}):
         rewrite(source, lambda settings, odd=odd: settings.update(rope_parameters=yarn | odd))
         with pytest.raises(UserError, match=f"rope: {next(iter(odd))}: found"):
-            to_huggingface.import_(str(source), str(tmp_path / "run"))
+            from_huggingface.import_model(str(source), str(tmp_path / "run"))
     usual = {"attention_factor": 0.1 * float(np.log(4.0)) + 1.0, "beta_fast": 32, "mscale": None}
     rewrite(source, lambda settings: settings.update(rope_parameters=yarn | usual))
-    assert to_huggingface.import_(str(source), str(tmp_path / "run")).model.rope_scaling == "yarn"
+    assert from_huggingface.import_model(str(source), str(tmp_path / "run")).model.rope_scaling == "yarn"
 
 
 def test_a_folder_that_is_no_model_is_refused_in_words(saved, tmp_path):
@@ -474,7 +474,7 @@ def test_a_folder_that_is_no_model_is_refused_in_words(saved, tmp_path):
 
     def refused(message: str) -> None:
         with pytest.raises(UserError, match=message):
-            to_huggingface.import_(str(source), target)
+            from_huggingface.import_model(str(source), target)
 
     refused("not a Hugging Face model folder: no config.json in it")
     (source / "config.json").write_text("{")
@@ -500,13 +500,13 @@ def test_a_tensor_too_many_is_refused(saved, tmp_path):
     tensors = load_file(source / "model.safetensors")
     save_file(tensors | {"score.weight": np.zeros((2, 64), np.float32)}, source / "model.safetensors")
     with pytest.raises(UserError, match=r"no place in this model for the tensor score.weight$"):
-        to_huggingface.import_(str(source), str(tmp_path / "run"))
+        from_huggingface.import_model(str(source), str(tmp_path / "run"))
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
 def test_an_import_overwrites_nothing(saved, tmp_path):
     (tmp_path / "recipe.yaml").write_text("mine")
-    with pytest.raises(UserError, match="there is something already; name a new folder"):
-        to_huggingface.import_(str(saved), str(tmp_path))
+    with pytest.raises(UserError, match="already exists; name a new folder"):
+        from_huggingface.import_model(str(saved), str(tmp_path))
     assert (tmp_path / "recipe.yaml").read_text() == "mine"
     assert len(list(tmp_path.iterdir())) == 1

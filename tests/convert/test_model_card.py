@@ -1,4 +1,4 @@
-"""The model card says what the run folder knows, and nothing that it does not."""
+"""Model cards: what the run folder knows is in them, and nothing else."""
 
 import dataclasses
 import json
@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 from headrace.checkpoint.manager import Checkpoints
 from headrace.checkpoint.open_run import open_run
 from headrace.config import reader, recipe
-from headrace.convert import to_huggingface
+from headrace.convert import from_huggingface, to_huggingface
 from headrace.errors import UserError
 from headrace.model_formats import quantized_folder
 from headrace.model_wrappers import load_family
@@ -23,7 +23,7 @@ from headrace.nn import module, sharding
 from headrace.quantize import run as quantize_run
 from headrace.training import run as training_run
 
-# Matrices of one size: what rounds them is compiled once.
+# Matrices of one size, so that what quantizes them is compiled once.
 SMALL = ("model.vocab=300", "model.layers=1", "model.kv_heads=4", "model.mlp=32")
 
 
@@ -33,12 +33,12 @@ def card(folder):
     return yaml.safe_load(front), body
 
 
-def test_a_run_is_described_with_its_data_its_losses_its_recipe_and_a_curve(tiny, tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_TOKEN", "a secret that must not be told")
+def test_a_card_describes_data_losses_and_recipe_with_a_chart(tiny, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "a secret that must not appear")
     cfg = tiny(f"run_dir={tmp_path}/named", "log.every=1", "eval.batches=1")
     assert training_run.run(cfg) == 0
     run = open_run(recipe.load_run(cfg.run_dir))
-    (tmp_path / "named" / "recipe.yaml").write_text("# a secret that must not be told\n")
+    (tmp_path / "named" / "recipe.yaml").write_text("# a secret that must not appear\n")
     to_huggingface.export(run, str(tmp_path / "out"), "float32")
     front, body = card(tmp_path / "out")
     assert front["library_name"] == "transformers" and front["pipeline_tag"] == "text-generation"
@@ -52,16 +52,16 @@ def test_a_run_is_described_with_its_data_its_losses_its_recipe_and_a_curve(tiny
     drawing = ElementTree.parse(tmp_path / "out" / "loss.svg").getroot()
     assert len(drawing.findall("{*}polyline")) == 2
     snippet = body.split("```python\n")[1].split("```")[0].replace("FOLDER", str(tmp_path / "out"))
-    found: dict = {}
-    exec(snippet, found)
-    assert found["model"].num_parameters() == model.num_parameters()
+    namespace: dict = {}
+    exec(snippet, namespace)
+    assert namespace["model"].num_parameters() == model.num_parameters()
 
 
-def test_a_model_without_a_history_has_a_card_without_one(tiny, tmp_path):
+def test_the_card_of_an_imported_model_has_no_history(tiny, tmp_path):
     cfg = tiny(f"run_dir={tmp_path}/first", "schedule.steps=2")
     assert training_run.run(cfg) == 0
     to_huggingface.export(open_run(recipe.load_run(cfg.run_dir)), str(tmp_path / "out"), "float32")
-    to_huggingface.import_(str(tmp_path / "out"), str(tmp_path / "imported"))
+    from_huggingface.import_model(str(tmp_path / "out"), str(tmp_path / "imported"))
     to_huggingface.export(
         open_run(recipe.load_run(f"{tmp_path}/imported")), str(tmp_path / "again"), "float32"
     )
@@ -73,8 +73,8 @@ def test_a_model_without_a_history_has_a_card_without_one(tiny, tmp_path):
     )
 
 
-def kept(cfg) -> None:
-    """A run folder as training leaves it, without the time that training takes."""
+def write_run(cfg) -> None:
+    """Write a run folder like that of a run, without the time that training takes."""
     rng = np.random.default_rng(0)
     shapes = module.shapes(load_family(cfg.model).Model, cfg.model)
     params = jax.tree.map(lambda leaf: rng.normal(0, 0.1, leaf.shape).astype(leaf.dtype), shapes)
@@ -87,52 +87,51 @@ def kept(cfg) -> None:
     checkpoints.close()
 
 
-def quantised(cfg, method: str, *options: str):
+def quantize(cfg, method: str, *options: str):
     target = Path(f"{cfg.run_dir}-{method}")
     request = quantize_run.QuantizeRequest(
         str(target), recipe.load_method(method, options), 2, "float16", cfg.data.path
     )
     run = open_run(recipe.load_run(cfg.run_dir))
-    devices = sharding.make_mesh(
-        dict.fromkeys(sharding.AXES, 1), jax.devices()[:1]
-    )  # for eight, compiling takes thrice
-    run = dataclasses.replace(run, params=jax.device_get(run.params), devices=devices)
+    # Compiling for eight devices takes three times as long as for one.
+    mesh = sharding.make_mesh(dict.fromkeys(sharding.AXES, 1), jax.devices()[:1])
+    run = dataclasses.replace(run, params=jax.device_get(run.params), mesh=mesh)
     quantize_run.quantize(run, request, lambda line: None)
     return target, dataclasses.replace(run, recipe=recipe.load_run(target))
 
 
-def test_the_card_of_a_rounded_model_says_what_was_before_what_it_is_and_what_reads_it(tiny, tmp_path):
+def test_the_card_of_a_quantized_model_says_how_it_is_stored_and_what_reads_it(tiny, tmp_path):
     cfg = tiny(f"run_dir={tmp_path}/named", *SMALL)
-    kept(cfg)
-    target, run = quantised(cfg, "rtn", "bits=4", "group_size=32")
+    write_run(cfg)
+    target, run = quantize(cfg, "rtn", "bits=4", "group_size=32")
     front, body = card(target)
     assert front["library_name"] == "transformers" and body.lstrip().startswith("# named-rtn")
-    assert "Of `named` at step 2, before quantisation." in body and "| perplexity | 190.5000 |" in body
-    assert "in GPTQ's layout, 4 bits a weight and a scale for each 32 inputs of an output." in body
-    assert "rounded by rtn after its training; the other weights are in float16" in body
-    assert "stored by gptq" not in body and "optimum gptqmodel" in body and "from_pretrained" in body
+    assert "for `named` at step 2, before quantization." in body and "| perplexity | 190.5000 |" in body
+    assert "in GPTQ's format, 4 bits per weight and a scale per group of 32 inputs of an output." in body
+    assert "quantized after training, by rtn. The other weights are stored in float16." in body
+    assert "optimum gptqmodel" in body and "from_pretrained" in body
     with pytest.raises(UserError, match="transformers reads as it is, with GPTQModel"):
         to_huggingface.export(run, str(target / "again"), "float32")
 
-    target, run = quantised(cfg, "vptq", "bits=2", "tune_steps=0", "vector_length=4")
+    target, run = quantize(cfg, "vptq", "bits=2", "tune_steps=0", "vector_length=4")
     front, body = card(target)
     assert front["library_name"] == "headrace" and "from_pretrained" not in body
-    assert "```\nheadrace generate FOLDER\n```" in body and "before quantisation" in body
-    assert "rounded by vptq after its training" in body
-    found = quantized_folder.linears(load_family(run.recipe.model), run.recipe.model)
-    names = {one.name.format(number) for one in found for number in range(run.recipe.model.layers)}
+    assert "```\nheadrace generate FOLDER\n```" in body and "before quantization" in body
+    assert "quantized after training, by vptq." in body
+    linears = quantized_folder.linears(load_family(run.recipe.model), run.recipe.model)
+    names = {linear.name.format(layer) for linear in linears for layer in range(run.recipe.model.layers)}
     tensors = load_file(target / "model.safetensors")
-    taken = sum(tensor.nbytes for name, tensor in tensors.items() if any(one in name for one in names))
-    weights = run.recipe.model.layers * sum(one.inputs * one.outputs for one in found)
-    assert f"vectors of 4 weights, {8 * taken / weights:.2f} bits a weight with their codebooks" in body
-    with pytest.raises(UserError, match="the package vptq reads, and transformers does not"):
+    size = sum(tensor.nbytes for name, tensor in tensors.items() if any(map(name.startswith, names)))
+    weights = run.recipe.model.layers * sum(linear.inputs * linear.outputs for linear in linears)
+    assert f"vectors of 4 weights, {8 * size / weights:.2f} bits per weight with codebooks" in body
+    with pytest.raises(UserError, match="only the vptq package reads"):
         to_huggingface.export(run, str(target / "again"), "float32")
 
 
-def test_the_card_of_a_model_trained_in_few_bits_keeps_its_numbers(tiny, tmp_path):
-    cfg = tiny(f"run_dir={tmp_path}/learnt", *SMALL, "qat.bits=4")
-    kept(cfg)
-    _, body = card(quantised(cfg, "rtn", "bits=4", "group_size=0")[0])
-    assert "At step 2 of `learnt`, whose matrices were rounded as they are stored here." in body
-    assert "a scale for each output. Those of `learnt` were rounded in its training" in body
-    assert "before quantisation" not in body
+def test_the_card_of_a_quantization_aware_run_has_its_metrics(tiny, tmp_path):
+    cfg = tiny(f"run_dir={tmp_path}/aware", *SMALL, "qat.bits=4")
+    write_run(cfg)
+    _, body = card(quantize(cfg, "rtn", "bits=4", "group_size=0")[0])
+    assert "for `aware` at step 2, with its matrices quantized as they are stored here." in body
+    assert "a scale per output. Those of `aware` were quantized during training" in body
+    assert "before quantization" not in body

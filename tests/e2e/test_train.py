@@ -360,12 +360,12 @@ def test_masked_evaluation_is_the_same_for_any_batch_size_and_device_count(tiny)
 
 def test_training_goes_on_from_imported_weights(tiny, tmp_path):
     """Export, import into a new folder, a step at a learning rate of 0: the weights are what they were."""
-    from headrace.convert import to_huggingface
+    from headrace.convert import from_huggingface, to_huggingface
 
     first = tiny("schedule.steps=2", "schedule.warmup=0")
     assert training_run.run(first) == 0
     to_huggingface.export(open_run(recipe.load_run(first.run_dir)), f"{tmp_path}/exported", "float32")
-    to_huggingface.import_(f"{tmp_path}/exported", f"{tmp_path}/imported")
+    from_huggingface.import_model(f"{tmp_path}/exported", f"{tmp_path}/imported")
     still = [
         "schedule.steps=1",
         "schedule.warmup=0",

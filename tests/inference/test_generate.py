@@ -16,7 +16,7 @@ from headrace.checkpoint.open_run import LoadedRun, open_run
 from headrace.cli.main import main
 from headrace.config import recipe
 from headrace.config.recipe import load_run
-from headrace.convert import to_huggingface
+from headrace.convert import from_huggingface
 from headrace.data.tokenizer import tokenizer as tokenizer_io
 from headrace.data.tokenizer import train as tokenizer_train
 from headrace.errors import UserError
@@ -65,7 +65,7 @@ def folder(tmp_path_factory) -> Path:
 def run(folder, tmp_path_factory) -> LoadedRun:
     """On one device: programs for eight take thrice as long to compile."""
     target = tmp_path_factory.mktemp("runs") / "run"
-    to_huggingface.import_(str(folder), str(target))
+    from_huggingface.import_model(str(folder), str(target))
     run = open_run(load_run(target, ["compute.dtype=float32"]))
     devices = sharding.make_mesh(dict.fromkeys(sharding.AXES, 1), jax.devices()[:1])
     return dataclasses.replace(run, params=jax.device_get(run.params), mesh=devices)

@@ -15,7 +15,7 @@ from headrace.checkpoint import open_hf
 from headrace.checkpoint.open_run import LoadedRun, open_run
 from headrace.config import reader, recipe, sections, source_model
 from headrace.config.wrappers import ClassifierKeys
-from headrace.convert import gguf, to_huggingface
+from headrace.convert import from_huggingface, gguf, to_huggingface
 from headrace.data.tokenizer import train as tokenizer_train
 from headrace.errors import UserError
 from headrace.inference import generate
@@ -318,7 +318,7 @@ def test_a_run_starts_from_a_pretrained_one_and_ends_in_transformers(
     )[0, 0]
     np.testing.assert_allclose(ours, wanted, atol=2e-5, rtol=0)
     assert theirs.config.id2label[int(wanted.argmax())] == "Ox"
-    to_huggingface.import_(str(tmp_path / "hf"), str(tmp_path / "again"))
+    from_huggingface.import_model(str(tmp_path / "hf"), str(tmp_path / "again"))
     again = recipe.load_run(str(tmp_path / "again"))
     assert (again.objective.use, again.model.classifier.labels) == ("classify", 3)
     assert json.loads((tmp_path / "again" / "labels.json").read_text()) == ["Bee", "Eel", "Ox"]

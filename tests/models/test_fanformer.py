@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from headrace.checkpoint.manager import Checkpoints
 from headrace.checkpoint.open_run import open_run
 from headrace.config import reader, recipe, sections
-from headrace.convert import to_huggingface
+from headrace.convert import from_huggingface, to_huggingface
 from headrace.models import fanformer, load_base_family
 from headrace.nn import module
 from headrace.nn.linear import project
@@ -202,7 +202,7 @@ def test_what_is_exported_can_be_imported_again(values, tmp_path):
     checkpoints.close()
     first = open_run(cfg)
     to_huggingface.export(first, str(tmp_path / "out"), "float32")
-    to_huggingface.import_(str(tmp_path / "out"), str(tmp_path / "back"))
+    from_huggingface.import_model(str(tmp_path / "out"), str(tmp_path / "back"))
     second = open_run(recipe.load_run(tmp_path / "back"))
     assert second.recipe.model == first.recipe.model
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(first.params), jax.device_get(second.params))

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from headrace.checkpoint.manager import Checkpoints
 from headrace.checkpoint.open_run import open_run
 from headrace.config import reader, recipe, sections
-from headrace.convert import to_huggingface
+from headrace.convert import from_huggingface, to_huggingface
 from headrace.data.dataset import Dataset
 from headrace.errors import UserError
 from headrace.model_wrappers import load_family
@@ -174,7 +174,7 @@ def test_parity_with_our_own_llama(tmp_path) -> None:
     cfg = section(**LLAMA)
     params, tokens = weights_of(cfg), np.random.default_rng(0).integers(4, 64, (2, 24))
     theirs(cfg, params).save_pretrained(tmp_path / "hf")
-    to_huggingface.import_(str(tmp_path / "hf"), str(tmp_path / "run"))
+    from_huggingface.import_model(str(tmp_path / "hf"), str(tmp_path / "run"))
     run = open_run(recipe.load_run(str(tmp_path / "run")))
     ours = jax.device_get(run.params)
     wanted = logits_of(run.recipe.model, ours, tokens)

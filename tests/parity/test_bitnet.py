@@ -13,12 +13,12 @@ import pytest
 import torch
 import transformers
 from hypothesis import strategies as st
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from headrace.checkpoint.manager import Checkpoints
 from headrace.checkpoint.open_run import LoadedRun, open_run
 from headrace.config import reader, recipe
-from headrace.convert import to_huggingface
+from headrace.convert import from_huggingface, to_huggingface
 from headrace.errors import UserError
 from headrace.hardware import slices
 from headrace.low_precision.cast import cast
@@ -196,7 +196,7 @@ def test_transformers_loads_an_export_and_computes_the_same(kind, trained, tmp_p
     if kind == "packed, divided by":  # the other class of theirs, whose scale is the inverse
         tensors = load_file(target / "model.safetensors")
         other = {name: 1 / t if name.endswith("_scale") else t for name, t in tensors.items()}
-        to_huggingface.save_file(other, target / "model.safetensors", metadata={"format": "pt"})
+        save_file(other, target / "model.safetensors", metadata={"format": "pt"})
         settings["quantization_config"] = {"quant_method": "bitnet", "linear_class": "bitlinear"}
         (target / "config.json").write_text(json.dumps(settings))
     theirs = load(target)
@@ -206,7 +206,7 @@ def test_transformers_loads_an_export_and_computes_the_same(kind, trained, tmp_p
     assert np.abs(wanted).max() > 3
     assert np.abs(found - wanted).max() <= 2e-5
 
-    to_huggingface.import_(str(target), str(tmp_path / "back"))
+    from_huggingface.import_model(str(target), str(tmp_path / "back"))
     back = open_run(recipe.load_run(tmp_path / "back"))
     assert back.recipe.model == run.recipe.model
     assert np.abs(logits(back, tokens) - wanted).max() <= 2e-5
@@ -239,7 +239,9 @@ def test_what_cannot_be_packed_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"--packed: \S+gate_proj.weight has 46 outputs, and"):
         to_huggingface.export(odd, str(tmp_path / "out"), "float32", packed=True)
     plain = run_of(tmp_path / "plain", ternary=False)
-    with pytest.raises(UserError, match="--packed: expected ternary weights, and those of bitnet are not"):
+    with pytest.raises(
+        UserError, match="--packed: expected ternary weights, but those of this bitnet model are not"
+    ):
         to_huggingface.export(plain, str(tmp_path / "out"), "float32", packed=True)
     assert not (tmp_path / "out").exists()
 

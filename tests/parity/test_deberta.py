@@ -19,7 +19,7 @@ from transformers.activations import ACT2FN
 from headrace.attention import _disentangled
 from headrace.checkpoint.open_run import open_run
 from headrace.config import reader, recipe, sections
-from headrace.convert import to_huggingface
+from headrace.convert import from_huggingface, to_huggingface
 from headrace.errors import UserError
 from headrace.model_formats import hf_tensors
 from headrace.model_wrappers import load_family
@@ -411,7 +411,7 @@ def test_a_pair_is_exported_as_two_models(tiny, tmp_path):
     assert not any(info.values()), info
     embedding = loaded.deberta.embeddings.word_embeddings.weight.detach().numpy()
     np.testing.assert_array_equal(embedding, params.generator.embedding)
-    assert to_huggingface.import_(
+    assert from_huggingface.import_model(
         str(tmp_path / "out" / "generator"), str(tmp_path / "back")
     ).model.mask_decoder
 

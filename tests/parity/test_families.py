@@ -16,7 +16,7 @@ import transformers
 from headrace import objectives
 from headrace.checkpoint import open_hf, state
 from headrace.config import reader, sections, source_model
-from headrace.convert import to_huggingface
+from headrace.model_formats.hf_tensors import to_tensors
 from headrace.model_wrappers import load_family
 from headrace.nn import module
 from headrace.nn.linear import project
@@ -192,7 +192,7 @@ def test_loss_and_gradients_of_the_training_path_are_those_of_transformers(name,
     answer.loss.backward()
     assert abs(float(loss) - answer.loss.item()) <= 1e-5
 
-    ours = dict(to_huggingface.to_tensors(both.family.tensor_table(both.cfg), grads, "float32"))
+    ours = dict(to_tensors(both.family.tensor_table(both.cfg), grads, "float32"))
     theirs = {path: weight.grad.numpy() for path, weight in both.theirs.named_parameters()}
     assert ours.keys() == theirs.keys()
     for path, wanted in theirs.items():

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from headrace.checkpoint.manager import Checkpoints
 from headrace.checkpoint.open_run import open_run
 from headrace.config import reader, recipe
-from headrace.convert import to_huggingface
+from headrace.convert import from_huggingface, to_huggingface
 from headrace.errors import UserError
 from headrace.inference import generate
 from headrace.inference.sampling import Sampling
@@ -324,7 +324,7 @@ def test_transformers_loads_an_export_and_computes_the_same(sizes, tmp_path):
     assert np.abs(wanted).max() > 1
     assert np.abs(logits - wanted).max() <= 2e-5
 
-    to_huggingface.import_(str(tmp_path / "out"), str(tmp_path / "back"))
+    from_huggingface.import_model(str(tmp_path / "out"), str(tmp_path / "back"))
     back = open_run(recipe.load_run(tmp_path / "back"))
     assert back.recipe.model == trained.recipe.model
     assert back.recipe.loss.soft_cap == (cap or 1e6)

@@ -497,7 +497,7 @@ def test_what_cannot_be_quantised_is_told(trained, tmp_path):
         recipe.load_method("rtn", ["grup=3"])
     with pytest.raises(UserError, match="method.x: unknown key, expected one of use, bits, group_size"):
         recipe.load_method("rtn", ["x=3"])
-    with pytest.raises(UserError, match="something already"):
+    with pytest.raises(UserError, match="already exists"):
         quantized(trained, tmp_path, "rtn")
     with pytest.raises(UserError, match="--samples: found 0"):
         quantized(trained, tmp_path / "out", "rtn", samples=0)

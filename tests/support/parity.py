@@ -16,6 +16,7 @@ from headrace import objectives
 from headrace.checkpoint import open_hf
 from headrace.config import reader, sections, source_model
 from headrace.convert import to_huggingface
+from headrace.model_formats.hf_tensors import to_tensors
 from headrace.nn import module
 from headrace.nn.linear import project
 from headrace.nn.stack import Execution
@@ -106,9 +107,9 @@ def check(
     named = {path: weight.grad for path, weight in theirs.named_parameters()}
     if fused:  # their tensors of all experts in one are taken apart on the way to a file, and here as well
         there = stored_gradients(theirs, folder.with_name(folder.name + "-grads"))
-        named = dict(to_huggingface.to_tensors(table, from_files(table, params, there), "float32"))
+        named = dict(to_tensors(table, from_files(table, params, there), "float32"))
         named = {path: torch.tensor(gradient) for path, gradient in named.items()}
-    ours = dict(to_huggingface.to_tensors(table, grads, "float32"))
+    ours = dict(to_tensors(table, grads, "float32"))
     if fused:  # what is moved by a rule has none there
         named = {path: gradient for path, gradient in named.items() if "correction_bias" not in path}
         ours = {path: gradient for path, gradient in ours.items() if "correction_bias" not in path}
@@ -145,7 +146,7 @@ def check_export(
     folder.mkdir()
     settings = family.hf_naming.to_config(cfg, 64) | {family.hf_naming.soft_cap or "no_cap": cap}
     (folder / "config.json").write_text(json.dumps(settings | {"dtype": "float32", "pad_token_id": 0}))
-    to_huggingface.save_shards(to_huggingface.to_tensors(family.tensor_table(cfg), params, "float32"), folder)
+    to_huggingface.save_shards(to_tensors(family.tensor_table(cfg), params, "float32"), folder)
     auto = transformers.AutoModelForCausalLM if cfg.causal else transformers.AutoModelForMaskedLM
     loaded, info = auto.from_pretrained(folder, output_loading_info=True, **how)
     assert not any(info.values()), info
