@@ -112,7 +112,7 @@ def check(run: LoadedRun, request: QuantizeRequest) -> None:
         target = files.redacted(request.target)
         raise UserError(f"--to: found {target}, expected a folder on this machine; copy it there after")
     if Path(request.target).exists():
-        raise UserError(f"{request.target}: there is something already; name a new folder, or remove it")
+        raise UserError(f"{request.target}: already exists; name a new folder, or remove it")
 
 
 def calibrated(
