@@ -295,9 +295,9 @@ def make_dataset(folder: Path, tokens: int) -> list[str]:
     """Random rows in four shards, with an index. Returns the files of tokens."""
     folder.mkdir(parents=True)
     random, rows = np.random.default_rng(1), max(BATCH, tokens // LENGTH // 4)
-    shards: list[Shard] = []
-    for shard in range(4):
-        shards.append(write_rows(folder, f"train-0-{shard:05d}", make_rows(rows, shard, random)))
+    shards: list[Shard] = [
+        write_rows(folder, f"train-0-{shard:05d}", make_rows(rows, shard, random)) for shard in range(4)
+    ]
     splits = {
         "train": Split(4 * rows, 4 * rows, 4 * rows * LENGTH, 4 * rows * LENGTH, (tuple(shards),)),
         "evaluation": Split(0, 0, 0, 0, ()),

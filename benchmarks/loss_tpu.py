@@ -22,7 +22,8 @@ Row = dict[str, Any]
 def main() -> None:
     options = arguments()
     if options.way:
-        return compile_one(options)
+        compile_one(options)
+        return
     rows = [in_a_process_of_its_own(way) for way in WAYS]
     if options.json:
         print(json.dumps(rows))

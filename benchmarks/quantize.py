@@ -39,9 +39,11 @@ def main() -> None:
     parser.add_argument("--only", choices=[*KINDS, *METHODS])
     args = parser.parse_args()
     if args.only in KINDS:
-        return steps.tell(lambda: train(args.only, args.small))
+        steps.tell(lambda: train(args.only, args.small))
+        return
     if args.only:
-        return steps.tell(lambda: rounded(args.only, args.small))
+        steps.tell(lambda: rounded(args.only, args.small))
+        return
     small = ["--small"] if args.small else []
     all_of_it = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.97"}  # of the device; what is held is counted, not this
     rows = {kind: steps.alone("quantize", "--only", kind, *small, environment=all_of_it) for kind in KINDS}

@@ -12,7 +12,8 @@ def serve(get_ready: Callable[[], Callable[[dict[str, Any]], dict[str, Any]]]) -
     try:
         work = get_ready()
     except ImportError as error:
-        return answer({"missing": f"not installed: {error}"})
+        answer({"missing": f"not installed: {error}"})
+        return
     answer({})
     for line in sys.stdin:
         answer(work(json.loads(line)))

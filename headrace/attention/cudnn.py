@@ -60,7 +60,7 @@ def unsupported_reason(
     if q.size >= 2**31:
         return f"cuDNN is not known to count past 2**31, and the queries are {q.size:,} numbers"
     size = q.shape[0] * q.shape[1] * k.shape[1] * q.dtype.itemsize
-    hidden = segments or mask.window is not None and not mask.causal
+    hidden = segments or (mask.window is not None and not mask.causal)
     if hidden and size > LARGEST_MASK:
         return f"the mask that says who sees whom would take {size / 2**30:.0f} GiB"
     return _try(platform, q, k, mask, segments)

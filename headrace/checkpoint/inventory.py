@@ -329,8 +329,10 @@ def apply_retention(run_dir: str, keep: int) -> list[str]:
     directory = checkpoints_dir(run_dir)
     leftovers = [name for name in files.list_names(directory) if name.endswith(REMOVED)]
     errors = [_try_removal(name, files.remove, directory / name) for name in leftovers]
-    for stored in find_removable(run_dir, keep):
-        errors.append(_try_removal(f"step {stored.step}", remove_step, run_dir, stored.step))
+    errors += [
+        _try_removal(f"step {stored.step}", remove_step, run_dir, stored.step)
+        for stored in find_removable(run_dir, keep)
+    ]
     return [error for error in errors if error]
 
 

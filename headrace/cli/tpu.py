@@ -214,7 +214,7 @@ def push(args: Namespace) -> None:
     print(f"{slice_.name}: {packed.files} files as {packed.name} on {len(machines)} workers")
 
 
-def ssh(args: Namespace) -> int:
+def ssh(args: Namespace) -> int:  # noqa: RET503 (exec does not return)
     """`tpu ssh`: open a shell on one worker, or run a command on one or all. Returns the exit code."""
     _, _, machines = connect_to_slice(args)
     is_all = args.worker == "all"

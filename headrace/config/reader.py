@@ -329,7 +329,7 @@ class RecipeReader:
             self.error(prefix + missing[0], expected, found="nothing", hint=hint)
         values = typing.cast(Tree, OmegaConf.to_container(schema))
         for key, value in values.items():
-            if value == "" or isinstance(value, float) and not math.isfinite(value):
+            if value == "" or (isinstance(value, float) and not math.isfinite(value)):
                 self.error(prefix + key, f"expected {'text' if value == '' else 'a finite number'}")
         try:
             return cls(**values)

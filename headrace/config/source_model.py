@@ -114,7 +114,7 @@ def _check_written(reader: RecipeReader, path: str, section: Tree, source: Tree)
             reader.error(f"model.{key}", expected)
 
 
-def _read_source(
+def _read_source(  # noqa: RET503 (RecipeReader.error raises)
     reader: RecipeReader, path: str, section: Tree, load_run: Callable[[str], TrainRecipe]
 ) -> Tree:
     """The sections `model` and `recurrence` of the source, or of the run itself if the source is gone."""

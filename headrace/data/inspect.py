@@ -3,6 +3,7 @@
 Packed rows are shown with their documents, special tokens, padding and the tokens that are trained on;
 normalized documents where nothing is packed yet."""
 
+import itertools
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -95,7 +96,7 @@ def split_documents(tokens: np.ndarray, starts: np.ndarray, filler: int) -> tupl
 
     `starts` has a flag for each token."""
     bounds = [*np.flatnonzero(starts).tolist(), len(tokens)]
-    documents = [slice(first, last) for first, last in zip(bounds, bounds[1:], strict=False)]
+    documents = [slice(first, last) for first, last in itertools.pairwise(bounds)]
     if documents and (tokens[documents[-1]] == filler).all():
         padding = documents.pop()
         return documents, padding.stop - padding.start
@@ -113,7 +114,7 @@ def token_spans(tokens: np.ndarray, is_trained: np.ndarray, tokenizer: Tokenizer
     is_change = (is_trained[1:] != is_trained[:-1]) | is_special[1:] | is_special[:-1]
     bounds = [0, *(np.flatnonzero(is_change) + 1).tolist(), len(tokens)]
     text_start = printed_chars = 0  # start of the text since the last special token, and how much was yielded
-    for first, last in zip(bounds, bounds[1:], strict=False):
+    for first, last in itertools.pairwise(bounds):
         if is_special[first]:
             text = inner.id_to_token(int(tokens[first])) or ""
             text_start, printed_chars = last, 0

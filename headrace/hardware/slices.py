@@ -103,7 +103,7 @@ def parse_slice(name: str) -> SliceShape:
         _fail(name, f"one of {tpus} and a size, as in v5p-32, or gpu: and one of {gpus}, as in gpu:h200x8")
     count, generation, size, sides = match.groups()
     slices = int(count or 1)
-    if slices == 0 or slices > 1 and not chip.network_bandwidth:
+    if slices == 0 or (slices > 1 and not chip.network_bandwidth):
         can_join = chip.network_bandwidth is not None
         _fail(name, "1 slice or more" if can_join else f"one slice: those of {chip.name} cannot be joined")
     if sides:

@@ -4,6 +4,7 @@ share a scale in groups of 64, of float16 where the paper quantises scales a sec
 for its 4.13. A layer's matrix is made whole where it meets an activation, and made again for the backward
 pass."""
 
+import itertools
 import math
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +28,7 @@ NORMAL = (
     *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
     *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )
-MIDDLES = tuple((low + high) / 2 for low, high in zip(NORMAL, NORMAL[1:], strict=False))
+MIDDLES = tuple((low + high) / 2 for low, high in itertools.pairwise(NORMAL))
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["codes", "scale"], meta_fields=["bits", "inputs"])

@@ -139,7 +139,7 @@ UPDATE_PHASES = (
 def draw_tokens(task: TrainTask, hidden: Array, unembed: Array, draws: Array) -> Array:
     """Draw a token for each hidden state [b s d] from the softmax of its logits, by one uniform number each
     [b s]. Logits are computed for some positions at a time."""
-    b, s, d = hidden.shape
+    b, s, _d = hidden.shape
     vocab = unembed.shape[0]
     mesh = sharding.current_mesh()
     devices = 1 if mesh is None else math.prod(mesh.shape[axis] for axis in sharding.RULES["batch"])

@@ -73,7 +73,7 @@ def classify_shape(dtype: str, shape: Shape, recipe: TrainRecipe, mesh: dict[str
     vocab = {model.vocab, model.vocab // tensor} & sides
     if shape and shape[-1] in vocab:
         return "logits", "loss.chunk_size"
-    if vocab or _is_vocab_matrix(shape, recipe, mesh) and not {length, tokens} & sides:
+    if vocab or (_is_vocab_matrix(shape, recipe, mesh) and not {length, tokens} & sides):
         kind = "gradient and copies of" if dtype == "f32" else "copies of"
         return f"{kind} the vocabulary's matrix", "mesh.tensor"
     if _has_layer_axis(shape, recipe, rows):
@@ -87,7 +87,7 @@ def classify_shape(dtype: str, shape: Shape, recipe: TrainRecipe, mesh: dict[str
     is_per_token = tokens in sides or math.prod(shape) in [tokens * width for width in widths]
     if length in sides and hidden:
         return "hidden units of one layer's MLP", "batch.microbatches, mesh.tensor or mesh.context"
-    if length in sides or is_per_token and not hidden:
+    if length in sides or (is_per_token and not hidden):
         return "queries, keys, values and states of one layer", "batch.microbatches or mesh.context"
     if hidden or model.embed in sides:
         return "gathered weights of one layer", "mesh.tensor"

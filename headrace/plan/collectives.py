@@ -1,5 +1,6 @@
 """Seconds that collectives take over the links between chips, and which links they occupy."""
 
+import itertools
 import re
 from collections import defaultdict
 from collections.abc import Hashable
@@ -89,7 +90,7 @@ def _find_link_path(rates: DeviceRates, group: tuple[int, ...]) -> _LinkPath:
         if len(positions) > 1:
             # Members that are not neighbors share the links between them with other groups. The ends of a
             # line have one incoming link, members of a ring two.
-            gap = max(b - a for a, b in zip(positions, positions[1:], strict=False))
+            gap = max(b - a for a, b in itertools.pairwise(positions))
             is_ring = wraps and len(positions) * gap == side and len(positions) > 2
             bandwidth = rates.link * device_rates.LINK_SHARE * (2 if is_ring else 1) * share / gap
             axes.append((axis, len(positions), bandwidth))

@@ -138,8 +138,7 @@ class DeviceShare:
             looped=unroll < recipe.model.layers,
             lanes=LANES if is_tpu else 1,
             stores_scores=recipe.attention.use == "xla"
-            or lacks_distance_kernel(recipe, slice_shape)
-            and recipe.data.sequence_length <= MAX_WHOLE_ROW,
+            or (lacks_distance_kernel(recipe, slice_shape) and recipe.data.sequence_length <= MAX_WHOLE_ROW),
             layer=LayerSpec.from_recipe(recipe),
         )
 

@@ -45,7 +45,7 @@ class Outcome:
     caveats: tuple[str, ...] = ()  # about these seconds
     cycle_seconds: float | None = None  # by the compiler's own estimate, which omits kernels and traffic
     buffers: tuple[Buffer, ...] = ()
-    price: Price = Price()
+    price: Price = field(default_factory=Price)
     compile_seconds: float | None = None
 
     @property

@@ -89,7 +89,7 @@ def find_offers(
     for chip in TPUS:
         for slice_shape in standard_slices(chip):
             offer = make_offer(recipe, slice_shape, prices[chip.name])
-            if offer is None or days is not None and offer.days > days:
+            if offer is None or (days is not None and offer.days > days):
                 continue
             if budget is None or _is_within(offer, budget):
                 offers.append(offer)
@@ -98,4 +98,4 @@ def find_offers(
 
 def _is_within(offer: SliceOffer, budget: float) -> bool:
     on_demand, spot = offer.dollars["on_demand"], offer.dollars["spot"]
-    return on_demand is not None and on_demand[0] <= budget or spot is not None and spot[1] <= budget
+    return (on_demand is not None and on_demand[0] <= budget) or (spot is not None and spot[1] <= budget)

@@ -250,7 +250,7 @@ def _classify_phase(
         return "whole", computation, i
     if i.opcode == "send":  # from slice to slice
         return "start", computation, i
-    if phase in ("update", "done") or phase == "start" and name != "async":
+    if phase in ("update", "done") or (phase == "start" and name != "async"):
         return phase, computation, i if name in COLLECTIVES else None
     if i.opcode not in ("async-start", "fusion"):
         return "", computation, None

@@ -41,7 +41,7 @@ def gptq_sweep(w: Array, upper: Array, nearest: Callable[..., Any], given: Any, 
     """Goes over the inputs of w. `nearest(given, row, weights)` rounds the weights of one input: it returns
     them rounded, and whatever is to be kept of it (codes). `rows` has something for each input. Returns what
     is kept [inputs ...], the rounded matrix, and the weights as they were when their turn came."""
-    inputs, outputs = w.shape
+    inputs, _outputs = w.shape
     padded = -inputs % BLOCK
     w = jnp.pad(w, [(0, padded), (0, 0)])
     upper = jnp.pad(upper, [(0, padded), (0, padded)])

@@ -35,7 +35,7 @@ BACKENDS = [pytest.param(cfg, id=cfg.use) for cfg in (XLA, BLOCKWISE, SPLASH)]
 
 @dataclass(frozen=True)
 class Case:
-    mask: Mask = Mask()
+    mask: Mask = field(default_factory=Mask)
     packed: bool = False
     soft_cap: float | None = None
     scale: float | None = None
@@ -341,7 +341,7 @@ def test_blockwise_never_reads_a_block_out_of_reach(mask: Mask, poisoned: tuple[
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
 def test_blockwise_never_reads_a_block_that_holds_no_document_of_its_own(causal: bool) -> None:
     """Each row skips by its own documents. Where a block is read for nothing, 0 x NaN shows it."""
-    q, k, v, d_out = (inputs := Inputs()).arrays
+    q, k, v, d_out = (_inputs := Inputs()).arrays
     # In blocks of 32: row 0 has two documents of two blocks; row 1 one of a block, one of two, and padding.
     row = [1] * 64 + [2] * 64, [1] * 32 + [2] * 64 + [0] * 32
     segments, poisoned = jnp.asarray(row, jnp.int32), ((0, 64), (32, 96))

@@ -130,7 +130,7 @@ def test_speed_counts_at_equal_loss_alone(capsys) -> None:
     assert llama_gpu.at_equal_loss(rows)
     far = ROW | {"first_loss": ROW["first_loss"] + 1.1 * llama_gpu.APART}
     assert not llama_gpu.at_equal_loss(rows | {"fp8": far})
-    assert not llama_gpu.at_equal_loss(rows | dict.fromkeys(llama_gpu.PEERS, {"failed": "out of memory"}))
+    assert not llama_gpu.at_equal_loss(rows | {key: {"failed": "out of memory"} for key in llama_gpu.PEERS})
     told = capsys.readouterr().out
     assert "agree, at most 0.0e+00 apart" in told and "DIFFER (fp8), at most 2.2e-02" in told
 

@@ -124,9 +124,9 @@ def test_any_recipe_is_taken_or_refused(cases, kitchen, capsys, record_property)
 def taken_by_command(words: list[str], capsys: pytest.CaptureFixture[str]) -> bool:
     with mutate.ends_within(PATIENCE):
         code = cli_main.main(words)
-    out, error = capsys.readouterr()
+    _out, error = capsys.readouterr()
     assert code in (0, 2) and (code == 0) == (not error), (code, error)
-    assert code == 0 or error.startswith("headrace: ") and error.count("\n") == 1, error
+    assert code == 0 or (error.startswith("headrace: ") and error.count("\n") == 1), error
     return code == 0
 
 

@@ -282,9 +282,9 @@ def test_two_stages_end_at_nothing_unless_told_otherwise() -> None:
 
 def test_a_missing_file_is_told_with_the_nearest_name() -> None:
     Path("recipe.yaml").write_text(TRAINING)
-    with pytest.raises(UserError, match="^recipes.yaml: found no file, .*; did you mean recipe.yaml\\?$"):
+    with pytest.raises(UserError, match=r"^recipes.yaml: found no file, .*; did you mean recipe.yaml\?$"):
         recipe.load("recipes.yaml")
-    with pytest.raises(UserError, match="^[.]: found a folder, expected a .yaml file$"):
+    with pytest.raises(UserError, match=r"^[.]: found a folder, expected a .yaml file$"):
         recipe.load(".")
 
 

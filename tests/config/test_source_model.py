@@ -155,7 +155,7 @@ def test_a_source_that_is_not_there_is_missed(section: str) -> None:
 
 def test_without_a_source_the_section_is_required() -> None:
     Path("recipe.yaml").write_text(RECIPE.replace("init_from: SOURCE\n", ""))
-    with pytest.raises(UserError, match="model.use: found nothing, expected one of"):
+    with pytest.raises(UserError, match=r"model.use: found nothing, expected one of"):
         recipe.load("recipe.yaml")
 
 

@@ -76,7 +76,7 @@ def begun(path: str, cfg: Any, take: str | None = None) -> tuple[Any, Any, str]:
 
 def test_the_embedding_that_is_taken_of_a_pair_is_the_whole_one(pair):
     """And not its difference to the generator's, which is what the run holds."""
-    path, cfg, old = pair
+    path, _cfg, old = pair
     _, made, _ = begun(path, model(**SIZES), "embedding,blocks.*")
     np.testing.assert_array_equal(made.embedding, old.embedding + old.generator.embedding)
     np.testing.assert_array_equal(made.blocks.w_q, old.blocks.w_q)
@@ -102,7 +102,9 @@ def test_the_embedding_stays_what_it_was_however_pairs_share_theirs(there, here,
 
 def test_adapters_beside_a_pair_that_shares_otherwise_are_refused(tmp_path):
     path, *_ = saved(tmp_path / "pair", model(**PAIR, embedding_sharing="nes"))
-    with pytest.raises(UserError, match="init_from: embedding is the difference to generator.embedding here"):
+    with pytest.raises(
+        UserError, match=r"init_from: embedding is the difference to generator.embedding here"
+    ):
         init_from.check(path, model(**PAIR, lora=LoRAKeys(4)))
 
 
@@ -148,9 +150,9 @@ def test_the_published_layout_is_imported_and_its_other_head_passed_over(tmp_pat
 
 def test_only_heads_that_are_known_are_passed_over(tmp_path):
     folder, _ = published(tmp_path / "v3", **{"deberta.encoder.conv.conv.weight": np.zeros(3, np.float32)})
-    with pytest.raises(UserError, match="no place in this model for the tensor deberta.encoder.conv.conv"):
+    with pytest.raises(UserError, match=r"no place in this model for the tensor deberta.encoder.conv.conv"):
         from_huggingface.import_model(str(folder), str(tmp_path / "run"))
-    with pytest.raises(UserError, match="no place in this model for the tensor deberta.encoder.conv.conv"):
+    with pytest.raises(UserError, match=r"no place in this model for the tensor deberta.encoder.conv.conv"):
         begun(str(folder), model(**SIZES))
     begun(str(folder), model(**SIZES), "embedding")  # nothing else is looked at
 
@@ -191,7 +193,7 @@ def test_an_exported_pair_gives_what_it_has_and_says_what_it_has_not(pair, tmp_p
     assert str(again.value) == str(refused.value)
     take = re.search("init_weights: ([^`]*)`", str(refused.value))
     assert take is not None
-    fresh, made, said = begun(str(folder), model(**SIZES), take[1])
+    fresh, made, _said = begun(str(folder), model(**SIZES), take[1])
     np.testing.assert_array_equal(made.embedding, old.full_embedding(cfg))
     np.testing.assert_array_equal(made.distances, old.distances)
     jax.tree.map(np.testing.assert_array_equal, made.blocks, jax.device_get(old.blocks))
@@ -207,9 +209,9 @@ def test_weights_in_a_pickle_alone_are_refused_with_a_command_that_converts_them
     folder, theirs = published(tmp_path / "it's v3")
     torch.save({name: torch.tensor(w) for name, w in theirs.items()}, folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
-    with pytest.raises(UserError, match="pytorch_model.bin is a pickle, which is not read") as refused:
+    with pytest.raises(UserError, match=r"pytorch_model.bin is a pickle, which is not read") as refused:
         from_huggingface.import_model(str(folder), str(tmp_path / "run"))
-    with pytest.raises(UserError, match="pytorch_model.bin is a pickle, which is not read"):
+    with pytest.raises(UserError, match=r"pytorch_model.bin is a pickle, which is not read"):
         init_from.check(str(folder), model(**SIZES), "embedding")
     command = shlex.split(str(refused.value).partition("instead: ")[2])
     assert command[:2] == ["python", "-c"] and "AutoTokenizer" not in command[2]

@@ -248,9 +248,9 @@ def test_what_llama_cpp_cannot_compute_or_cut_is_refused_in_words(make, tokenize
     change = lambda run, **keys: dataclasses.replace(
         run, recipe=dataclasses.replace(run.recipe, model=dataclasses.replace(run.recipe.model, **keys))
     )
-    with pytest.raises(UserError, match="model.activation: found geglu, .* has only swiglu"):
+    with pytest.raises(UserError, match=r"model.activation: found geglu, .* has only swiglu"):
         convert_gguf.export(change(run, activation="geglu"), target, "float32")
-    with pytest.raises(UserError, match="model.rope_scaling: found llama3"):
+    with pytest.raises(UserError, match=r"model.rope_scaling: found llama3"):
         convert_gguf.export(change(make("qwen3"), rope_scaling="llama3"), target, "float32")
     unigram = tokenizer_train.train_tokenizer([WORDS] * 3, kind="unigram", vocab=300)
     with pytest.raises(UserError, match="tokenizer: found Unigram"):

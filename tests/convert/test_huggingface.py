@@ -263,11 +263,11 @@ def test_an_export_overwrites_nothing(runs, tmp_path):
 def test_what_transformers_cannot_compute_is_not_exported(runs, tmp_path):
     run = runs("llama")
     capped = open_run(load_run(run.recipe.run_dir, ["loss.soft_cap=30.0"]))
-    with pytest.raises(UserError, match="loss.soft_cap: found 30.0, which transformers does not support"):
+    with pytest.raises(UserError, match=r"loss.soft_cap: found 30.0, which transformers does not support"):
         to_huggingface.export(capped, str(tmp_path / "out"), "float32")
     odd = open_hf.find_family({"model_type": "llama"})
     cfg = odd.Config(layers=1, embed=64, heads=6, kv_heads=2, mlp=96, vocab=300, head_dim=16)
-    with pytest.raises(UserError, match="model.heads: found .* transformers loads no other Llama"):
+    with pytest.raises(UserError, match=r"model.heads: found .* transformers loads no other Llama"):
         odd.hf_naming.to_config(cfg, 64)
     assert not (tmp_path / "out").exists()
 

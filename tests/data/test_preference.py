@@ -217,7 +217,7 @@ def test_finetuning_for_few_bits_refuses_preference_pairs(tmp_path: Path) -> Non
         return quantize_run.open_data(run, quantize_run.QuantizeRequest("out", method, 8, "float32", folder))
 
     assert opened("dpo").index.pairs  # to be calibrated with
-    with pytest.raises(UserError, match="finetune_steps: .* holds pairs of answers"):
+    with pytest.raises(UserError, match=r"finetune_steps: .* holds pairs of answers"):
         opened("dpo", "finetune_steps=10")
-    with pytest.raises(UserError, match="--data: .* holds pairs of answers, which objective causal"):
+    with pytest.raises(UserError, match=r"--data: .* holds pairs of answers, which objective causal"):
         opened("causal")

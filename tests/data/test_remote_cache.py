@@ -334,7 +334,7 @@ def test_a_cache_that_cannot_be_written_says_how_to_name_another(
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "file"))
     data = Dataset.open(f"{server.url}/set")
-    with pytest.raises(ValueError, match="cannot be used: Not a directory.*HEADRACE_CACHE"):
+    with pytest.raises(ValueError, match=r"cannot be used: Not a directory.*HEADRACE_CACHE"):
         data.batch(data.train_order(4, seed=0), 0)
 
 

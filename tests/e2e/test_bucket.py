@@ -98,11 +98,11 @@ def test_what_is_refused_is_told_at_once_and_what_fails_for_long_in_the_end(buck
         with pytest.raises(UserError, match=r"gs://bucket/x may not be written .*check the credentials"):
             files.write("gs://bucket/x", b"")
         bucket.faults.clear()
-    with pytest.raises(UserError, match="there is no bucket nowhere; .*buckets create gs://nowhere"):
+    with pytest.raises(UserError, match=r"there is no bucket nowhere; .*buckets create gs://nowhere"):
         files.write("gs://nowhere/x", b"")
     assert time.perf_counter() - started < 1
     bucket.fail("x", status=503, times=999)
-    with pytest.raises(Unreachable, match="gs://bucket/x could not be read in 6 tries; .*503") as told:
+    with pytest.raises(Unreachable, match=r"gs://bucket/x could not be read in 6 tries; .*503") as told:
         files.read("gs://bucket/x")
     assert told.value.exit_code == 74
 
@@ -184,7 +184,7 @@ def test_a_step_of_a_bucket_that_was_whole_once_is_damaged_and_not_half_written(
         del bucket.buckets["bucket"][f"run/checkpoints/{number}/commit_success.txt"]
     inventory.remove_unfinished("gs://bucket/run")
     assert inventory.step_numbers("gs://bucket/run") == [1, 2]
-    with pytest.raises(UserError, match="step 2: commit_success.txt is missing; step 1: commit_success"):
+    with pytest.raises(UserError, match=r"step 2: commit_success.txt is missing; step 1: commit_success"):
         Checkpoints("gs://bucket/run", keep=1).find_resume_step()
 
 
@@ -325,7 +325,7 @@ def test_an_owner_that_may_be_dead_is_waited_for(bucket: Store, monkeypatch: pyt
 
     beating = threading.Thread(target=beat)
     beating.start()
-    with pytest.raises(UserError, match="another process trains in this folder .pid 7 on elsewhere"):
+    with pytest.raises(UserError, match=r"another process trains in this folder .pid 7 on elsewhere"):
         lock.lock(RUN).__enter__()
     beating.join()
 

@@ -444,7 +444,9 @@ def test_a_trace_needs_a_first_and_a_last_step(tiny, steps):
 def test_a_trace_that_would_never_begin_is_refused(tiny):
     whole = "schedule.steps=2048 tokens"  # 4 steps of 8 rows
     tiny(whole, "profile_steps=4:9")
-    with pytest.raises(UserError, match="profile_steps: found 5:9, expected a first step of at most .* is 4"):
+    with pytest.raises(
+        UserError, match=r"profile_steps: found 5:9, expected a first step of at most .* is 4"
+    ):
         tiny(whole, "profile_steps=5:9")
 
 

@@ -326,9 +326,9 @@ def test_wrong_prices_are_refused(tmp_path, text, message):
 
 
 def test_a_missing_file_of_prices_and_a_folder_are_refused(tmp_path):
-    with pytest.raises(UserError, match="nowhere.yaml: found no file, expected a .yaml file of prices"):
+    with pytest.raises(UserError, match=r"nowhere.yaml: found no file, expected a .yaml file of prices"):
         load_prices(tmp_path / "nowhere.yaml")
-    with pytest.raises(UserError, match="found Is a directory, expected a .yaml file of prices"):
+    with pytest.raises(UserError, match=r"found Is a directory, expected a .yaml file of prices"):
         load_prices(tmp_path)
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00\x80")
     with pytest.raises(UserError, match="found a file that is not text"):

@@ -140,9 +140,9 @@ def test_a_token_that_is_ruled_out_has_no_probability_and_no_gradient(way, soft_
 def test_label_smoothing_is_refused_where_a_token_is_ruled_out_and_draws_where_nothing_is_hidden(tiny):
     both = ("objective.use=diffusion", *ENCODER[1:], "objective.exclude_mask=true")
     assert tiny(*both).objective.exclude_mask
-    with pytest.raises(UserError, match="label_smoothing: found 0.1, expected 0"):
+    with pytest.raises(UserError, match=r"label_smoothing: found 0.1, expected 0"):
         tiny(*both, "loss.label_smoothing=0.1")
-    with pytest.raises(UserError, match="eval.repeats: found 4, expected 1, since causal"):
+    with pytest.raises(UserError, match=r"eval.repeats: found 4, expected 1, since causal"):
         tiny("eval.repeats=4")
 
 

@@ -245,7 +245,7 @@ def test_a_cpu_multiplies_no_8_bits_and_says_so():
 
 
 def test_formats_that_do_not_exist_are_refused(tiny):
-    with pytest.raises(UserError, match="compute.matmul: found .fp4., expected one of compute, fp8, int8"):
+    with pytest.raises(UserError, match=r"compute.matmul: found .fp4., expected one of compute, fp8, int8"):
         tiny("compute.matmul=fp4")
     assert tiny().compute.matmul == "compute"
     assert sections.ComputeKeys(matmul="fp8").dtype == "bfloat16"

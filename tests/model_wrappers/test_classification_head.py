@@ -261,7 +261,7 @@ def test_a_decoder_that_tells_labels_is_refused_where_text_is_to_be_continued(tm
         lambda: serve_http.serve(run, host="127.0.0.1", port=0, slots=1, length=8),
         lambda: gguf.export(run, str(tmp_path / "x.gguf"), "float32"),
     ):
-        with pytest.raises(UserError, match="objective.use: .*decoder was trained by classify"):
+        with pytest.raises(UserError, match=r"objective.use: .*decoder was trained by classify"):
             attempt()
     assert not (tmp_path / "x.gguf").exists()
 

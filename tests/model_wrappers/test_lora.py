@@ -182,7 +182,7 @@ def test_lora_targets_choose_matrices_and_freeze_may_choose_among_their_adapters
     )
     again = more(plain, tmp_path, "still", *LORA, *on, rate=1e-30)
     assert moved("w_q") and not moved("w_v")
-    with pytest.raises(UserError, match="lora.targets: found blocks.w_x, which matches no weight"):
+    with pytest.raises(UserError, match=r"lora.targets: found blocks.w_x, which matches no weight"):
         more(plain, tmp_path, "none", *LORA, "lora.targets=blocks.w_x")
 
 
@@ -217,7 +217,7 @@ def losses(cfg, devices):
     axes = module.axes(load_family(task.model).Model, task.model)
     laid = setup.make_mesh(cfg, devices)
     with jax.set_mesh(laid):
-        abstract, fresh = setup.make_state(cfg, task, update, laid)
+        _abstract, fresh = setup.make_state(cfg, task, update, laid)
         source = init_from.check(cfg.init_from, task.model)
         state, _ = training_run.apply_init_weights(source, task, fresh(), laid, cfg.data.path)
         take, told = jax.jit(step.train_step(task, update, axes)), []

@@ -240,14 +240,14 @@ def test_flops_count_every_round_and_backward_those_with_gradients():
 
 
 def test_what_cannot_be_run_in_rounds_is_refused(tiny):
-    with pytest.raises(UserError, match="recurrence.rounds: found nothing, expected a whole number"):
+    with pytest.raises(UserError, match=r"recurrence.rounds: found nothing, expected a whole number"):
         tiny("recurrence.prelude=2")
     with pytest.raises(
         UserError, match=r"prelude: found 1, the default, expected prelude \+ coda to be less"
     ):
         tiny("recurrence.rounds=4")
     with pytest.raises(
-        UserError, match="recurrence.rounds: found 4, expected no recurrence, since layers of xlstm"
+        UserError, match=r"recurrence.rounds: found 4, expected no recurrence, since layers of xlstm"
     ):
         tiny(
             "model=null",

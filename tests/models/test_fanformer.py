@@ -48,7 +48,7 @@ def turn(x: Any, theta: float) -> Any:
 def reference(cfg: Any, w: dict[str, Any], tokens: Any) -> Any:
     """Logits."""
     x = w["embedding"][tokens]
-    rows, length = tokens.shape
+    _rows, length = tokens.shape
     hidden = torch.triu(torch.full((length, length), -math.inf, dtype=torch.float64), 1)
     for n in range(cfg.layers):
         own = {name: value for name, value in w.items() if name.startswith("blocks.")}
@@ -157,7 +157,7 @@ def test_the_layer_is_as_wide_as_its_input_whatever_the_share_of_periods():
             x, jnp.ones(shapes.w_fan.shape[1:]), jnp.ones(shapes.b_fan.shape[1:]), 64
         )
         assert out.shape == (1, 3, 64)
-    with pytest.raises(ValueError, match="^periodic_share: expected a share from 0 to 0.5"):
+    with pytest.raises(ValueError, match=r"^periodic_share: expected a share from 0 to 0.5"):
         config_of(periodic_share=0.6)
 
 

@@ -354,12 +354,12 @@ def test_a_module_that_cannot_tell_documents_apart_is_refused(plain) -> None:
     cfg = section(module=plain["module"].replace("Plain", "Averaging"), config=dict(width=8))
     params, tokens = weights_of(cfg), np.ones((1, 8))
     assert logits_of(cfg, params, tokens).shape == (1, 8, 64)
-    with pytest.raises(UserError, match="data.isolate_documents: expected false"):
+    with pytest.raises(UserError, match=r"data.isolate_documents: expected false"):
         logits_of(cfg, params, tokens, segments=jnp.ones((1, 8), jnp.int32))
 
 
 def test_plan_is_refused(tmp_path, packed) -> None:
-    with pytest.raises(UserError, match="model.use: found torch, but plan needs a family whose sizes"):
+    with pytest.raises(UserError, match=r"model.use: found torch, but plan needs a family whose sizes"):
         planner.fill_data_sizes(load(tmp_path, packed, LLAMA))
 
 
@@ -369,7 +369,7 @@ def test_recipes_keep_the_settings_of_a_class_as_they_are(tmp_path, packed) -> N
     assert reader.to_dict(cfg)["model"]["config"] == deep | {"hidden_size": 48}
     again = load(tmp_path, packed, LLAMA | {"config": deep | {"hidden_size": 48}})
     assert cfg.model == again.model and hash(cfg.model) == hash(again.model)
-    with pytest.raises(UserError, match="model.config: found 3, expected `key: value` pairs"):
+    with pytest.raises(UserError, match=r"model.config: found 3, expected `key: value` pairs"):
         load(tmp_path, packed, LLAMA | {"config": 3})
     with pytest.raises(UserError, match="not as vocab_size"):
         load(tmp_path, packed, LLAMA, "model.config.vocab_size=64")

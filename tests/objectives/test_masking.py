@@ -116,7 +116,7 @@ def stretches(chosen: np.ndarray) -> np.ndarray:
     """The lengths of all unbroken stretches within rows; those at the ends of a row are left out."""
     padded = np.pad(chosen.astype(int), ((0, 0), (1, 1)))
     change = np.diff(padded, axis=1)
-    rows, begins = np.nonzero(change == 1)
+    _rows, begins = np.nonzero(change == 1)
     ends = np.nonzero(change == -1)[1]
     inner = (begins > 0) & (ends < chosen.shape[1])
     return (ends - begins)[inner]

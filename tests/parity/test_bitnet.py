@@ -309,7 +309,7 @@ def test_weights_are_rounded_from_full_precision_whoever_asks():
 
 
 def test_8_bits_on_top_of_three_values_are_refused(tiny):
-    with pytest.raises(UserError, match="compute.matmul: .*expected compute, since matrices of bitnet are"):
+    with pytest.raises(UserError, match=r"compute.matmul: .*expected compute, since matrices of bitnet are"):
         tiny("model.use=bitnet", "compute.matmul=int8")
     task = make_task(tiny("model.use=bitnet"), SpecialTokens(300, 0, 1, 2, 3))
     assert (task.exec_opts.matmul, task.exec_opts.native_matmul) == ("ternary", False)

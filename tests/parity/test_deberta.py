@@ -176,7 +176,7 @@ def test_attention_over_long_rows_makes_nothing_of_the_length_squared():
 
 def test_a_backend_without_distances_is_refused_in_words():
     q, k, v, k_table, q_table = arrays(8)
-    with pytest.raises(UserError, match="attention.use: splash cannot be used here.*auto, xla or blockwise"):
+    with pytest.raises(UserError, match=r"attention.use: splash cannot be used here.*auto, xla or blockwise"):
         cfg = reader.part_class("attention", "splash")()
         _disentangled.attend(cfg, q, k, v, k_table=k_table, q_table=q_table, reach=8)
 
@@ -444,6 +444,6 @@ def test_rows_beyond_the_positions_of_the_mask_decoder_are_refused_in_words(tiny
         *pair({"model.max_relative_positions": 32, "model.mask_decoder": "true", "model.generator_layers": 2})
     )
     with pytest.raises(
-        UserError, match="model.max_relative_positions: found 32, expected data.sequence_length, 64, or more"
+        UserError, match=r"model.max_relative_positions: found 32, expected data.sequence_length, 64, or more"
     ):
         Bench(cfg)

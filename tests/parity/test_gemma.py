@@ -154,5 +154,5 @@ def test_a_gemma_that_cannot_be_imported_is_refused_in_words(changes, message):
 def test_sizes_that_cannot_be_are_refused(family, settings, key):
     with pytest.raises(ValueError, match=f"^{key}: expected"):
         family.Config(**dict(layers=2, embed=64, heads=4, kv_heads=2, mlp=112) | settings)
-    with pytest.raises(ValueError, match="^attention_soft_cap: expected"):
+    with pytest.raises(ValueError, match=r"^attention_soft_cap: expected"):
         gemma2.Config(layers=2, embed=64, heads=4, kv_heads=2, mlp=112, attention_soft_cap=0.0)

@@ -172,7 +172,7 @@ def test_a_run_starts_from_the_weights_of_a_smaller_one(tiny, tmp_path):
             init_from.check(small.run_dir, reader.part_class("models", "modernbert")(**SMALL | sizes))
     twin = reader.part_class("models", "modernbert_decoder")(**SMALL)
     with pytest.raises(
-        UserError, match="init_from: .*small holds a modernbert, expected a modernbert_decoder"
+        UserError, match=r"init_from: .*small holds a modernbert, expected a modernbert_decoder"
     ):
         init_from.check(small.run_dir, twin)
     with pytest.raises(UserError, match="not a run folder"):

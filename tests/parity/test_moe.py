@@ -294,7 +294,7 @@ def test_a_recipe_says_what_experts_cannot_do(tiny, override, said):
 
 
 def test_a_mesh_for_experts_needs_a_model_with_some(tiny):
-    with pytest.raises(UserError, match="mesh.expert: .*divisor of the model's experts, 1"):
+    with pytest.raises(UserError, match=r"mesh.expert: .*divisor of the model's experts, 1"):
         tiny("mesh.expert=2")
 
 

@@ -363,10 +363,10 @@ def test_texts_longer_than_a_chunk_go_through_an_export_as_well(tmp_path):
 
 def test_what_transformers_has_not_is_refused(tmp_path):
     mixed = run_of(tmp_path / "run", slstm_every=2)
-    with pytest.raises(UserError, match="model.slstm_every: found 2, but transformers has no xLSTM with"):
+    with pytest.raises(UserError, match=r"model.slstm_every: found 2, but transformers has no xLSTM with"):
         to_huggingface.export(mixed, str(tmp_path / "out"), "float32")
     for name, value in {"use_bias": True, "weight_mode": "fused", "v_dim_factor": 2.0}.items():
         with pytest.raises(UserError, match=f"config.json: {name}: found {value}, only"):
             xlstm.from_hf_config({"model_type": "xlstm", name: value})
-    with pytest.raises(UserError, match="config.json: hidden_size: found nothing"):
+    with pytest.raises(UserError, match=r"config.json: hidden_size: found nothing"):
         xlstm.from_hf_config({"model_type": "xlstm"})

@@ -373,7 +373,7 @@ def test_slices_are_recommended_within_days_and_dollars(capsys: pytest.CaptureFi
     assert {one.slice_shape.name for one in tighter} < {one.slice_shape.name for one in found}
     for one in found:  # within the budget at the lowest price on demand, or at the highest spot price
         demand, spot = one.dollars["on_demand"], one.dollars["spot"]
-        assert demand and demand[0] <= 700 or spot and spot[1] <= 700
+        assert (demand and demand[0] <= 700) or (spot and spot[1] <= 700)
     assert any(demand and demand[0] > 700 for demand in costs)
     words = ["--recommend", "--tokens", "20B", "--days", "30", "--budget", "5000"]
     code, output = plan(capsys, "recipes/llama3-8b.yaml", *words)
@@ -427,7 +427,7 @@ def test_search_tries_more_microbatches_where_the_compiler_refuses_and_tiles_for
         tiles = getattr(tried.attention, "block_q", 1024)
         return estimate.estimate_step(tried, where).step_seconds - (0.1 if tiles == 2048 else 0.0)
 
-    best, seconds = search.search_settings(cfg, where, compile_candidate, tmp_path, exact=False)
+    best, _seconds = search.search_settings(cfg, where, compile_candidate, tmp_path, exact=False)
     assert best.batch.microbatches >= 32 and best.attention.block_q == 2048
     refused = [one for one in compiled if one.batch.microbatches < 32]
     assert refused

@@ -387,7 +387,7 @@ def test_two_models_trained_together_are_refused(trained, tmp_path):
 def test_work_whose_request_cannot_be_read_is_told(trained, tmp_path):
     (tmp_path / "out.unfinished").mkdir()
     (tmp_path / "out.unfinished" / "request.json").touch()
-    with pytest.raises(UserError, match="request.json: not valid JSON; remove that folder"):
+    with pytest.raises(UserError, match=r"request.json: not valid JSON; remove that folder"):
         quantized(trained, tmp_path / "out", "rtn", "bits=4", "group_size=32")
 
 
@@ -489,13 +489,13 @@ def test_every_family_computes_the_same_from_stored_matrices_as_from_whole_ones(
 
 
 def test_what_cannot_be_quantised_is_told(trained, tmp_path):
-    with pytest.raises(UserError, match="method.bits: found 5, expected 2, 3, 4 or 8"):
+    with pytest.raises(UserError, match=r"method.bits: found 5, expected 2, 3, 4 or 8"):
         recipe.load_method("gptq", ["bits=5"])
-    with pytest.raises(UserError, match="expected one of gptq, rtn, vptq; did you mean gptq?"):
+    with pytest.raises(UserError, match=r"expected one of gptq, rtn, vptq; did you mean gptq?"):
         recipe.load_method("gtpq", [])
     with pytest.raises(UserError, match=r"method.grup: unknown key; did you mean method.group_size\?$"):
         recipe.load_method("rtn", ["grup=3"])
-    with pytest.raises(UserError, match="method.x: unknown key, expected one of use, bits, group_size"):
+    with pytest.raises(UserError, match=r"method.x: unknown key, expected one of use, bits, group_size"):
         recipe.load_method("rtn", ["x=3"])
     with pytest.raises(UserError, match="already exists"):
         quantized(trained, tmp_path, "rtn")

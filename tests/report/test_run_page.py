@@ -1,6 +1,7 @@
 """The page about a run: its text for runs in every state, and that it loads nothing from elsewhere."""
 
 import html.parser
+import itertools
 import json
 import math
 import time
@@ -175,7 +176,7 @@ def test_a_run_without_goodput_or_rows_has_a_page(run):
 def test_ticks_are_round_and_cover_the_range(low, high):
     found = charts.round_ticks(low, high)
     assert found[0] <= low + 1e-9 * abs(low) and found[-1] >= high * (1 - 1e-9) and 3 <= len(found) <= 8
-    steps = [b - a for a, b in zip(found, found[1:], strict=False)]
+    steps = [b - a for a, b in itertools.pairwise(found)]
     assert max(steps) == pytest.approx(min(steps)) and f"{steps[0]:.1e}"[0] in "125"
 
 

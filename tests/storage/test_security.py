@@ -177,7 +177,7 @@ def test_arrays_with_objects_in_them_are_not_unpickled(packed: str, tmp_path: Pa
     size = shard.stat().st_size
     np.save(shard, trap, allow_pickle=True)
     shard.write_bytes(shard.read_bytes().ljust(size, b"\0")[:size])
-    with pytest.raises(UserError, match="damaged|holds object"):
+    with pytest.raises(UserError, match=r"damaged|holds object"):
         read_batch(Dataset.open(data), 0, 2)
     assert cli_main.main(["data", "verify", str(data)]) == 2
     for name in ("index.json", "tokenizer.json"):
@@ -208,7 +208,7 @@ def test_weights_in_pickles_are_not_read(tmp_path: Path) -> None:
 def test_an_index_that_names_files_elsewhere_is_refused(packed: str, name: str) -> None:
     index = json.loads((Path(packed) / "index.json").read_text())
     index["splits"]["train"]["epochs"][0][0]["name"] = name
-    with pytest.raises(UserError, match="names the shard .* expected a plain name"):
+    with pytest.raises(UserError, match=r"names the shard .* expected a plain name"):
         Index.parse(json.dumps(index), "index.json")
     index["splits"]["train"]["epochs"][0][0] |= {"name": "train-0-00000", "checksums": {"/../../x": "0"}}
     with pytest.raises(UserError, match="names the shard"):

@@ -122,11 +122,11 @@ class Google:
 
     def trainers(self) -> list[int]:
         """Process numbers of those that train now, by worker."""
-        found = []
-        for file in sorted((self.root / "machines").glob("*/home/*/.headrace/jobs/*/pid")):
-            if not (file.parent / "exit").exists() and not (file.parents[5] / "off").exists():
-                found.append(int(file.read_text()))
-        return found
+        return [
+            int(file.read_text())
+            for file in sorted((self.root / "machines").glob("*/home/*/.headrace/jobs/*/pid"))
+            if not (file.parent / "exit").exists() and not (file.parents[5] / "off").exists()
+        ]
 
     # What it does by itself.
 

@@ -159,7 +159,7 @@ def _one_in_text(random: Random, value: str) -> str:
             lambda: value[:at] + value[at + random.randint(1, 8) :],
             lambda: "".join(lines[:here] + lines[here + 1 :]),
             lambda: "".join(lines[: here + 1] + lines[there:]),
-            lambda: "".join(lines[:here] + [lines[there]] + lines[here:]),
+            lambda: "".join([*lines[:here], lines[there], *lines[here:]]),
             lambda: "".join([*lines[:here], random.choice(["  ", "\t"]) + lines[here], *lines[here + 1 :]]),
             lambda: value[:at] + random.choice("[{(") * 2000 + value[at:],
         ]

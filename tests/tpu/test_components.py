@@ -301,10 +301,31 @@ def test_no_secret_and_nothing_from_outside_is_in_the_tree_that_is_sent(tmp_path
     begin = "-----BEGIN " + "PRIVATE KEY-----"
     secret = {
         name: "x"
-        for name in (".aws/config", ".envrc", ".env.local", ".git-credentials", ".netrc", "_netrc", "id_work")
-        + ("kaggle.json", "hf_token", "token.txt", "my-Token.yaml", "a/b.pem", "c.key", "id_ed25519.pub")
-        + ("google_compute_engine", "google_compute_engine.pub", ".ssh/config", "secrets.yaml", ".pypirc")
-        + (".npmrc", ".boto", "openai_api_key", "my_api_key.txt")
+        for name in (
+            ".aws/config",
+            ".envrc",
+            ".env.local",
+            ".git-credentials",
+            ".netrc",
+            "_netrc",
+            "id_work",
+            "kaggle.json",
+            "hf_token",
+            "token.txt",
+            "my-Token.yaml",
+            "a/b.pem",
+            "c.key",
+            "id_ed25519.pub",
+            "google_compute_engine",
+            "google_compute_engine.pub",
+            ".ssh/config",
+            "secrets.yaml",
+            ".pypirc",
+            ".npmrc",
+            ".boto",
+            "openai_api_key",
+            "my_api_key.txt",
+        )
     }
     token = "hf_" + "aB3dE5gH7jK9mN1pQ"
     secret |= {"run.sh": f"export HF_TOKEN={token}\n", "notes.md": f"my token is {token}"}
@@ -767,7 +788,7 @@ def test_an_export_installs_and_sends_what_the_run_needs(google, capsys, tmp_pat
 
 @pytest.mark.parametrize("name", ["v5e-8", "2xv5e-256", "16xv5e-256"])
 def test_no_pod_of_a_jobset_has_a_name_that_kubernetes_refuses(name):
-    with pytest.raises(UserError, match="expected at most [0-9]+ with --to jobset") as told:
+    with pytest.raises(UserError, match=r"expected at most [0-9]+ with --to jobset") as told:
         written("jobset", dataclasses.replace(exported(name), name="x" * 60))
     most = int(re.search(r"expected at most (\d+)", str(told.value))[1])
     for letters in (most, most + 1):

@@ -235,7 +235,7 @@ def test_a_limit_in_dollars_needs_a_known_price(tmp_path):
     file = tmp_path / "prices.yaml"
     file.write_text("V5p: {on_demand: 5.0}\n")
     assert cost.make_budget(asked("europe-west4-b"), None, 100.0, file).hours == pytest.approx(5.0)
-    with pytest.raises(cost.UserError, match="v5p: {spot: DOLLARS}"):
+    with pytest.raises(cost.UserError, match=r"v5p: {spot: DOLLARS}"):
         cost.make_budget(asked("europe-west4-b", terms="spot"), None, 100.0, file)
     said = cost.format_cost(asked("europe-west4-b"), cost.Budget(3.0, 1.0), is_user_price=False)
     assert "the highest in the US, not in every requested zone" in said

@@ -38,7 +38,7 @@ def test_an_interrupted_command_leaves_no_process_and_no_pipe(ask):
 )
 def test_a_worker_that_hangs_counts_as_not_reached(ask):
     workers, begun = Workers([WorkerAddress((), is_remote=False)]), time.monotonic()
-    with pytest.raises(WorkerFailed, match="no answer within 0.3 s") as told:
+    with pytest.raises(WorkerFailed, match=r"no answer within 0.3 s") as told:
         ask(workers)
     assert told.value.worker_exit_code == UNREACHABLE and time.monotonic() - begun < 20
     assert not workers.reached and not workers.processes

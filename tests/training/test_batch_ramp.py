@@ -109,7 +109,7 @@ def test_a_run_goes_on_in_the_midst_of_its_ramp(tiny, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, first, second)
     lines = [json.loads(line) for line in (Path(whole.run_dir) / "metrics.jsonl").read_text().splitlines()]
     assert [row["tokens"] for row in lines if "tokens" in row][:4] == [512, 1024, 2048, 3072]
-    with pytest.raises(UserError, match="batch.microbatches = 4, and this recipe says 2"):
+    with pytest.raises(UserError, match=r"batch.microbatches = 4, and this recipe says 2"):
         training_run.run(
             tiny(
                 *settings[:1],

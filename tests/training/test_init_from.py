@@ -159,7 +159,7 @@ def test_a_quantised_folder_is_named_as_what_it_is(run, tmp_path):
     quantize_run.quantize(
         opened, quantize_run.QuantizeRequest(str(tmp_path / "four"), method, 1, "float32", "none"), print
     )
-    with pytest.raises(UserError, match="init_from: .*four holds a quantised model, expected the run"):
+    with pytest.raises(UserError, match=r"init_from: .*four holds a quantised model, expected the run"):
         init_from.check(str(tmp_path / "four"), model(vocab=300))
 
 
@@ -208,7 +208,7 @@ def test_what_cannot_be_frozen_is_refused(tiny, override, message):
 
 
 def test_init_weights_without_init_from_are_refused(tiny):
-    with pytest.raises(UserError, match="init_weights: .*expected init_from to be set"):
+    with pytest.raises(UserError, match=r"init_weights: .*expected init_from to be set"):
         tiny("init_weights=embedding")
 
 

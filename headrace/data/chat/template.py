@@ -113,7 +113,7 @@ class ChatTemplate:
         """The start of a turn whose text does not continue `prompt`. Some prompts open the answer with
         `<think>`, which the finished turn omits: the turn then starts at the last line or special token that
         both share, after `earlier`, the text of the earlier turns."""
-        shared = commonprefix([full, prompt])
+        shared = commonprefix([full, prompt])  # noqa: RUF071 (of characters)
         ends = [match.end() for match in self.special.finditer(shared)] + [shared.rfind("\n") + 1]
         if not full.startswith(earlier) or max(ends) < len(earlier):
             raise _changed_turn()
@@ -145,7 +145,7 @@ def _changed_turn() -> TemplateRefused:
 class GenerationTag(jinja2.ext.Extension):
     """{% generation %} ... {% endgeneration %}: encloses the answer of the assistant in marks."""
 
-    tags = {"generation"}
+    tags = {"generation"}  # noqa: RUF012 (declared so by jinja2)
 
     def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
         line = next(parser.stream).lineno

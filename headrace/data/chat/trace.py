@@ -12,7 +12,7 @@ import functools
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import jinja2
 import jinja2.nodes
@@ -46,7 +46,7 @@ class TemplateInspectsContent(Exception):
 class TracedContent(str):
     """A placeholder for the content of a message, alone or within other text."""
 
-    required_absent: set[str] = set()  # by the current trace: texts that no content may contain
+    required_absent: ClassVar[set[str]] = set()  # by the current trace: texts that no content may contain
 
     def assume_absent(self, part: object) -> bool:
         """Record that contents do not contain `part`; always True."""

@@ -3,6 +3,7 @@ are nearly equal. They are stored next to a normalized part, so that duplicates 
 texts again."""
 
 import hashlib
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -66,8 +67,7 @@ def hash_texts(texts: pa.ChunkedArray) -> np.ndarray:
         offsets = np.frombuffer(starts, np.int64)[chunk.offset : chunk.offset + len(chunk) + 1].tolist()
         data = memoryview(values or b"")
         digests += [
-            hashlib.sha256(data[start:stop]).digest()[:16]
-            for start, stop in zip(offsets[:-1], offsets[1:], strict=True)
+            hashlib.sha256(data[start:stop]).digest()[:16] for start, stop in itertools.pairwise(offsets)
         ]
     return np.frombuffer(b"".join(digests), ">u8").astype(np.uint64).reshape(-1, 2)
 

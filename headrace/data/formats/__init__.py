@@ -1,5 +1,6 @@
 """File formats, one file each: the contract `Format` and what they share."""
 
+import itertools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Protocol
 
@@ -47,4 +48,4 @@ def split_by_bytes(file: str, sizes: list[int], part_bytes: int) -> list[FilePar
     numbers; blocks that start in the same `part_bytes` of the file belong to one part."""
     numbers = (np.cumsum(sizes) - sizes) // part_bytes
     starts = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(sizes)]
-    return [FilePart(file, start, stop) for start, stop in zip(starts, starts[1:], strict=False)]
+    return [FilePart(file, start, stop) for start, stop in itertools.pairwise(starts)]

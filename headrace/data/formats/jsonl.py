@@ -2,6 +2,7 @@
 named .json may also hold one list of records, which is read into memory as a whole."""
 
 import contextlib
+import itertools
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -38,7 +39,7 @@ def list_parts(file: str, size: int) -> list[FilePart]:
         *range(0, size - PART_BYTES // 2, PART_BYTES),
         size,
     ]  # the last part has 0.5 to 1.5 times the size
-    return [FilePart(file, start, stop) for start, stop in zip(starts, starts[1:], strict=False)]
+    return [FilePart(file, start, stop) for start, stop in itertools.pairwise(starts)]
 
 
 def read(part: FilePart, name: str, *, columns: SourceColumns, problems: Problems) -> Iterator[pa.Table]:

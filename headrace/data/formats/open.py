@@ -206,7 +206,7 @@ class ZstdReader:
 def _open_raw(file: str, start: int) -> IO[bytes]:
     if not is_url(file):
         buffering = 0 if compression_suffix(file) is None else REQUEST_BYTES
-        raw = open(local_path(file), "rb", buffering=buffering)  # noqa: SIM115
+        raw = open(local_path(file), "rb", buffering=buffering)  # noqa: SIM115 (the caller closes it)
         raw.seek(start)
         return raw
     system, path = open_filesystem(file)

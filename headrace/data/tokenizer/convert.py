@@ -3,6 +3,7 @@ the same ids. Neither of the original libraries is needed."""
 
 import base64
 import binascii
+import itertools
 import json
 import struct
 from collections.abc import Iterator
@@ -106,7 +107,7 @@ def ranks_to_merges(ranks: dict[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
     for token, rank in sorted(ranks.items(), key=lambda entry: entry[1]):
         parts = [bytes([byte]) for byte in token]
         while len(parts) > 2:
-            pairs = [ranks.get(left + right, rank) for left, right in zip(parts, parts[1:], strict=False)]
+            pairs = [ranks.get(left + right, rank) for left, right in itertools.pairwise(parts)]
             lowest = min(pairs)
             if lowest >= rank:
                 break
@@ -250,11 +251,12 @@ def make_bpe(model: SentencePieceModel) -> dict[str, Any]:
     """The BPE model of a tokenizer.json. Sentencepiece merges the neighbors whose union scores best, so every
     division of a piece into two pieces is a merge."""
     usable = {piece: (id, score) for id, piece, score in model.pieces_of(NORMAL)}
-    merges = []
-    for piece, (id, score) in usable.items():
-        for i in range(1, len(piece)):
-            if piece[:i] in usable and piece[i:] in usable:
-                merges.append((-score, id, i, [piece[:i], piece[i:]]))
+    merges = [
+        (-score, id, i, [piece[:i], piece[i:]])
+        for piece, (id, score) in usable.items()
+        for i in range(1, len(piece))
+        if piece[:i] in usable and piece[i:] in usable
+    ]
     return {
         "type": "BPE",
         "dropout": None,

@@ -133,7 +133,8 @@ def copy(path: str | Path, folder: Path) -> None:
     it is missing. Tokenizers of other libraries are converted."""
     file, tokenizer = find_tokenizer_file(path), load(path)
     if file.suffix in convert.SUFFIXES:
-        return save(tokenizer, folder)
+        save(tokenizer, folder)
+        return
     for name in TOKENIZER_FILES[1:]:
         if (file.parent / name).is_file():
             write_atomic(folder / name, (file.parent / name).read_bytes())

@@ -167,7 +167,7 @@ def _pick_backend(
     else:
         ahead = head.filter > 0
     reason = None
-    if way == "kernel" or way == "auto" and ahead:
+    if way == "kernel" or (way == "auto" and ahead):
         reason = _part(kernel).unsupported_reason(head, split, hidden, unembed)
         if reason is not None and way == "kernel":
             raise UserError(f"loss.backend: kernels cannot be used here: {reason}. Set loss.backend to auto")

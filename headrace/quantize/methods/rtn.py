@@ -17,7 +17,7 @@ class Config:
     bits: int = 4  # size of a quantized weight: 2, 3, 4 or 8 [bits]
     group_size: int = 128  # inputs of an output that share a scale; 0: all of them
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.bits not in (2, 3, 4, 8):
             raise ValueError("bits: expected 2, 3, 4 or 8")
         if self.group_size < 0:

@@ -34,7 +34,7 @@ class Config:
     finetune_steps: int = 0
     finetune_learning_rate: float = 3e-4  # learning rate of those training steps
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.bits not in (2, 3, 4):
             raise ValueError("bits: expected 2, 3 or 4")
         if self.vector_length not in (0, 2, 4, 6, 8):

@@ -557,7 +557,7 @@ def test_a_conversation_that_the_template_refuses_is_a_problem_of_its_document()
     given = [json.dumps(talk) for talk in (good, bad, good)] + ["{not JSON", '["text"]', '[{"content": "x"}]']
     for kind in ("byte level", "stripping"):
         actual, _ = pair(kind, strict)
-        with pytest.raises(UserError, match="talks.jsonl:2: the chat template refuses it: no tools"):
+        with pytest.raises(UserError, match=r"talks.jsonl:2: the chat template refuses it: no tools"):
             encode_chats(actual, given, ids=[f"talks.jsonl:{line}" for line in range(1, 7)])
         problems = Problems("skip")
         encoded = encode_chats(actual, given, problems=problems)
@@ -582,7 +582,7 @@ def test_a_prompt_that_starts_the_answer_is_separated_from_it() -> None:
 
 
 def test_a_tokenizer_without_a_template_is_refused_and_one_is_named() -> None:
-    with pytest.raises(UserError, match="name one with tokenizer.chat_template.*plain.jinja"):
+    with pytest.raises(UserError, match=r"name one with tokenizer.chat_template.*plain.jinja"):
         encode_chats(pair("byte level", None)[0], [])
     with pytest.raises(UserError, match="not a Jinja template, line 1"):
         encode_chats(pair("byte level", "{% if %}")[0], [])

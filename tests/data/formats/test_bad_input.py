@@ -174,7 +174,7 @@ def test_an_empty_text_is_an_empty_document(tmp_path: Path) -> None:
 def test_text_that_is_not_utf8_is_reported_with_line_and_byte(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes("Zeile\nGrüße".encode("latin-1"))
     (tmp_path / "b.txt").write_bytes("\ufeffGrüße".encode())
-    with pytest.raises(UserError, match="a.txt:2: not UTF-8 at byte 8 of the file"):
+    with pytest.raises(UserError, match=r"a.txt:2: not UTF-8 at byte 8 of the file"):
         documents(tmp_path)
     assert skipped(tmp_path)[:2] == (["Grüße"], {"not UTF-8": 1})
 
@@ -194,7 +194,7 @@ def test_a_line_that_is_too_long_is_passed_over(tmp_path: Path, monkeypatch: pyt
         [{"text": "a"}, {"text": "x" * 20_000}, {"text": "b"}, {"text": "y" * 4_000}, {"text": 1}]
     )
     (tmp_path / "x.jsonl").write_bytes(content)
-    with pytest.raises(UserError, match="x.jsonl:2: a line of more than"):
+    with pytest.raises(UserError, match=r"x.jsonl:2: a line of more than"):
         documents(tmp_path / "x.jsonl")
     found, counts, samples = skipped(tmp_path / "x.jsonl")
     assert found == ["a", "b", "y" * 4000] and counts == {"line too long": 1, "missing column": 1}
@@ -224,7 +224,7 @@ def test_rows_of_another_width_are_reported_with_their_line(tmp_path: Path) -> N
     (tmp_path / "x.csv").write_bytes(
         b'\xef\xbb\xbfn,text\r\n1,"a\r\nb"\r\n2\r\n3,c\r\n4,d,e\r\n5,\xff\r\n6,"say ""f"""\r\n7\r\n'
     )
-    with pytest.raises(UserError, match="x.csv:4: found 1 columns, expected 2"):
+    with pytest.raises(UserError, match=r"x.csv:4: found 1 columns, expected 2"):
         documents(tmp_path / "x.csv")
     problems = Problems("skip")
     found = documents(tmp_path / "x.csv", problems)
@@ -260,7 +260,7 @@ def test_an_unreadable_file_is_skipped_and_counted_and_a_pipe_is_no_file(tmp_pat
 def test_lines_are_counted_as_an_editor_counts_them(tmp_path: Path) -> None:
     page = "x" * 200_000
     (tmp_path / "x.tsv").write_text(f'n\ttext\n1\t5" wide\n\n2\t"{page}\n\n{page}"\n3\n')
-    with pytest.raises(UserError, match="x.tsv:7: found 1 columns, expected 2"):
+    with pytest.raises(UserError, match=r"x.tsv:7: found 1 columns, expected 2"):
         documents(tmp_path / "x.tsv")
 
 
@@ -278,7 +278,7 @@ def test_rows_keep_their_numbers_across_blocks(tmp_path: Path, monkeypatch: pyte
 def test_a_row_that_is_too_long_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(delimited, "MAX_ROW_BYTES", 1000)
     (tmp_path / "x.csv").write_text("n,text\n" + "1,a\n" * 10 + f"2,{'x' * 5000}\n3,b\n")
-    with pytest.raises(UserError, match="a row of more than .*or a quote that is never closed"):
+    with pytest.raises(UserError, match=r"a row of more than .*or a quote that is never closed"):
         documents(tmp_path / "x.csv")
     assert skipped(tmp_path / "x.csv")[1] == {"line too long": 1}
 
@@ -311,7 +311,7 @@ def test_damage_within_a_parquet_file_is_reported(tmp_path: Path) -> None:
     )
     whole[start : start + 200] = b"\xff" * 200
     (tmp_path / "x.parquet").write_bytes(whole)
-    with pytest.raises(UserError, match="x.parquet.*: cannot be read"):
+    with pytest.raises(UserError, match=r"x.parquet.*: cannot be read"):
         documents(tmp_path / "x.parquet")
     found, counts, _ = skipped(tmp_path / "x.parquet")
     assert counts == {"damaged file": 1} and found == values[: len(found)]
@@ -327,13 +327,13 @@ def test_bad_values_in_tables_are_reported_with_their_row(tmp_path: Path) -> Non
                 documents(tmp_path / name)
             assert skipped(tmp_path / name)[:2] == (["a", "b"], {kind: 1})
     (tmp_path / "x.parquet").write_bytes(as_parquet(pa.table({"text": [1, 2]})))
-    with pytest.raises(UserError, match="x.parquet: column text holds int64, expected text or messages"):
+    with pytest.raises(UserError, match=r"x.parquet: column text holds int64, expected text or messages"):
         documents(tmp_path / "x.parquet", text_column="text")
 
 
 def test_a_list_of_records_tells_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "x.json").write_text('[{"text": "a"}, 3, {"text": "b"}]')
-    with pytest.raises(UserError, match="x.json, row 2: found a number"):
+    with pytest.raises(UserError, match=r"x.json, row 2: found a number"):
         documents(tmp_path / "x.json")
     assert skipped(tmp_path / "x.json")[:2] == (["a", "b"], {"not an object": 1})
     (tmp_path / "x.json").write_text('[{"text": "a"}, {"text": ')

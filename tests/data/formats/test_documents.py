@@ -153,7 +153,7 @@ def test_several_compressed_streams_end_to_end_are_one_file(suffix: str, tmp_pat
 def test_ids_of_lines_are_where_they_begin(tmp_path: Path) -> None:
     content = lines([{"text": text} for text in TEXTS]).replace(b"\n", b"\r\n")
     (tmp_path / "x.jsonl").write_bytes(b"\xef\xbb\xbf" + content)
-    starts = [0] + [found.end() + 3 for found in re.finditer(rb"\n", content)][:-1]
+    starts = [0, *[found.end() + 3 for found in re.finditer(rb"\n", content)][:-1]]
     found = documents(tmp_path / "x.jsonl")
     assert [document["id"] for document in found] == [f"x.jsonl@{start}" for start in starts]
     assert [document["text"] for document in found] == TEXTS
@@ -325,7 +325,7 @@ def test_the_text_column_is_found(tmp_path: Path) -> None:
     (tmp_path / "x.parquet").write_bytes(as_parquet(pa.Table.from_pylist([record])))
     for name in ("x.jsonl", "x.parquet"):
         with pytest.raises(
-            UserError, match="found body, key, title, expected .*choose one with `text_column`"
+            UserError, match=r"found body, key, title, expected .*choose one with `text_column`"
         ):
             documents(tmp_path / name)
         assert texts(tmp_path / name, text_column="title") == ["t"]
@@ -395,7 +395,7 @@ def test_ids_of_every_type_become_strings(tmp_path: Path) -> None:
         str(2**63),
     ]
     (tmp_path / "x.jsonl").write_bytes(lines([{"text": "x", "key": 10**30}]))
-    with pytest.raises(UserError, match="x.jsonl:1: column key is 1e.30, too long a number"):
+    with pytest.raises(UserError, match=r"x.jsonl:1: column key is 1e.30, too long a number"):
         documents(tmp_path / "x.jsonl", id_column="key")
 
 
@@ -452,11 +452,11 @@ def test_files_of_a_web_server_are_like_local_ones(handler: type, tmp_path: Path
                 tmp_path / name, meta_columns="n"
             )
         assert documents(f"{url}/x.parquet?download=true") == documents(tmp_path / "x.parquet")
-        with pytest.raises(UserError, match="bad.jsonl:3: not JSON"):
+        with pytest.raises(UserError, match=r"bad.jsonl:3: not JSON"):
             documents(f"{url}/bad.jsonl")
-        with pytest.raises(UserError, match="gone.jsonl: cannot be opened: .*404"):
+        with pytest.raises(UserError, match=r"gone.jsonl: cannot be opened: .*404"):
             documents(f"{url}/gone.jsonl")
-    with pytest.raises(UserError, match="x.jsonl: cannot be opened"):
+    with pytest.raises(UserError, match=r"x.jsonl: cannot be opened"):
         documents(f"{url}/x.jsonl")
 
 
@@ -497,7 +497,7 @@ def test_folders_and_globs_elsewhere_are_like_local_ones(tmp_path: Path) -> None
         assert documents("memory://corpus/a.txt") == documents(tmp_path / "corpus" / "a.txt")
         assert documents("memory://corpus/sub/*.jsonl") == documents(tmp_path / "corpus/sub/*.jsonl")
         assert documents("memory://corpus/**/*.*l*") == documents(tmp_path / "corpus/**/*.*l*")
-        with pytest.raises(UserError, match="memory://corpus/z.bin: not of a known format"):
+        with pytest.raises(UserError, match=r"memory://corpus/z.bin: not of a known format"):
             documents("memory://corpus/z.bin")
         with pytest.raises(UserError, match=r"memory://corpus/\*.gone: matches no file"):
             documents("memory://corpus/*.gone")
@@ -527,5 +527,5 @@ def test_a_saved_hugging_face_dataset_is_recognised(tmp_path: Path) -> None:
     assert texts(tmp_path / "all" / "train") == train
     assert documents(tmp_path / "all")[3]["id"] == "train/data-00000-of-00002.arrow:1"
     (tmp_path / "all" / "train" / "state.json").write_text("{}")
-    with pytest.raises(UserError, match="train/state.json: does not list the files"):
+    with pytest.raises(UserError, match=r"train/state.json: does not list the files"):
         documents(tmp_path / "all")

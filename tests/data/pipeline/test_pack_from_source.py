@@ -93,7 +93,7 @@ def test_bad_input_stops_the_work_or_is_counted_and_what_is_packed_stays(
     with pytest.raises(UserError, match=r"9\.jsonl:2: not JSON"):
         prepare(straight(), silent)
     bad.write_text(json.dumps({"text": "good"}) + "\n")
-    with pytest.raises(UserError, match="tables.parquet"):
+    with pytest.raises(UserError, match=r"tables.parquet"):
         prepare(straight(), silent)
     first = tmp_path / "data" / "packed" / "00000.json"
     made = first.stat().st_mtime_ns

@@ -401,7 +401,7 @@ def test_skipping_after_a_stop_keeps_finished_parts_and_stopping_after_skips_red
         "tokenizer: {use: bpe, vocab: 300}\npack: {eval_fraction: 0}\n"
     )
     load = lambda errors: recipe.load_data(tmp_path / "data.yaml", [f"on_error={errors}"])
-    with pytest.raises(UserError, match="b.parquet"):
+    with pytest.raises(UserError, match=r"b.parquet"):
         prepare(load("stop"), silent)
     first = tmp_path / "data" / "normalized" / "00000.parquet"
     made = first.stat().st_mtime_ns
@@ -411,7 +411,7 @@ def test_skipping_after_a_stop_keeps_finished_parts_and_stopping_after_skips_red
     values = json.loads(stages.read_text())
     del values["normalize"]["seconds"]  # as if it had been stopped before the stage was done
     stages.write_text(json.dumps(values))
-    with pytest.raises(UserError, match="b.parquet"):
+    with pytest.raises(UserError, match=r"b.parquet"):
         prepare(load("stop"), silent)
 
 

@@ -1,4 +1,5 @@
 import base64
+import itertools
 import json
 import struct
 from pathlib import Path
@@ -41,11 +42,7 @@ def merged_by_rank(word: bytes, ranks: dict[bytes, int]) -> list[int]:
         return [ranks[word]]
     parts = [bytes([byte]) for byte in word]
     while True:
-        pairs = [
-            (ranks[a + b], i)
-            for i, (a, b) in enumerate(zip(parts, parts[1:], strict=False))
-            if a + b in ranks
-        ]
+        pairs = [(ranks[a + b], i) for i, (a, b) in enumerate(itertools.pairwise(parts)) if a + b in ranks]
         if not pairs:
             return [ranks[part] for part in parts]
         _, i = min(pairs)
@@ -165,7 +162,7 @@ def merged_by_score(text: str, pieces: list[Piece]) -> list[int]:
         while part != "<own>":
             pairs = [
                 (-scores[a + b][0], i)
-                for i, (a, b) in enumerate(zip(parts, parts[1:], strict=False))
+                for i, (a, b) in enumerate(itertools.pairwise(parts))
                 if a + b in scores
             ]
             if not pairs:

@@ -229,7 +229,7 @@ def test_the_kernels_are_lowered_for_a_gpu() -> None:
 def test_what_the_kernels_cannot_do_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     p = arrays(dtype=jnp.bfloat16)
     with pytest.raises(
-        UserError, match="loss.backend: kernels cannot be used here: they are for Hopper GPUs"
+        UserError, match=r"loss.backend: kernels cannot be used here: they are for Hopper GPUs"
     ):
         fused_cross_entropy(PLAIN, *p, split="kernel")
     # Where they are not, a filter asks for nothing that must be done.

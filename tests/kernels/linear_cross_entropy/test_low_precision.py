@@ -120,7 +120,7 @@ def test_a_run_learns_as_it_does_without(tiny: Any) -> None:
 
 def test_logits_of_16_bits_are_refused_where_hidden_states_have_32(tiny: Any) -> None:
     with pytest.raises(
-        UserError, match='loss.backend: found "bf16", expected auto, since compute.dtype is float32'
+        UserError, match=r'loss.backend: found "bf16", expected auto, since compute.dtype is float32'
     ):
         tiny("loss.backend=bf16", "compute.dtype=float32")
 

@@ -135,7 +135,7 @@ def test_on_a_tpu_a_width_in_parts_is_for_the_kernels_if_they_do_not_refuse(
         monkeypatch.setattr(module, "device", lambda: V6E)
     assert chosen("auto", split) == "by_vocab"  # planned to be faster at this width
     assert chosen("kernel", split) == "tpu"
-    with pytest.raises(UserError, match="loss.backend: kernels cannot be used here: 500 tokens are not"):
+    with pytest.raises(UserError, match=r"loss.backend: kernels cannot be used here: 500 tokens are not"):
         chosen("kernel", split, p[0][:, :500])
 
 
