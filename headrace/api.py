@@ -41,9 +41,9 @@ class EvalResult(dict[str, float]):
 
     def _repr_html_(self) -> str:
         """Render the metrics as a table, for notebooks."""
-        return render_notebook_table(
-            "evaluation", {name.replace("_", " "): f"{value:,.4f}" for name, value in self.items()}
-        )
+        rows = {name.replace("_", " "): f"{value:,.4f}" for name, value in self.items()}
+        rows |= {name: counts for name, _, counts in (line.partition(": ") for line in self.label_lines)}
+        return render_notebook_table("evaluation", rows)
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> "TrainRecipe":
