@@ -13,6 +13,7 @@ from headrace.cli import parser
 from headrace.config import json_schema, sections
 
 HERE = Path(__file__).parent
+TIMING_DEPENDENT = {"badput/data_loading"}  # logged only if the loop ever had to wait for data
 
 
 def all_help() -> str:
@@ -40,7 +41,7 @@ def run_folder(folder: Path) -> str:
     names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     names = sorted({re.sub(r"/d/[0-9a-f]{32}$", "/d/HASH", name) for name in names})
     rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    keys = sorted({key for row in rows for key in row})
+    keys = sorted({key for row in rows for key in row} - TIMING_DEPENDENT)
     command = [sys.executable, "-m", "headrace", "checkpoint", "ls", str(folder)]
     listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     listing = re.sub(r" +[0-9.]+ (GB|[a-z]+)\b", r" N \1", listing)
