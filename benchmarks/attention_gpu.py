@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from headrace.attention import attend, choose
+from headrace.attention import AttentionCall, attend, choose_backend
 from headrace.nn.attention_mask import Mask
 
 AUTO, XLA, CUDNN, HOPPER = (SimpleNamespace(use=name) for name in ("auto", "xla", "cudnn", "hopper"))
@@ -171,12 +171,12 @@ def probe(cfg: Any, case: Case, arrays: list[Any], segments: Any) -> str:
 
 def refusal(name: str, case: Case, *, length: int, dtype: Any) -> None:
     q, k = (jax.ShapeDtypeStruct((2, length, heads, 64), dtype) for heads in (8, 2))
-    options: dict[str, Any] = dict(mask=case.mask, segments=case.packed, soft_cap=case.soft_cap)
-    taken = choose(AUTO, q, k, **options)
+    call = AttentionCall(q, k, case.mask, 64**-0.5, case.soft_cap, case.packed)
+    taken = choose_backend(AUTO, call)
     reason = ""
     if taken != "cudnn":
         try:
-            choose(CUDNN, q, k, **options)
+            choose_backend(CUDNN, call)
         except ValueError as problem:
             reason = str(problem)
     print(f"{name:24} {taken:10} {reason}")

@@ -1,30 +1,93 @@
-"""Attention behind one function: `attend` looks at the shapes and the devices, takes the backend that
-`attention.use` names (one file each in headrace/attention/), and runs it on every device's own part."""
+"""Attention: `attend`, the choice of a backend, and the contract that backends satisfy.
 
+Backends are plugins of `attention.use`, one per file. Each computes attention on one device; `attend` splits
+the work over a mesh. Files that begin with an underscore are no backends."""
+
+import functools
 import importlib
 import math
 from collections.abc import Callable
-from functools import partial
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from headrace.errors import UserError
 from headrace.nn import compile_target
 from headrace.nn.attention_mask import Mask
 from headrace.nn.compile_target import device
-from headrace.nn.sharding import RULES, context_chunk_order, current_mesh, from_balanced_order, partition_spec
+from headrace.nn.module import PyTree
+from headrace.nn.sharding import (
+    RULES,
+    AnyMesh,
+    context_chunk_order,
+    current_mesh,
+    from_balanced_order,
+    partition_spec,
+)
+from headrace.nn.stack import AttentionConfig
+
+if TYPE_CHECKING:
+    from headrace.attention import band, blockwise, cudnn, hopper, splash, xla
 
 Array = jax.Array
+ConfigT = TypeVar("ConfigT")
 
-# What `use: auto` tries, in this order; the last of each refuses nothing.
-ORDER = {"gpu": ("cudnn", "hopper", "blockwise"), "tpu": ("splash", "blockwise")}
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """A call of attention on one device, as far as it is known when it is compiled."""
+
+    q: jax.ShapeDtypeStruct  # [b s n h]: the queries, a chunk of each row if the sequence is split
+    k: jax.ShapeDtypeStruct  # [b t k h]: the keys, always of entire rows; n is a multiple of k
+    mask: Mask
+    scale: float  # of the products of queries and keys
+    soft_cap: float | None = None  # bound that a tanh keeps scores below
+    has_segments: bool = False  # queries see only keys of their own document
+    context: int = 1  # devices that the positions of a row are split over
+    platform: str = field(default_factory=lambda: device().platform)
+
+
+class Backend(Protocol[ConfigT]):
+    """A backend's module."""
+
+    Config: type[ConfigT]  # the keys that it adds to the recipe's `attention` section, all with defaults
+
+    def attend(
+        self,
+        cfg: ConfigT,
+        call: AttentionCall,
+        q: Array,
+        k: Array,
+        v: Array,
+        *,
+        q_segments: Array | None,
+        kv_segments: Array | None,
+        offset: int | Array,
+    ) -> Array:
+        """Compute attention of q [b s n h] over k and v [b t k h], which have the shapes in `call`.
+
+        Segments [b s] and [b t] number the documents of a row, either both or neither are None. `offset` is
+        the position of the first query among the keys."""
+
+    def unsupported_reason(self, cfg: ConfigT, call: AttentionCall) -> str | None:
+        """Return why the backend cannot be used for a call, as the end of a sentence; None if it can."""
+
+
+if TYPE_CHECKING:  # every backend satisfies the contract
+    _BACKENDS: tuple[Backend[Any], ...] = (band, blockwise, cudnn, hopper, splash, xla)
+
+
+@functools.cache
+def load_backend(name: str) -> Backend[Any]:
+    """Load the backend that `attention.use` names."""
+    return cast(Backend[Any], importlib.import_module(f"headrace.attention.{name}"))
 
 
 def attend(
-    cfg: Any,
+    cfg: AttentionConfig,
     q: Array,
     k: Array,
     v: Array,
@@ -35,172 +98,192 @@ def attend(
     scale: float | None = None,
     offset: int | Array | None = None,
 ) -> Array:
-    """Attention of q [b s n h] over k and v [b t k h], n a multiple of k. A query sees only keys of its own
-    segment [b s]. `offset`, the position of the first query among the keys, is for decoding with a cache.
-    Where a mesh splits the sequence, positions come and go in the order of `mesh.balance`."""
+    """Compute attention of q [b s n h] over k and v [b t k h], n a multiple of k, with the backend of `cfg`.
+
+    A query sees only keys of its own segment [b s]. Products are multiplied by `scale`, by default
+    h ** -0.5. `offset`, the position of the first query among the keys, is for decoding with a cache. If a
+    mesh splits the sequence, arrays are in the order of `sharding.to_balanced_order`."""
     assert q.shape[2] % k.shape[2] == 0 and k.shape == v.shape
     assert offset is not None or q.shape[1] == k.shape[1]
-    how = dict(mask=mask, soft_cap=soft_cap, scale=q.shape[-1] ** -0.5 if scale is None else scale)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
     if offset is not None:
         assert segments is None
-        return _backend("xla").attend(cfg, q, k, v, q_segments=None, kv_segments=None, offset=offset, **how)
+        xla, call = load_backend("xla"), AttentionCall(_shape(q), _shape(k), mask, scale, soft_cap)
+        return xla.attend(xla.Config(), call, q, k, v, q_segments=None, kv_segments=None, offset=offset)
     mesh = current_mesh()
-    seen: dict[str, Any] = dict(mask=mask, segments=segments is not None, soft_cap=soft_cap)
     if mesh is None:
-        name = choose(cfg, q, k, **seen)
+        local_q, local_k, context = _shape(q), _shape(k), 1
     else:
-        k, v = (_spread(x, q.shape[2], mesh) for x in (k, v))
-        queries, keys = _layouts(q, k, mesh)
-        mine, theirs = _part(q, queries, mesh), _part(k, keys, mesh)
-        context = q.shape[1] // mine.shape[1]
-        if len(context_chunk_order(q.shape[1])) > 1:  # two on each device, one after the other
-            mine = jax.ShapeDtypeStruct((mine.shape[0], mine.shape[1] // 2, *mine.shape[2:]), mine.dtype)
-        name = choose(cfg, mine, theirs, context=context, **seen)
-    return over_mesh(partial(_backend(name).attend, _settings(cfg, name), **how), q, k, v, segments=segments)
+        k, v = (_repeat_kv_heads(x, q.shape[2], mesh) for x in (k, v))
+        local_q, local_k, context = _local_shapes(q, k, mesh)
+    call = AttentionCall(local_q, local_k, mask, scale, soft_cap, segments is not None, context)
+    name = choose_backend(cfg, call)
+    attend_local = functools.partial(load_backend(name).attend, _settings(cfg, name), call)
+    return attend_on_mesh(attend_local, q, k, v, segments=segments)
 
 
-def over_mesh(
-    one: Callable[..., Array], q: Array, k: Array, v: Array, *tables: Array, segments: Array | None
-) -> Array:
-    """Runs `one(q, k, v, *tables, q_segments=, kv_segments=, offset=)` on every device's own part, each with
-    the keys of whole rows. Tables [r n h] are split by heads alone."""
-    mesh = current_mesh()
-    if mesh is None:
-        return one(q, k, v, *tables, q_segments=segments, kv_segments=segments, offset=0)
-    queries, keys = _layouts(q, k, mesh)
-    whole = jax.sharding.PartitionSpec(keys[0], None)
-    split = jax.sharding.PartitionSpec(keys[0], queries[1])
-    held = jax.sharding.PartitionSpec(keys[0], queries[1], *keys[2:])
-    of_heads = jax.sharding.PartitionSpec(None, queries[2], None)
-    return jax.shard_map(
-        _local(one, queries[1]),
-        in_specs=(queries, held, held, split, whole, *(of_heads for _ in tables)),
-        out_specs=queries,
-        # The loops of the backends start from plain zeros, which this check would call a change of type.
-        check_vma=False,
-    )(q, k, v, segments, segments, *tables)
-
-
-def choose(
-    cfg: Any,
-    q: Any,
-    k: Any,
-    *,
-    mask: Mask,
-    segments: bool = False,
-    soft_cap: float | None = None,
-    context: int = 1,
-    platform: str | None = None,
-) -> str:
-    """The backend for one device's q and k (arrays or shapes) when the sequence is split over `context`
-    devices, and q one of its chunks. Raises UserError when the one that `attention.use` names cannot do
-    it."""
-    platform = platform or device().platform
-    names = _order(platform, k.shape[1], mask, segments) if cfg.use == "auto" else (cfg.use,)
-    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k)]
+def choose_backend(cfg: AttentionConfig, call: AttentionCall) -> str:
+    """Choose the backend for a call, by name: the one that `attention.use` names, or for `auto` the first
+    candidate that supports the call. Raises UserError if the named one does not."""
+    names = _auto_candidates(call) if cfg.use == "auto" else (cfg.use,)
     reason = None
     for name in names:
-        settings = _settings(cfg, name)
-        reason = _backend(name).unsupported_reason(
-            settings, platform, *shapes, mask=mask, segments=segments, soft_cap=soft_cap, context=context
-        )
+        reason = load_backend(name).unsupported_reason(_settings(cfg, name), call)
         if reason is None:
             return name
     raise UserError(f"attention.use: {names[-1]} cannot be used here: {reason}. Set attention.use to auto")
 
 
-def blocks_sharing_documents(queries: Array, keys: Array) -> Array:
-    """Which blocks of queries may have a document in common with which blocks of keys, in any row of the
-    batch: [i j], from the segments of each, [i b s] and [j b t]. Documents lie in a row in the order of their
-    numbers and padding, 0 or less, after them, so a block holds the numbers from its lowest to its highest.
-    In another order more would seem to meet, never less."""
+def attend_on_mesh(
+    attend_local: Callable[..., Array], q: Array, k: Array, v: Array, *tables: Array, segments: Array | None
+) -> Array:
+    """Run `attend_local` on every device's shard of q, with the keys and values of entire rows.
+
+    It is called as `attend_local(q, k, v, *tables, q_segments=, kv_segments=, offset=)`. Tables [r n h] are
+    split by heads only. Without a mesh it is called once, with all."""
+    mesh = current_mesh()
+    if mesh is None:
+        return attend_local(q, k, v, *tables, q_segments=segments, kv_segments=segments, offset=0)
+    q_spec, kv_spec = _partition_specs(q, k, mesh)
+    # Keys and values arrive split like queries; `_attend_shard` gathers them.
+    split_kv_spec = PartitionSpec(kv_spec[0], q_spec[1], *kv_spec[2:])
+    q_segments_spec = PartitionSpec(kv_spec[0], q_spec[1])
+    kv_segments_spec = PartitionSpec(kv_spec[0], None)
+    table_spec = PartitionSpec(None, q_spec[2], None)
+    return jax.shard_map(
+        functools.partial(_attend_shard, attend_local, q_spec[1]),
+        in_specs=(
+            q_spec,
+            split_kv_spec,
+            split_kv_spec,
+            q_segments_spec,
+            kv_segments_spec,
+            *(table_spec for _ in tables),
+        ),
+        out_specs=q_spec,
+        # The loops of the backends start from plain zeros, which this check would call a change of type.
+        check_vma=False,
+    )(q, k, v, segments, segments, *tables)
+
+
+def blocks_sharing_documents(q_segments: Array, kv_segments: Array) -> Array:
+    """Find the blocks of queries and keys that may have a document in common, in any row of the batch.
+
+    From the segments of each block, [i b s] and [j b t], makes booleans [i j]. Along a row, segments rise
+    and padding, 0 or less, comes last, so a block holds the segments from its lowest to its highest. In
+    another order more blocks would seem to share documents, never fewer."""
     last = jnp.iinfo(jnp.int32).max
-    queries, keys = (jnp.where(ids <= 0, last, ids) for ids in (queries, keys))
-    begun = keys.min(-1) <= queries.max(-1)[:, None]
-    ended = keys.max(-1) < queries.min(-1)[:, None]
-    return (begun & ~ended).any(-1)
+    q_segments, kv_segments = (jnp.where(ids <= 0, last, ids) for ids in (q_segments, kv_segments))
+    starts_by_end = kv_segments.min(-1) <= q_segments.max(-1)[:, None]
+    ends_before = kv_segments.max(-1) < q_segments.min(-1)[:, None]
+    return (starts_by_end & ~ends_before).any(-1)
 
 
-def first_last_true(meet: Array, axis: int) -> tuple[Array, Array]:
-    """The first and the last along an axis that is met; all of it where none is."""
-    return jnp.argmax(meet, axis), meet.shape[axis] - 1 - jnp.argmax(jnp.flip(meet, axis), axis)
+def first_last_true(is_true: Array, axis: int) -> tuple[Array, Array]:
+    """The first and the last index along an axis that is True; those of its ends where none is."""
+    first = jnp.argmax(is_true, axis)
+    return first, is_true.shape[axis] - 1 - jnp.argmax(jnp.flip(is_true, axis), axis)
 
 
-def compile_error(platform: str, function: Callable[..., Array], *arguments: Any) -> str | None:
-    """What the compiler of `platform` says against `function` and its gradient with respect to the first
-    three arguments (given as shapes), or None if it takes them."""
+def gradient_compile_error(
+    platform: str, attend: Callable[..., Array], *arguments: jax.ShapeDtypeStruct | None
+) -> str | None:
+    """Compile `attend` and its gradients with respect to its first three arguments, which are given as
+    shapes. Returns the compiler's message if it fails, or None."""
 
-    def both(q: Array, k: Array, v: Array, *rest: Any) -> Any:
-        out, pull = jax.vjp(lambda q, k, v: function(q, k, v, *rest), q, k, v)
-        return function(q, k, v, *rest), pull(out)
+    def run_both(q: Array, k: Array, v: Array, *segments_and_offset: Array | None) -> PyTree:
+        out, pull = jax.vjp(lambda q, k, v: attend(q, k, v, *segments_and_offset), q, k, v)
+        return attend(q, k, v, *segments_and_offset), pull(out)
 
-    return compile_target.compile_error(platform, both, *arguments)
+    return compile_target.compile_error(platform, run_both, *arguments)
 
 
-def _order(platform: str, length: int, mask: Mask, segments: bool) -> tuple[str, ...]:
-    """What `auto` tries."""
-    windowed = mask.window is not None
-    if platform == "gpu":
+def _auto_candidates(call: AttentionCall) -> tuple[str, ...]:
+    """The backends that `use: auto` tries, in this order. The last one supports every call."""
+    has_window, length = call.mask.window is not None, call.k.shape[1]
+    if call.platform == "tpu":
+        return ("band", "splash", "blockwise") if has_window else ("splash", "blockwise")
+    if call.platform == "gpu":
         # cuDNN skips what lies outside of a window that looks back. Documents, and a window that looks both
         # ways, it masks: on an H200 it takes 4 to 5 times as long as kernels that skip (2026-11).
-        both_ways = windowed and not mask.causal
-        first = ("hopper",) * (segments or both_ways) + ("band",) * both_ways
-        return tuple(dict.fromkeys((*first, *ORDER["gpu"])))
-    plain = ORDER.get(platform, ("xla",) if length <= 1024 else ("blockwise",))
-    narrow = windowed if platform == "tpu" else _backend("band").is_cheaper(mask, length)
-    return ("band",) * narrow + plain
+        if has_window and not call.mask.causal:
+            return "hopper", "band", "cudnn", "blockwise"
+        return ("hopper", "cudnn", "blockwise") if call.has_segments else ("cudnn", "hopper", "blockwise")
+    default = "xla" if length <= 1024 else "blockwise"
+    if has_window:
+        from headrace.attention import band  # here, since it imports this module
+
+        if band.is_cheaper(call.mask, length):
+            return "band", default
+    return (default,)
 
 
-def _local(one: Callable[..., Array], rows: Any) -> Callable[..., Array]:
-    """`one` on a device's arrays, whose queries are split over the mesh axes `rows`."""
+def _attend_shard(
+    attend_local: Callable[..., Array],
+    context_axes: str | tuple[str, ...] | None,
+    q: Array,
+    k: Array,
+    v: Array,
+    q_segments: Array | None,
+    kv_segments: Array | None,
+    *tables: Array,
+) -> Array:
+    """Run `attend_local` on one device's arrays, in which `context_axes` of the mesh split the positions of
+    q, k, v and q_segments, but not of kv_segments."""
+    if context_axes is None:
+        return attend_local(q, k, v, *tables, q_segments=q_segments, kv_segments=kv_segments, offset=0)
+    # Explicitly: the compiler would gather the hidden states, which are wider, and project keys and values
+    # from them on every device.
+    k, v = (jax.lax.all_gather(x, context_axes, axis=1, tiled=True) for x in (k, v))
+    order, device_index = context_chunk_order(k.shape[1]), jax.lax.axis_index(context_axes)
+    if len(order) == 1:
+        offset = device_index * q.shape[1]
+        return attend_local(q, k, v, *tables, q_segments=q_segments, kv_segments=kv_segments, offset=offset)
+    k, v = from_balanced_order(k), from_balanced_order(v)
+    kv_segments = None if kv_segments is None else from_balanced_order(kv_segments)
+    offsets = jnp.asarray(order).reshape(-1, 2)[device_index] * (q.shape[1] // 2)
+    chunk_segments = [None, None] if q_segments is None else jnp.split(q_segments, 2, axis=1)
+    chunks = zip(jnp.split(q, 2, axis=1), chunk_segments, offsets, strict=True)
+    outputs = [
+        attend_local(chunk, k, v, *tables, q_segments=ids, kv_segments=kv_segments, offset=offset)
+        for chunk, ids, offset in chunks
+    ]
+    return jnp.concatenate(outputs, axis=1)
 
-    def local(
-        q: Array, k: Array, v: Array, q_segments: Array | None, kv_segments: Array | None, *tables: Array
-    ) -> Array:
-        if rows is None:
-            return one(q, k, v, *tables, q_segments=q_segments, kv_segments=kv_segments, offset=0)
-        # By hand: the compiler would gather the states, which are wider, and make keys of them everywhere.
-        k, v = (jax.lax.all_gather(x, rows, axis=1, tiled=True) for x in (k, v))
-        order, device = context_chunk_order(k.shape[1]), jax.lax.axis_index(rows)
-        if len(order) == 1:
-            first = device * q.shape[1]
-            return one(q, k, v, *tables, q_segments=q_segments, kv_segments=kv_segments, offset=first)
-        k, v = from_balanced_order(k), from_balanced_order(v)
-        kv_segments = None if kv_segments is None else from_balanced_order(kv_segments)
-        held = jnp.asarray(order).reshape(-1, 2)[device] * (q.shape[1] // 2)
-        halves = [None, None] if q_segments is None else jnp.split(q_segments, 2, axis=1)
-        parts = zip(jnp.split(q, 2, axis=1), halves, held, strict=True)
-        made = [
-            one(q, k, v, *tables, q_segments=ids, kv_segments=kv_segments, offset=first)
-            for q, ids, first in parts
-        ]
-        return jnp.concatenate(made, axis=1)
 
-    return local
+def _partition_specs(q: Array, k: Array, mesh: AnyMesh) -> tuple[PartitionSpec, PartitionSpec]:
+    """The specs by which a mesh splits queries, and keys after those of each row are gathered."""
+    q_spec = partition_spec(("batch", "sequence", "heads", None), q.shape, mesh)
+    return q_spec, partition_spec(("batch", None, "kv_heads", None), k.shape, mesh)
 
 
-def _layouts(q: Array, k: Array, mesh: Any) -> tuple[Any, Any]:
-    """How queries are split, and keys once each device has all of its rows."""
-    queries = partition_spec(("batch", "sequence", "heads", None), q.shape, mesh)
-    return queries, partition_spec(("batch", None, "kv_heads", None), k.shape, mesh)
+def _repeat_kv_heads(x: Array, heads: int, mesh: AnyMesh) -> Array:
+    """Repeat keys or values as often as needed to split them like the query heads, if those are split.
 
-
-def _spread(x: Array, heads: int, mesh: Any) -> Array:
-    """Repeats kv heads just often enough to be split like the query heads, where those are split. It comes
-    out even: the query heads are then a multiple both of the kv heads and of the devices."""
+    The result divides the query heads, which are then a multiple of both the kv heads and the devices."""
     devices = math.prod(mesh.shape[axis] for axis in RULES["kv_heads"])
     if heads % devices:
         return x
     return jnp.repeat(x, math.lcm(x.shape[2], devices) // x.shape[2], axis=2)
 
 
-def _part(x: Array, split: Any, mesh: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(NamedSharding(mesh, split).shard_shape(x.shape), x.dtype)
+def _local_shapes(
+    q: Array, k: Array, mesh: AnyMesh
+) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct, int]:
+    """The shapes of q and k in one call on one device, and the number of devices that rows are split over."""
+    (b, s, n, h), kv_shape = (
+        NamedSharding(mesh, spec).shard_shape(x.shape)
+        for x, spec in zip((q, k), _partition_specs(q, k, mesh), strict=True)
+    )
+    chunks = min(len(context_chunk_order(q.shape[1])), 2)  # per device, with a call for each
+    local_q = jax.ShapeDtypeStruct((b, s // chunks, n, h), q.dtype)
+    return local_q, jax.ShapeDtypeStruct(kv_shape, k.dtype), q.shape[1] // s
 
 
-def _settings(cfg: Any, name: str) -> Any:
-    return _backend(name).Config() if cfg.use == "auto" else cfg
+def _shape(x: Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
-def _backend(name: str) -> Any:
-    return importlib.import_module(f"headrace.attention.{name}")
+def _settings(cfg: AttentionConfig, name: str) -> object:
+    """The settings of the backend `name`: from the recipe if it names that backend, else its defaults."""
+    return load_backend(name).Config() if cfg.use == "auto" else cfg

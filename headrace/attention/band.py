@@ -1,14 +1,16 @@
-"""What a window lets see, and nothing else: chunks of queries, each against the keys around it, in plain
-products that every device has. The work grows with the length times the window (sliding chunks, as in
-Longformer, arXiv 2004.05150). On TPUs, where such products move more than they compute, it has kernels."""
+"""Attention within a window, as plain products that every device has, or as kernels on TPUs.
+
+Each chunk of queries meets only the keys around it, so that the work grows with the length times the window
+(sliding chunks, as in Longformer, arXiv 2004.05150). On TPUs the plain products would move more data than
+they compute (kernels/band_tpu.py)."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from headrace.attention import AttentionCall
 from headrace.kernels import band_tpu
 from headrace.nn.attention_mask import HIDDEN, Mask
 from headrace.nn.compile_target import device
@@ -22,105 +24,97 @@ WIDEST = 512  # keys to both sides: the scores of a chunk are in memory, twice a
 
 @dataclass(frozen=True)
 class Config:
-    pass
+    """The backend has no settings."""
 
 
 def attend(
-    cfg: Any,
+    cfg: Config,
+    call: AttentionCall,
     q: Array,
     k: Array,
     v: Array,
     *,
-    mask: Mask,
     q_segments: Array | None,
     kv_segments: Array | None,
-    soft_cap: float | None,
-    scale: float,
     offset: int | Array,
 ) -> Array:
+    """Compute attention of entire rows; `offset` is 0."""
     if device().platform == "tpu":
-        out = band_tpu.attend(q, k, v, q_segments, reach=_reach(mask), scale=scale)
+        out = band_tpu.attend(q, k, v, q_segments, reach=_reach(call.mask), scale=call.scale)
         return checkpoint_name(out, SAVED_ATTENTION)
-    # Scores are made again in the backward pass: they are cheap, and large in memory.
-    run = jax.checkpoint(_attend, static_argnums=(4, 5, 6))
-    return checkpoint_name(run(q, k, v, q_segments, mask, soft_cap, scale), SAVED_ATTENTION)
+    # The backward pass computes scores again: they are cheap, and large in memory.
+    run = jax.checkpoint(_attend_chunks, static_argnums=(0,))
+    return checkpoint_name(run(call, q, k, v, q_segments), SAVED_ATTENTION)
 
 
-def _attend(
-    q: Array, k: Array, v: Array, segments: Array | None, mask: Mask, soft_cap: float | None, scale: float
-) -> Array:
+def _attend_chunks(call: AttentionCall, q: Array, k: Array, v: Array, segments: Array | None) -> Array:
     b, s, n, h = q.shape
     kv = k.shape[2]
-    before, after, units = _units(mask)
+    before, after, units = _chunk_units(call.mask)
     chunk = units * UNIT
     count = -(-s // chunk)
-    short = count * chunk - s
+    padding = count * chunk - s
 
-    def around(x: Array, fill: int) -> Array:
-        """For each chunk the keys from `before` units before it to `after` units behind it."""
-        wide = [(0, 0), (before * UNIT, after * UNIT + short)] + [(0, 0)] * (x.ndim - 2)
-        padded = jnp.pad(x, wide, constant_values=fill)
+    def gather_neighbors(x: Array, fill: int) -> Array:
+        """Concatenate for each chunk the keys from `before` units before it to `after` units behind it."""
+        widths = [(0, 0), (before * UNIT, after * UNIT + padding)] + [(0, 0)] * (x.ndim - 2)
+        padded = jnp.pad(x, widths, constant_values=fill)
         blocks = padded.reshape(b, -1, UNIT, *x.shape[2:])
-        parts = [blocks[:, first : first + count * units : units] for first in range(before + units + after)]
-        return jnp.concatenate(parts, axis=2)
+        neighbors = [
+            blocks[:, first : first + count * units : units] for first in range(before + units + after)
+        ]
+        return jnp.concatenate(neighbors, axis=2)
 
-    def apart(x: Array, fill: int) -> Array:
-        padded = jnp.pad(x, [(0, 0), (0, short)] + [(0, 0)] * (x.ndim - 2), constant_values=fill)
+    def split_chunks(x: Array, fill: int) -> Array:
+        padded = jnp.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2), constant_values=fill)
         return padded.reshape(b, count, chunk, *x.shape[2:])
 
-    grouped = apart(q, 0).reshape(b, count, chunk, kv, n // kv, h)
-    scores = scale * jnp.einsum(
-        "bcskgh,bctkh->bckgst", grouped, around(k, 0), preferred_element_type=jnp.float32
+    grouped = split_chunks(q, 0).reshape(b, count, chunk, kv, n // kv, h)
+    scores = call.scale * jnp.einsum(
+        "bcskgh,bctkh->bckgst", grouped, gather_neighbors(k, 0), preferred_element_type=jnp.float32
     )
-    if soft_cap is not None:
-        scores = soft_cap * jnp.tanh(scores / soft_cap)
-    # Padding is a document of its own, which no query is in.
+    if call.soft_cap is not None:
+        scores = call.soft_cap * jnp.tanh(scores / call.soft_cap)
+    # Padding is a document that no query belongs to.
     ids = jnp.ones((b, s), jnp.int32) if segments is None else segments
-    places = jnp.arange(scores.shape[-1]) - before * UNIT
-    seen = mask.allows(jnp.arange(chunk)[:, None], places[None, :])
-    seen = seen & (apart(ids, -2)[..., :, None] == around(ids, -1)[..., None, :])
-    weights = jax.nn.softmax(jnp.where(seen[:, :, None, None], scores, HIDDEN), axis=-1)
-    mixed = jnp.einsum(
-        "bckgst,bctkh->bcskgh", weights.astype(v.dtype), around(v, 0), preferred_element_type=jnp.float32
+    positions = jnp.arange(scores.shape[-1]) - before * UNIT
+    is_visible = call.mask.allows(jnp.arange(chunk)[:, None], positions[None, :])
+    is_visible = is_visible & (split_chunks(ids, -2)[..., :, None] == gather_neighbors(ids, -1)[..., None, :])
+    weights = jax.nn.softmax(jnp.where(is_visible[:, :, None, None], scores, HIDDEN), axis=-1)
+    out = jnp.einsum(
+        "bckgst,bctkh->bcskgh",
+        weights.astype(v.dtype),
+        gather_neighbors(v, 0),
+        preferred_element_type=jnp.float32,
     )
-    return mixed.reshape(b, count * chunk, n, h)[:, :s].astype(q.dtype)
+    return out.reshape(b, count * chunk, n, h)[:, :s].astype(q.dtype)
 
 
-def unsupported_reason(
-    cfg: Any,
-    platform: str,
-    q: Any,
-    k: Any,
-    *,
-    mask: Mask,
-    segments: bool,
-    soft_cap: float | None,
-    context: int,
-) -> str | None:
-    if mask.window is None:
-        return "it is for windows, and these layers see all of the text"
-    if sum(_reach(mask)) > WIDEST:
-        return f"it is for windows of at most {WIDEST} keys, and this one is {mask.window}"
-    if context > 1:
-        return "it takes whole sequences, and mesh.context splits them"
-    if platform != "tpu":
+def unsupported_reason(cfg: Config, call: AttentionCall) -> str | None:
+    """Return why the call cannot be computed in bands; None if it can."""
+    if call.mask.window is None:
+        return "it is for windows, and these layers have none"
+    if sum(_reach(call.mask)) > WIDEST:
+        return f"it is for windows of at most {WIDEST} keys, and this one is {call.mask.window}"
+    if call.context > 1:
+        return "it needs entire sequences, and mesh.context splits them"
+    if call.platform != "tpu":
         return None
-    if soft_cap is not None:
+    if call.soft_cap is not None:
         return "its kernels have no soft cap"
-    return band_tpu.unsupported_reason(q, k, _reach(mask), segments)
+    return band_tpu.unsupported_reason(call.q, call.k, _reach(call.mask), call.has_segments)
 
 
 def is_cheaper(mask: Mask, length: int) -> bool:
-    """Whether a row has fewer scores by chunks than all of its queries have with all of its keys."""
-    if mask.window is None:
-        return False
-    before, after, units = _units(mask)
+    """Whether the chunks of a row have fewer scores than all of its queries have with all of its keys, for a
+    mask with a window."""
+    before, after, units = _chunk_units(mask)
     queries = -(-length // (units * UNIT)) * units * UNIT
     return queries * (before + units + after) * UNIT < length**2
 
 
-def _units(mask: Mask) -> tuple[int, int, int]:
-    """Those of keys before a chunk and after it, and of queries in it: as many as of keys around them."""
+def _chunk_units(mask: Mask) -> tuple[int, int, int]:
+    """The units of keys before a chunk and after it, and of queries in it: as many as of keys around them."""
     before, after = (-(-reach // UNIT) for reach in _reach(mask))
     return before, after, max(1, before + after)
 

@@ -1,14 +1,15 @@
-"""The flash attention of NVIDIA's cuDNN. Packed documents and windows that look both ways get an explicit
-mask, which is of the length squared in memory (no heads in it) and hides what it does not skip."""
+"""The flash attention of NVIDIA's cuDNN.
+
+Packed documents, and windows that look both ways, get an explicit mask. It takes memory of the length squared
+(but not for each head), and cuDNN computes the scores that it hides."""
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from headrace.attention import compile_error
+from headrace.attention import AttentionCall, gradient_compile_error
 from headrace.nn.attention_mask import Mask
 
 Array = jax.Array
@@ -18,71 +19,62 @@ LARGEST_MASK = 2**32  # bytes
 
 @dataclass(frozen=True)
 class Config:
-    pass
+    """The backend has no settings."""
 
 
 def attend(
-    cfg: Any,
+    cfg: Config,
+    call: AttentionCall,
     q: Array,
     k: Array,
     v: Array,
     *,
-    mask: Mask,
     q_segments: Array | None,
     kv_segments: Array | None,
-    soft_cap: float | None,
-    scale: float,
     offset: int | Array,
 ) -> Array:
-    assert soft_cap is None  # see `unsupported_reason`; there too: no offset
-    return masked(q, k, v, q_segments, mask=mask, scale=scale)
+    """Compute attention of entire rows without a soft cap; `offset` is 0."""
+    assert call.soft_cap is None  # see `unsupported_reason`
+    return _attend_masked(call.mask, call.scale, q, k, v, q_segments)
 
 
-def unsupported_reason(
-    cfg: Any,
-    platform: str,
-    q: Any,
-    k: Any,
-    *,
-    mask: Mask,
-    segments: bool,
-    soft_cap: float | None,
-    context: int,
-) -> str | None:
-    if platform != "gpu":
-        return f"cuDNN needs an NVIDIA GPU, and this is a {platform.upper()}"
+def unsupported_reason(cfg: Config, call: AttentionCall) -> str | None:
+    """Return why cuDNN cannot compute the call; None if it can."""
+    q, k, mask = call.q, call.k, call.mask
+    if call.platform != "gpu":
+        return f"cuDNN needs an NVIDIA GPU, and this is a {call.platform.upper()}"
     if q.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"cuDNN takes bfloat16 and float16, and these activations are {q.dtype}"
-    if soft_cap is not None:
+        return f"cuDNN supports bfloat16 and float16, and these activations are {q.dtype}"
+    if call.soft_cap is not None:
         return "cuDNN has no soft cap on the scores"
-    if context > 1:
-        return "cuDNN takes whole sequences, and mesh.context splits them"
+    if call.context > 1:
+        return "cuDNN needs entire sequences, and mesh.context splits them"
     if q.size >= 2**31:
         return f"cuDNN is not known to count past 2**31, and the queries are {q.size:,} numbers"
     size = q.shape[0] * q.shape[1] * k.shape[1] * q.dtype.itemsize
-    hidden = segments or (mask.window is not None and not mask.causal)
-    if hidden and size > LARGEST_MASK:
-        return f"the mask that says who sees whom would take {size / 2**30:.0f} GiB"
-    return _try(platform, q, k, mask, segments)
+    needs_mask = call.has_segments or (mask.window is not None and not mask.causal)
+    if needs_mask and size > LARGEST_MASK:
+        return f"its mask of visible keys would take {size / 2**30:.0f} GiB"
+    return _compile_error(call)
 
 
-def masked(q: Array, k: Array, v: Array, segments: Array | None, *, mask: Mask, scale: float) -> Array:
-    """With a mask of who sees whom, if cuDNN cannot be told otherwise."""
-    seen, window = None, None
+def _attend_masked(mask: Mask, scale: float, q: Array, k: Array, v: Array, segments: Array | None) -> Array:
+    """Compute attention, with an explicit mask where cuDNN has no option for what is visible."""
+    is_visible, window = None, None
     if segments is not None:
-        seen = (segments[:, :, None] == segments[:, None, :])[:, None]
-    if mask.window is not None and (seen is not None or not mask.causal):
-        # cuDNN's own window looks back only, and goes without a mask.
+        is_visible = (segments[:, :, None] == segments[:, None, :])[:, None]
+    if mask.window is not None and (is_visible is not None or not mask.causal):
+        # cuDNN's own window looks back only, and cannot be combined with a mask.
         positions = jnp.arange(q.shape[1])
-        near = mask.allows(positions[:, None], positions[None, :])[None, None]
-        seen = near if seen is None else seen & near
+        is_near = mask.allows(positions[:, None], positions[None, :])[None, None]
+        is_visible = is_near if is_visible is None else is_visible & is_near
     elif mask.window is not None:
         window = (mask.window - 1, 0)
     return jax.nn.dot_product_attention(
         q,
         k,
         v,
-        mask=seen,
+        mask=is_visible,
         scale=scale,
         is_causal=mask.causal,
         local_window_size=window,
@@ -91,6 +83,7 @@ def masked(q: Array, k: Array, v: Array, segments: Array | None, *, mask: Mask, 
 
 
 @lru_cache
-def _try(platform: str, q: Any, k: Any, mask: Mask, segments: bool) -> str | None:
-    ids = jax.ShapeDtypeStruct(q.shape[:2], jnp.int32) if segments else None
-    return compile_error(platform, lambda *arrays: masked(*arrays, mask=mask, scale=1.0), q, k, k, ids)
+def _compile_error(call: AttentionCall) -> str | None:
+    ids = jax.ShapeDtypeStruct(call.q.shape[:2], jnp.int32) if call.has_segments else None
+    run = lambda q, k, v, segments: _attend_masked(call.mask, call.scale, q, k, v, segments)
+    return gradient_compile_error(call.platform, run, call.q, call.k, call.k, ids)

@@ -1,122 +1,119 @@
-"""The plain reading of the definition (arXiv 1706.03762): every score of every query at once, in memory
-that grows with the square of the length. The one backend that decoding uses."""
+"""Attention by its definition (arXiv 1706.03762): all scores at once, in memory that grows with the square of
+the length. Decoding uses no other backend."""
 
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from headrace.nn.attention_mask import HIDDEN, Mask
+from headrace.attention import AttentionCall
+from headrace.nn.attention_mask import HIDDEN
 from headrace.nn.compile_target import threads
 
 Array = jax.Array
+Residuals = tuple[Array, Array, Array, Array | None, Array]  # q, k, v, the soft cap's slope, weights
 
-# Finite, so that a row that sees nothing stays finite; far enough down for its exponential to be 0.
-
-# At most: each is as much to compile as the whole.
-PARTS = 8
+MAX_SPLITS = 8  # each takes as long to compile as the whole
 
 
 @dataclass(frozen=True)
 class Config:
-    pass
+    """The backend has no settings."""
 
 
 def attend(
-    cfg: Any,
+    cfg: Config,
+    call: AttentionCall,
     q: Array,
     k: Array,
     v: Array,
     *,
-    mask: Mask,
     q_segments: Array | None,
     kv_segments: Array | None,
-    soft_cap: float | None,
-    scale: float,
     offset: int | Array,
 ) -> Array:
+    """Compute attention, also of a few queries that continue a cache of keys."""
     b, s, n, h = q.shape
     t, kv = k.shape[1], k.shape[2]
-    seen = mask.allows(offset + jnp.arange(s)[:, None], jnp.arange(t)[None, :])
+    is_visible = call.mask.allows(offset + jnp.arange(s)[:, None], jnp.arange(t)[None, :])
     if q_segments is not None and kv_segments is not None:
-        seen = seen & (q_segments[:, None, None, :, None] == kv_segments[:, None, None, None, :])
-    # The queries of all heads that share a key end to end: one product for each row and key head.
+        same_document = q_segments[:, None, None, :, None] == kv_segments[:, None, None, None, :]
+        is_visible = is_visible & same_document
+    # The queries of all heads that share a key are concatenated: one product for each row and kv head.
     queries = q.reshape(b, s, kv, n // kv, h).transpose(0, 2, 3, 1, 4).reshape(b, kv, -1, h)
     keys, values = k.swapaxes(1, 2), v.swapaxes(1, 2)
-    # XLA's CPU gives a product of many small ones to one thread, but does several such products at once: two
-    # threads take 3 % less time for a step of the demo recipe if its rows are two products (Zen 4, 2026-11).
-    parts = math.gcd(b, min(threads(), PARTS))
-    shares = [jnp.split(x, parts) for x in (queries, keys, values)]
-    shares.append(jnp.split(seen, parts) if seen.ndim == 5 else [seen] * parts)
-    out = jnp.concatenate([_whole(scale, soft_cap, *share) for share in zip(*shares, strict=True)])
+    # XLA's CPU compiler runs a product of many small ones in one thread, but several such products at once:
+    # two threads take 3 % less time for a step of the demo recipe if its rows are two products (Zen 4,
+    # 2026-11).
+    splits = math.gcd(b, min(threads(), MAX_SPLITS))
+    inputs = [jnp.split(x, splits) for x in (queries, keys, values)]
+    inputs.append(jnp.split(is_visible, splits) if is_visible.ndim == 5 else [is_visible] * splits)
+    outputs = [_grouped_attention(call.scale, call.soft_cap, *rows) for rows in zip(*inputs, strict=True)]
+    out = jnp.concatenate(outputs)
     return out.reshape(b, kv, n // kv, s, h).transpose(0, 3, 1, 2, 4).reshape(q.shape).astype(q.dtype)
 
 
+def unsupported_reason(cfg: Config, call: AttentionCall) -> str | None:
+    """Return a reason if the scores are too many for one array; None otherwise."""
+    scores = call.q.shape[0] * call.q.shape[2] * call.q.shape[1] * call.k.shape[1]
+    if scores >= 2**31:
+        return f"its scores would be {scores:,} numbers, and an array ends at 2**31"
+    return None
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _whole(scale: float, soft_cap: float | None, q: Array, k: Array, v: Array, seen: Array) -> Array:
-    """In float32 [b k gs h], of queries [b k gs h] over keys and values [b k t h]; `seen` fits
-    [b k g s t]."""
-    return _forward(scale, soft_cap, q, k, v, seen)[0]
+def _grouped_attention(
+    scale: float, soft_cap: float | None, q: Array, k: Array, v: Array, is_visible: Array
+) -> Array:
+    """Compute outputs [b k gs h] in float32, of queries [b k gs h] over keys and values [b k t h].
+
+    g query heads share each kv head; `is_visible` broadcasts to [b k g s t]."""
+    return _forward(scale, soft_cap, q, k, v, is_visible)[0]
 
 
-# By hand, since of the orders in which gradients can be multiplied a compiler takes the one that is written,
-# and JAX writes another: forward and backward in half the CPU time (demo recipe, 2026-11).
+# The backward pass is written out, since compilers multiply in the order that is written, and the order that
+# JAX derives takes twice the CPU time, forward and backward (demo recipe, 2026-11).
 def _forward(
-    scale: float, soft_cap: float | None, q: Array, k: Array, v: Array, seen: Array
-) -> tuple[Array, Any]:
+    scale: float, soft_cap: float | None, q: Array, k: Array, v: Array, is_visible: Array
+) -> tuple[Array, Residuals]:
     scores = scale * _dot(q, k, (3, 3))
     slope = None
     if soft_cap is not None:
-        bent = jnp.tanh(scores / soft_cap)
-        scores, slope = soft_cap * bent, 1 - bent * bent
-    apart = scores.reshape(*scores.shape[:2], -1, *seen.shape[-2:])
-    scores = jnp.where(seen, apart, HIDDEN).reshape(scores.shape)
+        tanh = jnp.tanh(scores / soft_cap)
+        scores, slope = soft_cap * tanh, 1 - tanh * tanh
+    by_head = scores.reshape(*scores.shape[:2], -1, *is_visible.shape[-2:])
+    scores = jnp.where(is_visible, by_head, HIDDEN).reshape(scores.shape)
     weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
     return _dot(weights, v, (3, 2)), (q, k, v, slope, weights)
 
 
-def _backward(scale: float, soft_cap: float | None, kept: Any, d: Array) -> tuple[Array | None, ...]:
-    q, k, v, slope, weights = kept
+def _backward(
+    scale: float, soft_cap: float | None, residuals: Residuals, d: Array
+) -> tuple[Array | None, ...]:
+    q, k, v, slope, weights = residuals
     d = d.astype(v.dtype)
     d_weights = _dot(d, v, (3, 3))
     mean = jnp.sum(weights * d_weights, axis=-1, keepdims=True)
-    d_scores = scale * weights * (d_weights - mean)  # 0 where the weight is: of keys that are not seen
+    d_scores = scale * weights * (d_weights - mean)  # 0 where the weight is: for keys that are not visible
     if slope is not None:
         d_scores = d_scores * slope
     d_scores = d_scores.astype(q.dtype)
-    # Turned round before and after, and the small ones, or the compiler turns the scores.
-    q_turned, d_turned = jax.lax.optimization_barrier((q.swapaxes(2, 3), d.swapaxes(2, 3)))
+    # The small arrays are transposed before and after, behind barriers; else the compiler would transpose
+    # the scores.
+    q_transposed, d_transposed = jax.lax.optimization_barrier((q.swapaxes(2, 3), d.swapaxes(2, 3)))
     d_k, d_v = jax.lax.optimization_barrier(
-        (_dot(q_turned, d_scores, (3, 2)), _dot(d_turned, weights, (3, 2)))
+        (_dot(q_transposed, d_scores, (3, 2)), _dot(d_transposed, weights, (3, 2)))
     )
     d_q = _dot(d_scores, k, (3, 2)).astype(q.dtype)
     return d_q, d_k.swapaxes(2, 3).astype(k.dtype), d_v.swapaxes(2, 3).astype(v.dtype), None
 
 
-_whole.defvjp(_forward, _backward)
+_grouped_attention.defvjp(_forward, _backward)
 
 
-def _dot(a: Array, b: Array, over: tuple[int, int]) -> Array:
-    """Summed over one dimension of each, for each row and key head."""
-    dimensions = (((over[0],), (over[1],)), ((0, 1), (0, 1)))
+def _dot(a: Array, b: Array, dims: tuple[int, int]) -> Array:
+    """Multiply for each row and kv head, summed over one dimension of each array."""
+    dimensions = (((dims[0],), (dims[1],)), ((0, 1), (0, 1)))
     return jax.lax.dot_general(a, b, dimensions, preferred_element_type=jnp.float32)
-
-
-def unsupported_reason(
-    cfg: Any,
-    platform: str,
-    q: Any,
-    k: Any,
-    *,
-    mask: Mask,
-    segments: bool,
-    soft_cap: float | None,
-    context: int,
-) -> str | None:
-    scores = q.shape[0] * q.shape[2] * q.shape[1] * k.shape[1]
-    if scores >= 2**31:
-        return f"its scores would be {scores:,} numbers, and an array ends at 2**31"
-    return None

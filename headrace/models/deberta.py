@@ -178,7 +178,7 @@ class Block:
             _project_heads(self.w_v, self.b_v, quantize_input(self.w_v, x)),
             q_table=_project_heads(self.w_q, self.b_q, vectors)[0],
             k_table=_project_heads(self.w_k, self.b_k, vectors)[0],
-            reach=cfg.max_relative_positions,
+            max_distance=cfg.max_relative_positions,
             segments=segments,
         )
         out = add_bias(project(self.w_o, attn_out, "bsnh,nhd->bsd"), self.b_o)

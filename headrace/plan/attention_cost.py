@@ -71,7 +71,7 @@ def estimate_attention(recipe: TrainRecipe, slice_shape: SliceShape) -> float:
     )
     padded = -(-recipe.data.sequence_length // splash.LANES) * splash.LANES
     can_fuse = band_layers is not None or not count_window_layers(recipe)
-    if can_fuse and splash.fuses(padded, recipe.model.head_dim):
+    if can_fuse and splash.has_fused_gradients(padded, recipe.model.head_dim):
         gradients = [SPLASH_MATMULS["dkv"] + 1]
     else:
         gradients = [SPLASH_MATMULS["dq"], SPLASH_MATMULS["dkv"]]

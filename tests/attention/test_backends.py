@@ -18,7 +18,7 @@ import pytest
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
-from headrace.attention import attend, band, choose, xla
+from headrace.attention import AttentionCall, attend, band, choose_backend, xla
 from headrace.kernels import band_tpu
 from headrace.nn import sharding
 from headrace.nn.attention_mask import Mask
@@ -471,26 +471,33 @@ def shapes(length: int, dtype: Any = jnp.bfloat16) -> list[Any]:
     return [jax.ShapeDtypeStruct((2, length, heads, 64), dtype) for heads in (4, 2)]
 
 
+def chosen(
+    cfg: Any, q: Any, k: Any, *, mask: Mask, platform: str = "cpu", has_segments: bool = False, **options: Any
+) -> str:
+    call = AttentionCall(q, k, mask, 1.0, has_segments=has_segments, platform=platform, **options)
+    return choose_backend(cfg, call)
+
+
 def test_auto_takes_the_fastest_backend_that_does_not_refuse() -> None:
     causal = Mask()
-    assert choose(AUTO, *shapes(1024), mask=causal) == "xla"
-    assert choose(AUTO, *shapes(1025), mask=causal) == "blockwise"
+    assert chosen(AUTO, *shapes(1024), mask=causal) == "xla"
+    assert chosen(AUTO, *shapes(1025), mask=causal) == "blockwise"
     near, far = (Mask(causal=False, window=window) for window in (128, 4096))
-    assert choose(AUTO, *shapes(8192), mask=near) == "band"
-    assert choose(AUTO, *shapes(64), mask=near) == "xla"  # fewer scores than chunks would have
-    assert choose(AUTO, *shapes(8192), mask=near, platform="gpu") == "band"
-    assert choose(AUTO, *shapes(8192), mask=near, platform="tpu") == "band"
+    assert chosen(AUTO, *shapes(8192), mask=near) == "band"
+    assert chosen(AUTO, *shapes(64), mask=near) == "xla"  # fewer scores than chunks would have
+    assert chosen(AUTO, *shapes(8192), mask=near, platform="gpu") == "band"
+    assert chosen(AUTO, *shapes(8192), mask=near, platform="tpu") == "band"
     for options in (dict(mask=far), dict(mask=near, soft_cap=30.0), dict(mask=near, context=2)):
-        assert choose(AUTO, *shapes(8192), platform="tpu", **options) == "splash"
-    assert choose(AUTO, *shapes(16384), mask=near, platform="tpu") == "splash"
-    assert choose(AUTO, *shapes(8192, jnp.float32), mask=near, platform="tpu") == "splash"
-    assert choose(AUTO, *shapes(8192), mask=far) == "blockwise"
-    assert choose(AUTO, *shapes(8192), mask=near, context=2) == "blockwise"
-    assert choose(AUTO, *shapes(512, jnp.float32), mask=causal, platform="gpu") == "blockwise"
-    assert choose(AUTO, *shapes(512), mask=causal, soft_cap=30.0, platform="gpu") == "blockwise"
-    assert choose(AUTO, *shapes(65536), mask=causal, segments=True, platform="gpu") == "blockwise"
-    assert choose(AUTO, *shapes(512), mask=causal, segments=True, platform="tpu") == "splash"
-    assert choose(AUTO, *shapes(200), mask=causal, context=2, platform="tpu") == "blockwise"
+        assert chosen(AUTO, *shapes(8192), platform="tpu", **options) == "splash"
+    assert chosen(AUTO, *shapes(16384), mask=near, platform="tpu") == "splash"
+    assert chosen(AUTO, *shapes(8192, jnp.float32), mask=near, platform="tpu") == "splash"
+    assert chosen(AUTO, *shapes(8192), mask=far) == "blockwise"
+    assert chosen(AUTO, *shapes(8192), mask=near, context=2) == "blockwise"
+    assert chosen(AUTO, *shapes(512, jnp.float32), mask=causal, platform="gpu") == "blockwise"
+    assert chosen(AUTO, *shapes(512), mask=causal, soft_cap=30.0, platform="gpu") == "blockwise"
+    assert chosen(AUTO, *shapes(65536), mask=causal, has_segments=True, platform="gpu") == "blockwise"
+    assert chosen(AUTO, *shapes(512), mask=causal, has_segments=True, platform="tpu") == "splash"
+    assert chosen(AUTO, *shapes(200), mask=causal, context=2, platform="tpu") == "blockwise"
 
 
 @pytest.mark.parametrize(
@@ -514,7 +521,7 @@ def test_a_named_backend_that_cannot_do_it_says_why(
 ) -> None:
     settings = {"mask": Mask()} | {name: value for name, value in options.items() if name != "length"}
     with pytest.raises(ValueError, match=f"^attention.use: {cfg.use} cannot be used here: .*{reason}"):
-        choose(cfg, *shapes(options.get("length", 200), dtype), platform=platform, **settings)
+        chosen(cfg, *shapes(options.get("length", 200), dtype), platform=platform, **settings)
 
 
 @pytest.mark.slow

@@ -33,16 +33,16 @@ def test_the_order_of_a_mesh_gives_every_device_as_many_tiles(devices: int) -> N
 
     def blockwise_tiles(offset: int) -> int:
         spans = [
-            blockwise._span(first, first + 127, *mask.reach, size=128, count=tiles)
+            blockwise._block_range(first, first + 127, *mask.reach, size=128, count=tiles)
             for first in (offset, offset + 128)
         ]
         return sum(int(high - low) for low, high in spans)
 
     def splash_tiles(offset: int) -> int:
         shards = 2 * devices
-        whole = splash._mask(mask, 256, length)
-        kernel = splash._kernel(SPLASH, whole, shards, 64, soft_cap=None, interpret=True)
-        info = splash._shard(kernel, shards, jnp.int32(offset // 256)).fwd_mask_info
+        whole = splash._make_mask(mask, 256, length)
+        kernel = splash._make_kernel(SPLASH, whole, shards, 64, soft_cap=None, interpret=True)
+        info = splash._select_shard(kernel, shards, jnp.int32(offset // 256)).fwd_mask_info
         return int((info.block_mask > 0).sum())
 
     with jax.set_mesh(sharding.make_mesh(dict(data=1, fsdp=8 // devices, tensor=1, context=devices))):

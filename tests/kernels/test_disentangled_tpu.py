@@ -48,7 +48,7 @@ def with_gradients(function: Any, given: list[Any]) -> list[Any]:
 
 def ours(segments: Any, q: Any, k: Any, v: Any, k_table: Any, q_table: Any) -> Any:
     tables = dict(k_table=k_table, q_table=q_table)
-    return _disentangled.attend(AUTO, q, k, v, reach=REACH, segments=segments, **tables)
+    return _disentangled.attend(AUTO, q, k, v, max_distance=REACH, segments=segments, **tables)
 
 
 @pytest.fixture
@@ -85,8 +85,8 @@ def test_queries_that_are_a_part_of_the_row_have_their_own_distances(kernels):
     (q, *rest), segments, part = arrays(384), documents(384), slice(128, 256)
     whole = with_gradients(partial(plainly, REACH, segments), [q, *rest])[0]
     out = jax.jit(
-        lambda q, *rest: _disentangled._by_kernel(
-            REACH, q, *rest, q_segments=segments[:, part], kv_segments=segments, offset=jnp.int32(128)
+        lambda q, *rest: _disentangled._attend_by_kernel(
+            REACH, q, *rest, (segments[:, part], segments), jnp.int32(128)
         )
     )(q[:, part], *rest)
     np.testing.assert_allclose(out, whole[:, part], rtol=0, atol=1e-5)
@@ -171,7 +171,7 @@ array = lambda *shape, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(
 
 def loss(segments, q, k, v, k_table, q_table):
     return _disentangled.attend(
-        auto, q, k, v, k_table=k_table, q_table=q_table, reach=512, segments=segments
+        auto, q, k, v, k_table=k_table, q_table=q_table, max_distance=512, segments=segments
     ).astype(jnp.float32).sum()
 
 with jax.set_mesh(sharding.make_mesh(dict(data=1, fsdp=1, tensor=1, context=1), [chip])):

@@ -2,6 +2,7 @@
 each tile visits, and what lies between the kernels, with plain JAX in the place of each. On a GPU:
 python -m benchmarks.attention_gpu"""
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from headrace.attention import attend, hopper
+from headrace.attention import AttentionCall, attend, hopper
 from headrace.kernels import flash_hopper
 from headrace.kernels.flash_hopper import LOG2E, SIZES, TILE, Bounds, Shape
 from headrace.nn.attention_mask import Mask
@@ -38,7 +39,7 @@ def seen(bounds: Bounds, keys: int) -> Any:
 def test_a_query_sees_an_interval_of_the_keys(mask: Mask, packed: bool, offset: int) -> None:
     length, segments = 384, documents(384)
     queries = length - offset
-    found = seen(hopper.bounds(mask, 3, queries, length, segments if packed else None, offset), length)
+    found = seen(hopper.key_bounds(mask, 3, queries, length, segments if packed else None, offset), length)
     place = jnp.arange(length)
     allowed = np.broadcast_to(mask.allows(offset + place[:queries, None], place), found.shape)
     if packed:
@@ -50,7 +51,7 @@ def test_a_query_sees_an_interval_of_the_keys(mask: Mask, packed: bool, offset: 
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 def test_tiles_visit_what_they_see_and_compare_only_at_its_edges(mask: Mask, packed: bool) -> None:
     length, block = 512, 64
-    bounds = hopper.bounds(mask, 3, length, length, documents(length) if packed else None, 0)
+    bounds = hopper.key_bounds(mask, 3, length, length, documents(length) if packed else None, 0)
     visible = seen(bounds, length)
     queries = flash_hopper._spans(bounds, TILE, block)
     keys = flash_hopper._spans_of_keys(bounds, block, length, TILE)
@@ -133,8 +134,9 @@ def test_what_lies_between_the_kernels(
     k, v = (jax.random.normal(key, (3, length, 2, 64)) for key in keys[2:])
 
     def ours(q: Any, k: Any, v: Any) -> Any:
-        how: dict[str, Any] = dict(q_segments=segments, kv_segments=segments, scale=0.2, offset=0)
-        return hopper.attend(None, q, k, v, mask=mask, soft_cap=soft_cap, **how)
+        call = AttentionCall(q, k, mask, 0.2, soft_cap, has_segments=True)
+        ids = dict(q_segments=segments, kv_segments=segments)
+        return hopper.attend(hopper.Config(), call, q, k, v, **ids, offset=0)
 
     def theirs(q: Any, k: Any, v: Any) -> Any:
         return attend(XLA, q, k, v, mask=mask, segments=segments, soft_cap=soft_cap, scale=0.2)
@@ -151,8 +153,9 @@ def test_the_kernels_are_lowered_for_a_gpu(width: int) -> None:
     ids = jax.ShapeDtypeStruct((2, 256), jnp.int32)
 
     def both(q: Any, k: Any, v: Any, ids: Any) -> Any:
-        how: dict[str, Any] = dict(q_segments=ids, kv_segments=ids, scale=0.1, offset=0, soft_cap=50.0)
-        out, pull = jax.vjp(lambda *x: hopper.attend(None, *x, mask=Mask(window=100), **how), q, k, v)
+        call = AttentionCall(q, k, Mask(window=100), 0.1, 50.0, has_segments=True)
+        run = partial(hopper.attend, hopper.Config(), call, q_segments=ids, kv_segments=ids, offset=0)
+        out, pull = jax.vjp(run, q, k, v)
         return out, pull(out)
 
     text = jax.jit(both).trace(q, k, k, ids).lower(lowering_platforms=("cuda",)).as_text()

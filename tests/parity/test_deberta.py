@@ -136,7 +136,7 @@ def test_attention_and_its_gradients_are_those_of_the_definition(length, how):
 
     def ours(q: Any, k: Any, v: Any, k_table: Any, q_table: Any) -> Any:
         return _disentangled.attend(
-            cfg, q, k, v, k_table=k_table, q_table=q_table, reach=7, segments=segments
+            cfg, q, k, v, k_table=k_table, q_table=q_table, max_distance=7, segments=segments
         )
 
     def both(function: Any) -> Any:
@@ -154,7 +154,7 @@ def test_attention_has_no_scatter_and_no_gather_as_large_as_the_scores(use):
     given = [jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) for x in arrays(1024, buckets=256)]
 
     def ours(q: Any, k: Any, v: Any, k_table: Any, q_table: Any) -> Any:
-        return _disentangled.attend(cfg, q, k, v, k_table=k_table, q_table=q_table, reach=512).sum()
+        return _disentangled.attend(cfg, q, k, v, k_table=k_table, q_table=q_table, max_distance=512).sum()
 
     program = jax.jit(jax.grad(ours, argnums=(0, 1, 2, 3, 4))).lower(*given).as_text()
     assert "scatter" not in program
@@ -167,7 +167,7 @@ def test_attention_over_long_rows_makes_nothing_of_the_length_squared():
     given = [jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) for x in arrays(length, buckets=256)]
 
     def ours(q: Any, k: Any, v: Any, k_table: Any, q_table: Any) -> Any:
-        return _disentangled.attend(cfg, q, k, v, k_table=k_table, q_table=q_table, reach=512).sum()
+        return _disentangled.attend(cfg, q, k, v, k_table=k_table, q_table=q_table, max_distance=512).sum()
 
     traced = jax.jit(jax.grad(ours, argnums=(0, 1, 2, 3, 4))).trace(*given)
     sizes = [math.prod(shape) for shape in made(traced.jaxpr.jaxpr)]
@@ -178,7 +178,7 @@ def test_a_backend_without_distances_is_refused_in_words():
     q, k, v, k_table, q_table = arrays(8)
     with pytest.raises(UserError, match=r"attention.use: splash cannot be used here.*auto, xla or blockwise"):
         cfg = reader.part_class("attention", "splash")()
-        _disentangled.attend(cfg, q, k, v, k_table=k_table, q_table=q_table, reach=8)
+        _disentangled.attend(cfg, q, k, v, k_table=k_table, q_table=q_table, max_distance=8)
 
 
 def test_a_deberta_that_cannot_be_imported_is_refused_in_words():
