@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from headrace.errors import ExitCode, UserError
+from headrace.errors import ExitCode, InvalidArgument, UserError
 from headrace.html_page import render_notebook_table
 
 if TYPE_CHECKING:
@@ -324,14 +324,14 @@ def export(
 
 
 def check_export(target: str, dtype: str, *, packed: bool, adapter: bool) -> None:
-    """Raise UserError for options of `export` that do not go together."""
+    """Raise InvalidArgument for arguments of `export` that do not go together."""
     is_file = target.endswith(".gguf")
     if dtype.startswith("q") and not is_file:
-        raise UserError(f"dtype: found {dtype}, which only .gguf files have; see `headrace quantize`")
+        raise InvalidArgument("dtype", f"found {dtype}, which only .gguf files have; see `headrace quantize`")
     if packed and is_file:
-        raise UserError("packed: expected a folder as target: .gguf files have no packed ternary weights")
+        raise InvalidArgument("packed", "expected a folder as target: .gguf files have no packed weights")
     if adapter and (packed or is_file or dtype != "float32"):
-        raise UserError("adapter: expected a folder as target, and no other option: adapters are in float32")
+        raise InvalidArgument("adapter", "expected a folder as target, and the weights in float32")
 
 
 def quantize(

@@ -27,6 +27,24 @@ class UserError(ValueError):
     exit_code: int = ExitCode.USER_ERROR
 
 
+class InvalidArgument(UserError):
+    """An argument of a function of the API that has no valid value, or does not go with the others.
+
+    The command line reports it as the option of the same name: `--top-k` for `top_k`."""
+
+    def __init__(self, name: str, problem: str) -> None:
+        super().__init__(name, problem)
+        self.name, self.problem = name, problem
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.problem}"
+
+    @property
+    def as_option(self) -> str:
+        """The message with the name of the option."""
+        return f"--{self.name.replace('_', '-')}: {self.problem}"
+
+
 class DoesNotFit(UserError):
     """A valid recipe that needs more memory than these devices have."""
 

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from headrace.cli import parser
-from headrace.errors import ExitCode, UserError
+from headrace.errors import ExitCode, InvalidArgument, UserError
 from headrace.storage import redact
 
 
@@ -32,7 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except UserError as error:
-        message = f"headrace: {redact.redact(str(error))}"
+        text = error.as_option if isinstance(error, InvalidArgument) else str(error)
+        message = f"headrace: {redact.redact(text)}"
         # A message may quote input that is not valid text.
         print(message.encode("utf-8", "backslashreplace").decode(), file=sys.stderr)
         return error.exit_code

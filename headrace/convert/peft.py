@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 from headrace import model_wrappers
 from headrace.checkpoint.open_run import LoadedRun
 from headrace.convert.output import new_folder
-from headrace.errors import UserError
+from headrace.errors import InvalidArgument
 from headrace.model_formats.hf_tensors import layer_name
 from headrace.model_formats.quantized_folder import Linear, linears
 from headrace.model_wrappers import load_family, lora
@@ -33,13 +33,13 @@ def export(run: LoadedRun, folder: str) -> list[Path]:
     """Write the adapters of a run, without its base model, to a new folder. Returns the files."""
     cfg = run.recipe.model
     if not lora.applies(cfg):
-        raise UserError(
-            f"--adapter: {run.recipe.run_dir} has no adapters (lora.rank); without it, the model is exported"
+        raise InvalidArgument(
+            "adapter", f"{run.recipe.run_dir} has no adapters (lora.rank); without it, the model is exported"
         )
     base_model = model_wrappers.without_wrapper(cfg)
     family = load_family(base_model)
     if not family.hf_naming.types or getattr(cfg, "generator_layers", 0) > 0:
-        raise UserError(f"--adapter: {cfg.use} is not a single model in transformers; {INSTEAD}")
+        raise InvalidArgument("adapter", f"{cfg.use} is not a single model in transformers; {INSTEAD}")
     family.hf_naming.to_config(base_model, run.recipe.data.sequence_length)  # refuses what transformers lacks
     check_base_model(run, base_model)
     adapters = find_adapters(run.params)
@@ -48,7 +48,7 @@ def export(run: LoadedRun, folder: str) -> list[Path]:
     ]
     unnamed = sorted(adapters.keys() - {path for linear in adapted for path in linear.paths})
     if unnamed:
-        raise UserError(f"--adapter: {unnamed[0]} is not a linear layer in transformers; {INSTEAD}")
+        raise InvalidArgument("adapter", f"{unnamed[0]} is not a linear layer in transformers; {INSTEAD}")
     with new_folder(folder) as target:
         tensors: dict[str, np.ndarray] = {}
         for linear in adapted:
@@ -75,9 +75,10 @@ def check_base_model(run: LoadedRun, base_model: ModelConfig) -> None:
     if rows is not None:
         differences.append(f"its vocabulary was changed: {summary}")
     if differences:
-        raise UserError(
-            f"--adapter: {path}, on top of which the adapters would be loaded, is not the model that they "
-            f"were trained on: {differences[0]}; {INSTEAD}"
+        raise InvalidArgument(
+            "adapter",
+            f"{path}, on top of which the adapters would be loaded, is not the model that they "
+            f"were trained on: {differences[0]}; {INSTEAD}",
         )
 
 

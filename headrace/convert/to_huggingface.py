@@ -16,7 +16,7 @@ from headrace.checkpoint.open_run import LoadedRun, copy_tokenizer
 from headrace.convert import model_card
 from headrace.convert.output import new_folder
 from headrace.data.tokenizer import tokenizer as tokenizer_io
-from headrace.errors import UserError
+from headrace.errors import InvalidArgument, UserError
 from headrace.model_formats import hf_ternary, quantized_folder
 from headrace.model_formats.hf_config import HFSettings
 from headrace.model_formats.hf_tensors import to_tensors
@@ -41,8 +41,8 @@ def export(run: LoadedRun, folder: str, dtype: str, *, packed: bool = False) -> 
         reader = QUANTIZED_READERS[quantization["quant_method"]]
         raise UserError(f"{recipe.run_dir}: a quantized model, whose folder {reader}")
     if packed and fixed_matmul(recipe.model) != "ternary":
-        raise UserError(
-            f"--packed: expected ternary weights, but those of this {recipe.model.use} model are not"
+        raise InvalidArgument(
+            "packed", f"expected ternary weights, but those of this {recipe.model.use} model are not"
         )
     run = run.merged()
     family = load_family(run.recipe.model)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from headrace.errors import UserError
+from headrace.errors import InvalidArgument, UserError
 from headrace.nn import module
 
 METHOD = {"quant_method": "bitnet", "linear_class": "autobitlinear"}
@@ -72,8 +72,8 @@ def packed(
 def pack(name: str, w: np.ndarray, dtype: Any) -> Iterator[tuple[str, np.ndarray]]:
     """A matrix of theirs, [outputs inputs]: rows a quarter of all apart share a byte."""
     if w.shape[0] % EACH:
-        raise UserError(
-            f"--packed: {name} has {w.shape[0]} outputs, and transformers reads only multiples of {EACH}"
+        raise InvalidArgument(
+            "packed", f"{name} has {w.shape[0]} outputs, and transformers reads only multiples of {EACH}"
         )
     values, scale = round_weight(w)
     quarters = (values + 1).astype(np.uint8).reshape(EACH, -1, *w.shape[1:])

@@ -115,7 +115,7 @@ def test_merged_adapters_in_transformers_and_adapters_in_peft_give_our_logits(tm
 
 
 def test_models_without_adapters_or_without_a_counterpart_are_refused(tmp_path):
-    with pytest.raises(UserError, match=r"--adapter: .* has no adapters"):
+    with pytest.raises(UserError, match=r"adapter: .* has no adapters"):
         convert_peft.export(base_of(make_run("llama", tmp_path)), f"{tmp_path}/adapter")
     with pytest.raises(UserError, match=r"sLSTM|slstm"):
         convert_peft.export(make_run("xlstm", tmp_path, slstm_every=2), f"{tmp_path}/adapter")

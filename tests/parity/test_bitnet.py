@@ -236,11 +236,11 @@ def test_weights_are_packed_as_transformers_packs_them():
 
 def test_what_cannot_be_packed_is_refused(tmp_path):
     odd = run_of(tmp_path / "odd", mlp=46)
-    with pytest.raises(UserError, match=r"--packed: \S+gate_proj.weight has 46 outputs, and"):
+    with pytest.raises(UserError, match=r"packed: \S+gate_proj.weight has 46 outputs, and"):
         to_huggingface.export(odd, str(tmp_path / "out"), "float32", packed=True)
     plain = run_of(tmp_path / "plain", ternary=False)
     with pytest.raises(
-        UserError, match="--packed: expected ternary weights, but those of this bitnet model are not"
+        UserError, match="packed: expected ternary weights, but those of this bitnet model are not"
     ):
         to_huggingface.export(plain, str(tmp_path / "out"), "float32", packed=True)
     assert not (tmp_path / "out").exists()
