@@ -1,10 +1,10 @@
-"""What the activation of an MLP costs in memory and time: the gradient of 8 scanned layers of width 2048 with
-8192 hidden units, 8192 tokens in bfloat16, as JAX has it, exactly with less, and by bits.
+"""Memory and time of an MLP's activation: the gradient of 8 scanned layers of width 2048 with 8192 hidden
+units, 8192 tokens in bfloat16, in plain JAX, saving less but exact, and with few bits.
 
-    python -m benchmarks.activations          on the device that is there: temporaries and time
-    python -m benchmarks.activations --tpu    temporaries by the compiler of TPU v5e, which needs no TPU
+    python -m benchmarks.activations          on the device of this machine: temporaries and time
+    python -m benchmarks.activations --tpu    temporaries by the compiler of TPU v5e; needs no TPU
 
-Where w_down is frozen, that matrix is not trained, and nothing but the activation takes the hidden units."""
+Where w_down is frozen, that matrix is not trained, so only the activation needs the hidden units."""
 
 import argparse
 import os
@@ -24,7 +24,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     options.add_argument("--tpu", action="store_true")
-    options.add_argument("--only", default="", help="rows whose names contain this")
+    options.add_argument("--only", default="", help="only rows whose names contain this")
     args = options.parse_args()
     if args.tpu:
         os.environ |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
@@ -51,7 +51,7 @@ def rows() -> list[tuple[str, Body, bool, bool]]:
         return lambda x, w, w_down: down(x @ w, w_down)
 
     def by_bits(x: Any, w_gate: Any, w_up: Any, w_down: Any) -> Any:
-        """The least that bits come to: silu(gate), up and two bits, the hidden units made again."""
+        """Save as little as few bits allow: silu(gate), up and two bits; the hidden units are recomputed."""
         down = jax.checkpoint(lambda active, up, w: (active * up) @ w, prevent_cse=False)
         return down(silu_bits(x @ w_gate), x @ w_up, w_down)
 
@@ -59,29 +59,29 @@ def rows() -> list[tuple[str, Body, bool, bool]]:
     square = lambda x: jnp.square(jax.nn.relu(x))
     ours = lambda x, g, u, w: project_gated("swiglu", x @ g, x @ u, w, prevent_cse=False)
     return [
-        ("SwiGLU, as JAX has it", lambda x, g, u, w: (jax.nn.silu(x @ g) * (x @ u)) @ w, True, False),
-        ("SwiGLU, keeps gate, up, hidden", lambda x, g, u, w: glu("swiglu", x @ g, x @ u) @ w, True, False),
-        ("SwiGLU, keeps gate, up", ours, True, False),
-        ("SwiGLU, keeps silu(gate), up, 2 bits", by_bits, True, False),
-        ("SiLU, as JAX has it", plain(jax.nn.silu), False, False),
-        ("SiLU, keeps its input", again(jax.nn.silu), False, False),
-        ("SiLU, keeps its output, 2 bits", plain(silu_bits), False, False),
-        ("ReLU, as JAX has it", plain(jax.nn.relu), False, False),
-        ("ReLU, keeps its output", plain(activations.relu), False, False),
-        ("ReLU, keeps its output, 1 bit", plain(activations.relu_bits), False, False),
-        ("ReLU squared, as JAX has it", plain(square), False, False),
-        ("ReLU squared, keeps its output", plain(activations.relu2), False, False),
-        ("SiLU, w_down frozen, keeps its input", again(jax.nn.silu), False, True),
-        ("SiLU, w_down frozen, keeps 2 bits", plain(silu_bits), False, True),
-        ("ReLU, w_down frozen, as JAX has it", plain(jax.nn.relu), False, True),
-        ("ReLU, w_down frozen, keeps 1 bit", plain(activations.relu_bits), False, True),
-        ("SwiGLU, w_down frozen, keeps gate, up", ours, True, True),
-        ("SwiGLU, w_down frozen, keeps silu(gate), up, 2 bits", by_bits, True, True),
+        ("SwiGLU, plain JAX", lambda x, g, u, w: (jax.nn.silu(x @ g) * (x @ u)) @ w, True, False),
+        ("SwiGLU, saves gate, up, hidden", lambda x, g, u, w: glu("swiglu", x @ g, x @ u) @ w, True, False),
+        ("SwiGLU, saves gate, up", ours, True, False),
+        ("SwiGLU, saves silu(gate), up, 2 bits", by_bits, True, False),
+        ("SiLU, plain JAX", plain(jax.nn.silu), False, False),
+        ("SiLU, saves its input", again(jax.nn.silu), False, False),
+        ("SiLU, saves its output, 2 bits", plain(silu_bits), False, False),
+        ("ReLU, plain JAX", plain(jax.nn.relu), False, False),
+        ("ReLU, saves its output", plain(activations.relu), False, False),
+        ("ReLU, saves its output, 1 bit", plain(activations.relu_bits), False, False),
+        ("ReLU squared, plain JAX", plain(square), False, False),
+        ("ReLU squared, saves its output", plain(activations.relu2), False, False),
+        ("SiLU, w_down frozen, saves its input", again(jax.nn.silu), False, True),
+        ("SiLU, w_down frozen, saves 2 bits", plain(silu_bits), False, True),
+        ("ReLU, w_down frozen, plain JAX", plain(jax.nn.relu), False, True),
+        ("ReLU, w_down frozen, saves 1 bit", plain(activations.relu_bits), False, True),
+        ("SwiGLU, w_down frozen, saves gate, up", ours, True, True),
+        ("SwiGLU, w_down frozen, saves silu(gate), up, 2 bits", by_bits, True, True),
     ]
 
 
 def measured(body: Body, gated: bool, frozen: bool, *, tpu: bool) -> tuple[float, str]:
-    """MiB of temporaries, and the milliseconds of the middle of some runs."""
+    """MiB of temporaries, and the median of the milliseconds of some runs."""
     import jax
     import jax.numpy as jnp
     from jax.experimental import topologies

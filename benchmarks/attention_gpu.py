@@ -1,7 +1,10 @@
-"""Are cuDNN's attention and our own kernels right, and how fast are they? Against the definition in float32,
-with what must not be seen changed to see what moves; then times beside the other backends, and of long rows.
-Needs one Hopper GPU; from the repository's root: python -m benchmarks.attention_gpu, with `times` or `long`
-behind it for the times alone, of rows of 4,096 tokens or of 4,096 to 131,072."""
+"""Correctness and speed of attention by cuDNN and by our own kernels. They are compared with the definition
+in float32, and masked inputs are changed to check that no output changes. Then they are timed against the
+other backends, and with long rows. Needs one Hopper GPU; from the repository's root:
+
+    python -m benchmarks.attention_gpu          everything
+    python -m benchmarks.attention_gpu times    only times, for rows of 4,096 tokens
+    python -m benchmarks.attention_gpu long     only times, for rows of 4,096 to 131,072 tokens"""
 
 import statistics
 import sys
@@ -58,7 +61,7 @@ def main() -> int:
         for case in CASES:
             if case.soft_cap is None or cfg is HOPPER:
                 failures += check(cfg, case, head_dim)
-    print("\nwhat auto takes, and why not cuDNN")
+    print("\nthe choice of auto, and why not cuDNN")
     for case in CASES:
         refusal(case.name, case, length=1024, dtype=jnp.bfloat16)
     refusal("causal, odd length", CASES[0], length=1023, dtype=jnp.bfloat16)
@@ -70,7 +73,7 @@ def main() -> int:
 
 
 def check(cfg: Any, case: Case, head_dim: int) -> int:
-    """Prints a line of errors, relative to the largest value; returns 1 if something is wrong."""
+    """Print a line of errors, relative to the largest value. Returns 1 if something is wrong."""
     arrays, segments = inputs(batch=2, length=1024, heads=(8, 2), head_dim=head_dim)
     with jax.default_matmul_precision("highest"):
         exact = run(XLA, case)(*(x.astype(jnp.float32) for x in arrays), segments)
@@ -96,8 +99,9 @@ def short_rows() -> None:
 
 
 def long_rows() -> None:
-    """Milliseconds and GiB, forward and backward, of one row, 32 heads, 8 kv heads, head 64. Documents are of
-    4,096 tokens on average, drawn from an exponential, or one fills the row. `-` where it takes too much."""
+    """Milliseconds and GiB, forward and backward, of one row, 32 heads, 8 kv heads, head 64. Documents have
+    4,096 tokens on average, drawn from an exponential distribution, or one fills the row. `-` where it takes
+    too much."""
     ways = {
         "cudnn, one document": (CUDNN, False),
         "cudnn, mask": (CUDNN, True),
@@ -137,7 +141,7 @@ def timed(cfg: Any, mask: Mask, arrays: list[Any], ids: Any) -> str:
             start = time.perf_counter()
             jax.block_until_ready(compiled(*arrays, ids))
             times.append(time.perf_counter() - start)
-    except Exception as problem:  # compilers and devices raise errors of every kind
+    except Exception as problem:  # compilers and devices raise errors of any kind
         return type(problem).__name__[:18]
     return f"{statistics.median(times) * 1e3:9.2f} {used / 2**30:6.1f}"
 
@@ -150,7 +154,7 @@ def drawn(length: int, mean: int) -> Any:
 
 
 def probe(cfg: Any, case: Case, arrays: list[Any], segments: Any) -> str:
-    """Changes one key and value, then one document, and names the change if other rows moved than may."""
+    """Change one key and value, then one document, and name the change if other rows of the output change."""
     q, k, v, _ = arrays
     forward = jax.jit(lambda q, k, v: call(cfg, case, q, k, v, segments))
     before = forward(q, k, v)
@@ -209,7 +213,7 @@ def call(cfg: Any, case: Case, q: Any, k: Any, v: Any, segments: Any) -> Any:
 
 
 def inputs(*, batch: int, length: int, heads: tuple[int, int], head_dim: int) -> tuple[list[Any], Any]:
-    """q, k, v and the output's gradient; in every row two documents and padding."""
+    """q, k, v and the output's gradient; every row has two documents and padding."""
     counts = (heads[0], heads[1], heads[1], heads[0])
     keys = jax.random.split(jax.random.key(0), 4)
     arrays = [

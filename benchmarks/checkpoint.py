@@ -1,7 +1,7 @@
-"""What a checkpoint costs: how long a save holds up the loop, how long it takes behind it, and what it takes
-to verify and to read one. `python -m benchmarks.checkpoint [MiB]`, in a temporary folder here. With `run` in
-place of a size: the share of its time that the demo's loop gives to saves, with checkpoint.every=64, and the
-seconds from a kill to the first new step."""
+"""Cost of a checkpoint: how long a save stalls the loop, how long it takes in the background, and the time to
+verify and to read one. `python -m benchmarks.checkpoint [MiB]` uses a temporary folder in the working
+directory. `python -m benchmarks.checkpoint run` measures the share of the demo's loop that saves take, with
+checkpoint.every=64, and the seconds from a kill to the first new step."""
 
 import json
 import os
@@ -45,7 +45,7 @@ def main(size: int) -> None:
         for number in range(1, 5):
             _, blocked = timed(checkpoints.save, number, state, about)
             _, behind = timed(checkpoints.wait)
-            print(f"save {number}: holds up the loop {blocked:.2f} s, goes on behind it for {behind:.2f} s")
+            print(f"save {number}: stalls the loop {blocked:.2f} s, then {behind:.2f} s in the background")
         folder = inventory.checkpoints_dir(run) / "4"
         _, sealed = timed(manifest.seal, folder, step=4, tier="temporary")
         _, verified = timed(manifest.verify, folder)
@@ -60,7 +60,7 @@ EVERY, STEPS = 64, 256
 
 
 def train(folder: str) -> None:
-    """The demo twice: undisturbed, and killed once it has a checkpoint."""
+    """Run the demo twice: undisturbed, and killed once it has a checkpoint."""
     headrace = [sys.executable, "-m", "headrace"]
     prepare = [*headrace, "data", "prepare", "recipes/data/demo.yaml", f"path={folder}/data"]
     subprocess.run(prepare, check=True, stdout=subprocess.DEVNULL)
@@ -72,8 +72,8 @@ def train(folder: str) -> None:
     total = sum(spent.values())
     saves, share = 2 * STEPS // EVERY - 1, spent.get("checkpoint_save", 0.0) / total
     each = f"{EVERY} steps of {1000 * total / STEPS:.0f} ms"
-    print(f"{saves} saves, two in {each}: {100 * share:.2f} % of the loop")
-    print(f"each holds it up for {1000 * share * total / saves:.0f} ms")
+    print(f"{saves} saves, two per {each}: {100 * share:.2f} % of the loop")
+    print(f"each stalls it for {1000 * share * total / saves:.0f} ms")
 
     run = Path(folder) / "killed"
     with subprocess.Popen([*command, f"run_dir={run}"], stdout=subprocess.DEVNULL) as process:
@@ -88,7 +88,7 @@ def train(folder: str) -> None:
 
 
 def in_the_loop(run: Path) -> dict[str, float]:
-    """Seconds by category between the first logged step and the last: no start, no save at the end."""
+    """Seconds by category between the first logged step and the last, without startup and the final save."""
     lines = [json.loads(line) for line in (run / "goodput.jsonl").read_text().splitlines()]
     found: dict[str, float] = {}
     for line in [line for line in lines if "step" in line][1:]:
@@ -110,7 +110,7 @@ def last_step(run: Path) -> int:
 def wait_for(there, process: subprocess.Popen) -> None:
     while not there():
         if process.poll() is not None:
-            sys.exit(f"the run ended with {process.returncode}")
+            sys.exit(f"the run exited with {process.returncode}")
         time.sleep(0.05)
 
 

@@ -1,12 +1,12 @@
-"""Whether recurrent depth thinks further with more rounds (arXiv 2502.05171): of a row of zeros and ones the
-model tells at every place whether the ones so far are even or odd. Its layers see the token before and
-themselves, so an answer can only be carried from place to place, and how far is a matter of rounds.
+"""Whether recurrent depth solves longer inputs with more rounds (arXiv 2502.05171). At every position of a
+row of zeros and ones, the model predicts the parity of the ones so far. Its layers see only the previous
+token and the current one, so information moves one position per layer, and the rounds decide how far.
 
     python -m benchmarks.claims_depth                     a CPU, a quarter of an hour
     python -m benchmarks.claims_depth --plot depth.json docs/models/depth.png
 
-Trained on rows of 10 places with about 6 rounds, tested on 40 with 1 to 32. Beside it stand one with the same
-layers that runs them once, and one of as many layers as 6 rounds run, with weights of its own in each."""
+Trained on rows of 10 positions with about 6 rounds, tested on 40 with 1 to 32. For comparison: the same
+layers run once, and as many layers as 6 rounds run, with weights of their own."""
 
 import argparse
 import functools
@@ -33,7 +33,7 @@ from headrace.training import setup, step
 from headrace.training.task import make_task
 
 ROWS, TESTS = 64, 256
-LENGTH, TRAINED, PART = 40, 10, 4  # places of a row, those that are learnt, and those that are told together
+LENGTH, TRAINED, PART = 40, 10, 4  # positions of a row, those trained on, and those reported together
 ROUNDS = (1, 2, 4, 6, 8, 12, 16, 24, 32)
 SIZES = ("use=gemma2", "embed=32", "heads=2", "kv_heads=2", "head_dim=16", "mlp=64", "vocab=2", "window=2")
 SIZES += ("global_every=64", "attention_soft_cap=null")
@@ -50,9 +50,9 @@ def main() -> int:
     )
     parser.add_argument("--steps", type=int, default=8000)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
-    parser.add_argument("--json", default="depth.json", help="where the shares go")
+    parser.add_argument("--json", default="depth.json", help="file for the shares")
     parser.add_argument("--picture", default="docs/models/depth.png")
-    parser.add_argument("--plot", nargs=2, metavar=("JSON", "PNG"), help="draw what was found before")
+    parser.add_argument("--plot", nargs=2, metavar=("JSON", "PNG"), help="plot earlier results")
     args = parser.parse_args()
     if args.plot:
         plot(json.loads(Path(args.plot[0]).read_text()), Path(args.plot[1]))
@@ -73,7 +73,7 @@ def rows(rng: np.random.Generator, count: int, length: int) -> Examples:
 
 
 def trained(name: str, steps: int) -> dict[str, Any]:
-    """Trains one model, and tells its share of right answers by rounds and by links."""
+    """Train one model. Returns its share of correct answers by rounds and by links."""
     keys = [*(f"model.{key}" for key in SIZES), *MODELS[name]]
     keys += [
         "data.path=made-on-the-spot",
@@ -103,7 +103,7 @@ def trained(name: str, steps: int) -> dict[str, Any]:
 
 
 def learn(task: TrainTask, update: step.OptimizerStep, axes: Any, state: Any, examples: Examples) -> Any:
-    """As step.train_step, with examples that are made already."""
+    """Like step.train_step, with given examples."""
     key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
     its = replace(task, exec_opts=recurrent_depth.sample_rounds(task.exec_opts, task.model, key))
     grads, sums = step.accumulate_gradients(its, axes, state.params, step.to_microbatches(examples, 1))
@@ -114,7 +114,7 @@ def learn(task: TrainTask, update: step.OptimizerStep, axes: Any, state: Any, ex
 
 
 def tested(task: TrainTask, params: Any) -> dict[str, list[float]]:
-    """For each number of rounds the shares of right answers, by parts of the row."""
+    """The shares of correct answers by parts of the row, for each number of rounds."""
     examples = rows(np.random.default_rng(1), TESTS, LENGTH)
 
     @jax.jit
@@ -133,7 +133,7 @@ def tested(task: TrainTask, params: Any) -> dict[str, list[float]]:
 def show(found: dict[str, Any]) -> None:
     places = range(PART, LENGTH + 1, PART)
     print(
-        f"\nshare of right answers up to each place, trained on {TRAINED}\n{'':24}"
+        f"\nshare of correct answers up to each position, trained on {TRAINED}\n{'':24}"
         + "".join(f"{n:6}" for n in places)
     )
     for name, its in found.items():
@@ -157,11 +157,11 @@ def plot(found: dict[str, Any], target: Path) -> None:
                 places, shares, "o-" if looped else "s--", label=label, color=colour, markersize=3, alpha=0.8
             )
     panel.axvline(TRAINED, color="grey", linewidth=0.8)
-    panel.set(xlabel=f"place in the row (trained on {TRAINED})", ylabel="right answers", ylim=(0.4, 1.02))
+    panel.set(xlabel=f"position in the row (trained on {TRAINED})", ylabel="right answers", ylim=(0.4, 1.02))
     panel.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
     target.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(target, dpi=120)
-    print(f"{target} shows it")
+    print(f"wrote {target}")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""That Muon reaches AdamW's loss in fewer tokens (arXiv 2502.16982), seen small: the same Llama on the demo's
-corpus, each optimizer with the best of several learning rates.
+"""Whether Muon reaches AdamW's loss in fewer tokens (arXiv 2502.16982), at a small scale: the same Llama on
+the demo's corpus, each optimizer with the best of several learning rates.
 
-    python -m benchmarks.claims_optimizer                  a CPU, about five minutes, once data/demo is
-    prepared python -m benchmarks.claims_optimizer --plot optimizer.json docs/performance/optimizer.png
+    python -m benchmarks.claims_optimizer       a CPU, about five minutes, once data/demo is prepared
+    python -m benchmarks.claims_optimizer --plot optimizer.json docs/performance/optimizer.png
 
-Both see the same batches in the same order, and the loss is that of held-out text. A curve is compared while
-its learning rate is still high: what it needs to come down to the other's end is told rather too late than
-too early."""
+Both train on the same batches in the same order, and the loss is that of held-out text. Curves are compared
+while the learning rate is still high, so the tokens to reach the other's final loss are an overestimate
+rather than an underestimate."""
 
 import argparse
 import importlib.util
@@ -19,7 +19,7 @@ from benchmarks import steps
 
 RECIPE = "recipes/tiny/llama.yaml"
 RATES = {"adamw": (3e-4, 1e-3, 3e-3, 1e-2), "muon": (3e-3, 1e-2, 3e-2, 1e-1)}
-ROWS, EVERY, HELD_OUT = 32, 20, 8  # rows a batch, steps between evaluations, batches of each
+ROWS, EVERY, HELD_OUT = 32, 20, 8  # rows per batch, steps between evaluations, batches of each
 Curve = list[tuple[int, float]]  # tokens, loss
 
 
@@ -29,9 +29,9 @@ def main() -> int:
     )
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--data", default="data/demo")
-    parser.add_argument("--json", default="optimizer.json", help="where the curves go")
+    parser.add_argument("--json", default="optimizer.json", help="file for the curves")
     parser.add_argument("--picture", default="docs/performance/optimizer.png")
-    parser.add_argument("--plot", nargs=2, metavar=("JSON", "PNG"), help="draw what was found before")
+    parser.add_argument("--plot", nargs=2, metavar=("JSON", "PNG"), help="plot earlier results")
     args = parser.parse_args()
     if args.plot:
         plot(json.loads(Path(args.plot[0]).read_text()), Path(args.plot[1]))
@@ -63,7 +63,7 @@ def trained(use: str, rate: float, number: int, data: str) -> Curve:
     settings |= {"schedule.warmup": number // 20, "batch.sequences": ROWS, "data.path": data}
     dataset = Dataset.open(data, sequence_length=64)
     cfg = steps.load(RECIPE, settings | {"model.vocab": dataset.vocab}, [])
-    made = steps.ready(cfg, evaluate.special_tokens(dataset))
+    made = steps.compile_step(cfg, evaluate.special_tokens(dataset))
     axes = module.axes(load_family(cfg.model).Model, cfg.model)
     state, curve, order = made.state, [], dataset.train_order(ROWS, seed=0)
     with jax.set_mesh(made.devices):
@@ -89,10 +89,10 @@ def verdict(found: dict[str, dict[str, Curve]]) -> str:
     (its, adamw), (other, muon) = (best(found[use]) for use in ("adamw", "muon"))
     tokens, goal = adamw[-1]
     reached = next((tokens for tokens, loss in muon if loss <= goal), None)
-    said = f"adamw at {its} comes to {goal:.4f} in {tokens:,} tokens, muon at {other} to {muon[-1][1]:.4f}"
+    said = f"adamw at {its} reaches {goal:.4f} in {tokens:,} tokens, muon at {other} to {muon[-1][1]:.4f}"
     if reached is None:
         return f"{said}; it does not reach adamw's"
-    return f"{said}; it is at adamw's after {reached:,} tokens, {reached / tokens:.0%} of them"
+    return f"{said}; it reaches adamw's after {reached:,} tokens, {reached / tokens:.0%} of them"
 
 
 def plot(found: dict[str, dict[str, Curve]], target: Path) -> None:
@@ -108,7 +108,7 @@ def plot(found: dict[str, dict[str, Curve]], target: Path) -> None:
     panel.legend()
     target.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(target, dpi=120)
-    print(f"{target} shows it")
+    print(f"wrote {target}")
 
 
 if __name__ == "__main__":

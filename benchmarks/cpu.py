@@ -1,12 +1,12 @@
-"""The demo recipe on a CPU, in tokens a second, against the same model in transformers, eager and compiled.
+"""The demo recipe on a CPU, in tokens per second, against the same model in transformers, eager and compiled.
 
     python -m benchmarks.cpu               any machine, about 4 minutes
 
-All in float32 with the same number of threads, the same packed rows and the same weights in the first step,
-whose losses must be equal. Each in a process of its own that waits while another has its turn. Rounds go
-around, and of each the best median counts, by the clock and by CPU time: other work on the machine takes time
-from whoever has the turn. Where there is much of it, take --threads 1: torch's threads wait for each other by
-going round, which counts as CPU time, and two threads on a busy machine flatter Headrace."""
+All use float32 with the same number of threads, the same packed rows and the same weights in the first step,
+whose losses must be equal. Each runs in a process of its own that waits while another has its turn. They take
+turns for several rounds, and the best median of each counts, by wall time and by CPU time, because other work
+on the machine takes time from whichever is running. On a busy machine use --threads 1: torch's threads wait
+for each other by spinning, which counts as CPU time, so two threads on a busy machine flatter Headrace."""
 
 import argparse
 import contextlib
@@ -28,15 +28,15 @@ from benchmarks.data_peers.serve import serve
 
 PEERS = ("torch", "torch.compile")
 GOAL = 1.0
-APART = 1e-4  # nats between two first losses in float32
-Step = Callable[[int], float]  # takes the step of this number, and gives its loss
+APART = 1e-4  # nats, the largest difference between two first losses in float32
+Step = Callable[[int], float]  # takes the step with this number, and returns its loss
 Round = dict[str, float]
 
 
 def main() -> int:
     args = parse()
     cores = sorted(os.sched_getaffinity(0))[: args.threads]
-    os.sched_setaffinity(0, cores)  # XLA takes as many threads as there are cores to run on
+    os.sched_setaffinity(0, cores)  # XLA uses as many threads as there are cores
     if args.only:
         serve(lambda: rounds_of(args))
         return 0
@@ -50,14 +50,18 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", choices=["headrace", *PEERS], help="be one of them, for the others' turns")
-    parser.add_argument("--folder", type=Path, help="where weights and rows go from Headrace to the others")
+    parser.add_argument("--only", choices=["headrace", *PEERS], help="run one of them; internal")
+    parser.add_argument(
+        "--folder", type=Path, help="folder through which weights and rows pass from Headrace to the others"
+    )
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--recipe", default="recipes/demo.yaml")
-    parser.add_argument("--data", default="recipes/data/demo.yaml", help="the recipe of its data")
-    parser.add_argument("--set", nargs="*", default=[], metavar="key=value", help="for the recipe of all")
+    parser.add_argument("--data", default="recipes/data/demo.yaml", help="the data recipe")
+    parser.add_argument(
+        "--set", nargs="*", default=[], metavar="key=value", help="changes to the recipe of all"
+    )
     return parser.parse_args()
 
 
@@ -68,14 +72,14 @@ def load(args: argparse.Namespace) -> Any:
 
 
 def take_turns(args: argparse.Namespace) -> dict[str, list[Round]]:
-    """The rounds of each. One that fails has no more turns, and what it says is told."""
+    """Run the rounds of each in turn. After a failure, its error is printed and it has no more turns."""
     rounds: dict[str, list[Round]] = {}
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as folder, contextlib.ExitStack() as stack:
         workers: dict[str, Peer] = {}
         for turn in range(args.rounds):
             for name in ("headrace", *PEERS):
                 try:
-                    if turn == 0:  # Headrace first, since it leaves its weights for the others
+                    if turn == 0:  # Headrace first, because it saves its weights for the others
                         workers[name] = stack.enter_context(worker(name, args, folder))
                     if name in workers:
                         rounds.setdefault(name, []).append(workers[name].ask(steps=args.steps)[0])
@@ -93,7 +97,8 @@ def worker(name: str, args: argparse.Namespace, folder: str) -> Peer:
 
 
 def show(cfg: Any, rounds: dict[str, list[Round]]) -> int:
-    """The table; 1 if the goal is missed, first losses differ or there is nothing to compare with."""
+    """Print the table. Returns 1 if the goal is missed, first losses differ or there is nothing to compare
+    with."""
     tokens = cfg.batch.sequences * cfg.data.sequence_length
     best = {
         name: {key: min(one[key] for one in found) for key in ("wall", "cpu")}
@@ -101,7 +106,7 @@ def show(cfg: Any, rounds: dict[str, list[Round]]) -> int:
     }
     firsts = {name: found[0]["first_loss"] for name, found in rounds.items()}
     ours = best.get("headrace")
-    print(f"{'':14}{'tokens/s':>10}{'ms':>8}{'CPU ms':>8}{'first loss':>12}   ours / it, by CPU time")
+    print(f"{'':14}{'tokens/s':>10}{'ms':>8}{'CPU ms':>8}{'first loss':>12}   Headrace / it, by CPU time")
     for name, its in best.items():
         ratios = f"{its['wall'] / ours['wall']:9.3f}{its['cpu'] / ours['cpu']:14.3f}" if ours else ""
         times = f"{tokens / its['wall']:10,.0f}{its['wall'] * 1e3:8.1f}{its['cpu'] * 1e3:8.1f}"
@@ -110,14 +115,14 @@ def show(cfg: Any, rounds: dict[str, list[Round]]) -> int:
     if ours is None or not peers:
         return 1
     found = min(its["wall"] for its in peers) / ours["wall"]
-    print(f"against the faster: {found:.3f} (wanted {GOAL:g}: {'met' if found >= GOAL else 'MISSED'})")
+    print(f"against the faster: {found:.3f} (goal {GOAL:g}: {'met' if found >= GOAL else 'MISSED'})")
     apart = max(abs(loss - firsts["headrace"]) for loss in firsts.values())
     print(f"first losses on the same weights {'agree' if apart < APART else 'DIFFER'}, {apart:.1e} apart")
     return int(apart >= APART or found < GOAL)
 
 
 def rounds_of(args: argparse.Namespace) -> Callable[[dict[str, Any]], Round]:
-    """What a process does when it has its turn: some steps, their median by the clock, CPU time a step."""
+    """The work of a process when it has its turn: some steps, their median wall time, CPU time per step."""
     if args.only == "headrace":
         take, first = headrace_step(load(args), args.folder)
     else:
@@ -141,10 +146,10 @@ def rounds_of(args: argparse.Namespace) -> Callable[[dict[str, Any]], Round]:
 
 
 def headrace_step(cfg: Any, folder: Path) -> tuple[Step, float]:
-    """The step by its number, once the first is taken, and that one's loss. Its weights and rows are kept."""
+    """The step by its number, after the first is taken, and the first loss. Saves its weights and rows."""
     from headrace.runtime import malloc
 
-    malloc.one_arena()  # these two as `headrace train` does, the first before JAX starts a thread
+    malloc.one_arena()  # as `headrace train` does, the first before JAX starts a thread
     malloc.keep_freed(1 << 30)
     import jax
 
@@ -153,10 +158,10 @@ def headrace_step(cfg: Any, folder: Path) -> tuple[Step, float]:
 
     dataset = Dataset.open(cfg.data.path, sequence_length=cfg.data.sequence_length)
     cfg = fill_model_sizes(cfg, dataset)
-    made = steps.ready(cfg, special_tokens(dataset))
+    made = steps.compile_step(cfg, special_tokens(dataset))
     order = dataset.train_order(cfg.batch.sequences, seed=cfg.seed)
     batches = [device_batch(dataset, order, made.devices, number) for number in range(steps.DIFFERENT)]
-    steps.keep(made, batches[0], folder)
+    steps.save_start(made, batches[0], folder)
     rows = {name: [np.asarray(getattr(batch, name)) for batch in batches] for name in ("tokens", "segments")}
     np.savez(folder / "rows.npz", **{name: np.stack(one) for name, one in rows.items()})
     state = made.state
@@ -171,7 +176,8 @@ def headrace_step(cfg: Any, folder: Path) -> tuple[Step, float]:
 
 
 def torch_step(cfg: Any, folder: Path, *, compiled: bool) -> tuple[Step, float]:
-    """The same of transformers, from the weights and rows that Headrace has kept: fused AdamW, clipping."""
+    """The same step in transformers, from the weights and rows that Headrace has saved: fused AdamW,
+    clipping."""
     import torch
 
     from headrace.data.dataset import Dataset
@@ -179,7 +185,7 @@ def torch_step(cfg: Any, folder: Path, *, compiled: bool) -> tuple[Step, float]:
 
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     model = steps.transformers_model(fill_model_sizes(cfg, Dataset.open(cfg.data.path)))
-    steps.take_weights(model, folder)
+    steps.load_weights(model, folder)
     kept = np.load(folder / "rows.npz")
     rows = zip(kept["tokens"], kept["segments"], strict=True)
     batches = [torch_batch(tokens, segments, isolate=cfg.data.isolate_documents) for tokens, segments in rows]
@@ -208,8 +214,8 @@ def torch_step(cfg: Any, folder: Path, *, compiled: bool) -> tuple[Step, float]:
 
 
 def torch_batch(tokens: np.ndarray, segments: np.ndarray, *, isolate: bool) -> dict[str, Any]:
-    """What transformers is called with so that each token is told from those before it, and documents of a
-    row do not see each other unless the recipe lets them: made beforehand, at no cost to the step."""
+    """The arguments of transformers with which each token is predicted from those before it, and documents of
+    a row do not see each other unless the recipe lets them. Made beforehand, at no cost to the step."""
     import torch
 
     segments = segments if isolate else np.minimum(segments, 1)

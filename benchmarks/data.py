@@ -1,9 +1,9 @@
-"""The data pipeline beside its peers, in one run: tokenizing, training of tokenizers, all stages end to end,
+"""The data pipeline against its peers, in one run: tokenizing, training of tokenizers, all stages end to end,
 packing, shuffling, streaming, conversations, memory. From the repository's root: python -m benchmarks.data
 
-Rates are by CPU time, which other work on the machine changes little, and by the clock. Peers run in
-interpreters of their own, PEERS_PYTHON and STREAMING_PYTHON, which `make bench-data` sets up. Slow ones get a
-part of the text."""
+Rates are by CPU time, which other work on the machine changes little, and by wall time. Peers run in
+interpreters of their own, PEERS_PYTHON and STREAMING_PYTHON, which `make bench-data` sets up. Slow peers get
+a part of the text."""
 
 import argparse
 import dataclasses
@@ -48,13 +48,13 @@ def main() -> int:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--mb", type=float, default=2000, help="megabytes of text")
-    parser.add_argument("--only", help="one part: " + ", ".join(NAMES))
-    parser.add_argument("--memory-gb", type=float, default=0, help="size of the corpus for memory")
+    parser.add_argument("--only", help="run only one part: " + ", ".join(NAMES))
+    parser.add_argument("--memory-gb", type=float, default=0, help="size of the corpus for the memory part")
     parser.add_argument("--json", help="a file for the results")
-    parser.add_argument("--folder", help="where to put what is made on the way; else the system's place")
+    parser.add_argument("--folder", help="folder for intermediate files (default: the system's)")
     options = parser.parse_args()
     if options.only not in (None, *NAMES):
-        parser.error(f"--only: {options.only} is none of {', '.join(NAMES)}")
+        parser.error(f"--only: {options.only} is not one of {', '.join(NAMES)}")
     return options
 
 
@@ -83,7 +83,7 @@ def parts(
 
 
 def show(name: str, lines: list[Line]) -> None:
-    """Ratios are ours over the peer's, by CPU time and by the clock."""
+    """Print the lines. Ratios are ours over the peer's, by CPU time and by wall time."""
     print(f"\n{name}")
     head = ("", "ours", "peer", "ratio", "clock", "target", "")
     rows = [head, *map(cells, lines)]

@@ -1,5 +1,5 @@
-"""Text to measure on: sources and documentation that lie on this machine, each file once, as JSON lines, with
-what trips tokenizers here and there."""
+"""Text to measure on: sources and documentation on this machine, each file once, as JSON lines, with
+occasional strings that are difficult for tokenizers."""
 
 import gzip
 import hashlib
@@ -12,7 +12,7 @@ import orjson
 
 SUFFIXES = (".py", ".pyi", ".md", ".rst", ".txt", ".html", ".h", ".hpp")
 NAMES = ("README", "NEWS", "copyright", "changelog", "CHANGES", "LICENSE")
-LARGEST = 400_000  # bytes of a file; larger ones are tables and generated code
+LARGEST = 400_000  # bytes of a file; larger files are tables and generated code
 HOSTILE = (
     "e\u0301 o\u0308\u0323 각 ﬁ Å \u0301 क्षि กำ",
     "👨‍👩‍👧‍👦 🏳️‍🌈 👍🏽 1️⃣ \U0001f9d1\U0001f3ff\u200d\U0001f680",
@@ -26,7 +26,7 @@ HOSTILE = (
 
 
 def write(folder: Path, megabytes: float) -> list[Path]:
-    """Files of about 10 MB, four at least."""
+    """Write files of about 10 MB, at least four."""
     folder.mkdir(parents=True)
     count = max(4, round(megabytes / 10))
     paths = [folder / f"{number:04d}.jsonl" for number in range(count)]
@@ -44,7 +44,7 @@ def write(folder: Path, megabytes: float) -> list[Path]:
 
 
 def texts() -> Iterator[str]:
-    """First each file as it is, then all of them again with a word changed, and so on."""
+    """Yield each file as it is, then all of them again with a word changed, and so on."""
     turn = 0
     while True:
         for number, text in enumerate(real()):
@@ -58,7 +58,8 @@ def texts() -> Iterator[str]:
 
 
 def real() -> Iterator[str]:
-    """In an order that looks random and is always the same, so that a small corpus has some of everything."""
+    """Yield files in a pseudorandom order that is always the same, so that a small corpus has some of
+    everything."""
     paths = sysconfig.get_paths()
     roots = {paths["purelib"], paths["stdlib"], "/usr/share"}
     files = {file for root in sorted(roots) for file in walk(root)}
@@ -83,7 +84,7 @@ def walk(root: str) -> Iterator[Path]:
 
 
 def read(file: Path) -> str:
-    """Nothing where it is not UTF-8 text of a fit size."""
+    """The text of a file; None if it is not UTF-8 or not of a suitable size."""
     try:
         if file.is_symlink() or not file.is_file() or not 100 <= file.stat().st_size <= LARGEST:
             return ""

@@ -1,4 +1,4 @@
-"""Measuring for benchmarks.data: wall and CPU time of everything that a piece of work starts, peers in
+"""Measurements for benchmarks.data: wall and CPU time of a piece of work with all its processes, peers in
 interpreters of their own, and the lines of the table. Linux only: it reads /proc."""
 
 import contextlib
@@ -29,13 +29,13 @@ class Cost:
 
 @dataclass(frozen=True)
 class Line:
-    """One line of the table. Where it has a `target` it is met or missed."""
+    """One line of the table. If it has a `target`, that is met or missed."""
 
     item: str
     what: str
     ours: str
     peer: str = ""
-    ratio: float | None = None  # by CPU time, where that was measured
+    ratio: float | None = None  # by CPU time, if that was measured
     ratio_wall: float | None = None
     target: str = ""
     met: bool | None = None
@@ -44,7 +44,7 @@ class Line:
 
 @dataclass
 class Rate:
-    """Work done a second, by CPU time and by the clock, of several rounds: medians count."""
+    """Work per second, by CPU time and by wall time, over several rounds, of which the median counts."""
 
     unit: str
     amounts: list[float] = field(default_factory=list)
@@ -66,11 +66,11 @@ class Rate:
         )
 
     def __str__(self) -> str:
-        return f"{number(self.core)} a core, {number(self.wall)} {self.unit}"
+        return f"{number(self.core)} per core, {number(self.wall)} {self.unit}"
 
 
 def compare(item: str, what: str, ours: Rate, peer: Rate, *, least: float = 0.0, note: str = "") -> Line:
-    """`least` is the ratio wanted, judged by CPU time: the machine may have other work."""
+    """`least` is the required ratio. It is checked by CPU time, because the machine may have other work."""
     assert ours.unit == peer.unit
     ratio = ours.core / peer.core
     target, met = (f"≥ {least:g}x", ratio >= least) if least else ("", None)
@@ -78,7 +78,7 @@ def compare(item: str, what: str, ours: Rate, peer: Rate, *, least: float = 0.0,
 
 
 def demand(item: str, what: str, found: float, limit: float, *, unit: str = "", most: bool = False) -> Line:
-    """A figure that must reach a limit, or with `most` stay below it."""
+    """A figure that must reach a limit or, with `most`, stay below it."""
     sign, met = ("<", found < limit) if most else ("≥", found >= limit)
     shown = f"{found:.4%}" if unit == "%" else f"{number(found)} {unit}".strip()
     wanted = f"{limit:.2%}" if unit == "%" else f"{limit:g} {unit}".strip()
@@ -90,24 +90,24 @@ def number(value: float) -> str:
 
 
 def adopt_orphans() -> None:
-    """Processes whose parent ends become children of this one, so that what they spent is not lost."""
+    """Make processes whose parent ends children of this one, so that their CPU time is not lost."""
     ctypes.CDLL(None, use_errno=True).prctl(ADOPT_ORPHANS, 1, 0, 0, 0)
 
 
 def measured(work: Callable[[], Any]) -> tuple[Any, Cost]:
-    """What the work returns, and what it cost here and in all processes under this one."""
+    """The result of the work, and its cost in this process and all processes under it."""
     wall, cpu = time.perf_counter(), spent()
     result = work()
     return result, Cost(time.perf_counter() - wall, spent() - cpu)
 
 
 def spent() -> float:
-    """CPU seconds of this process and all that came of it, ended ones included."""
+    """CPU seconds of this process and all its descendants, finished ones included."""
     ended = os.times()
     seconds = time.process_time() + ended.children_user + ended.children_system
     for pid in descendants(os.getpid()):
         with contextlib.suppress(OSError):
-            # After the name, which may hold blanks; four of the rest are its times and its ended children's.
+            # After the name, which may contain blanks. Four of the others are times: its own, its children's.
             fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
             seconds += sum(map(int, fields[11:15])) / TICKS
     return seconds
@@ -123,22 +123,22 @@ def descendants(pid: int) -> list[int]:
 
 
 def children() -> set[int]:
-    """Of this process, those it has adopted included."""
+    """The children of this process, including adopted ones."""
     tasks = Path("/proc/self/task").glob("*/children")
     return {int(pid) for task in tasks for pid in task.read_text().split()}
 
 
 def wait_for_orphans(before: set[int]) -> None:
-    """Until nothing is left of a command that has ended but the children there were before it. A server of
-    processes takes a moment to see that it is alone."""
+    """Wait until no process of a finished command is left except the children that were there before it. A
+    server of processes takes a moment to notice that it is alone."""
     for pid in children() - before:
         with contextlib.suppress(ChildProcessError):
             os.waitpid(pid, 0)
 
 
 class Peak(threading.Thread):
-    """The largest memory of a process and all under it, looked at 20 times a second: pages are counted for
-    each process that has them in memory (RSS), or once for all (PSS)."""
+    """The largest memory of a process and all its descendants, sampled 20 times per second. Pages are counted
+    for each process that has them in memory (RSS), or once for all (PSS)."""
 
     def __init__(self, pid: int) -> None:
         super().__init__(daemon=True)
@@ -160,12 +160,12 @@ class Missing(Exception):
 
 
 class Peer:
-    """A command in a process of its own: it gets ready, then does a round of work for each line of JSON it is
-    given, and answers with one. Only the rounds are measured."""
+    """A command in a process of its own. It gets ready, then does a round of work for each line of JSON it
+    receives, and answers with one. Only the rounds are measured."""
 
     def __init__(self, name: str, command: list[str], environment: dict[str, str] | None = None) -> None:
         self.name = name
-        self.said = tempfile.TemporaryFile()  # noqa: SIM115  peers log a line a file, which nobody wants to see
+        self.said = tempfile.TemporaryFile()  # noqa: SIM115  peers log one line per file
         self.process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -182,7 +182,7 @@ class Peer:
 
     @classmethod
     def script(cls, name: str, python: str, environment: dict[str, str] | None = None) -> "Peer":
-        """One of data_peers/."""
+        """A peer in data_peers/."""
         return cls(name, [python, str(PEERS / f"{name}.py")], environment)
 
     def __enter__(self) -> "Peer":
@@ -202,7 +202,7 @@ class Peer:
         code = self.process.wait()
         self.said.seek(0)
         last = self.said.read().decode(errors="replace").strip().rpartition("\n")[2]
-        raise Missing(f"{self.name} ended with exit code {code}: {last}")
+        raise Missing(f"{self.name} exited with code {code}: {last}")
 
     def ask(self, **options: Any) -> tuple[dict[str, Any], Cost]:
         def work() -> dict[str, Any]:

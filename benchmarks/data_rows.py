@@ -1,4 +1,4 @@
-"""The parts of benchmarks.data that begin with tokens: packing, shuffling, streaming."""
+"""The parts of benchmarks.data that start with tokens: packing, shuffling, streaming."""
 
 import sys
 import tempfile
@@ -41,8 +41,8 @@ class Interpreters:
 
 
 def packing(documents: int, interpreters: Interpreters | None, folder: Path) -> list[Line]:
-    """Best-fit-decreasing of documents of log-normal lengths; those longer than a row are cut to its length,
-    since peers do not take them. Peers get a slice of them, compared by documents a second."""
+    """Best-fit-decreasing packing of documents of log-normal lengths; those longer than a row are cut to its
+    length, because peers do not accept them. Peers get a slice of them, compared by documents per second."""
     lengths = np.random.default_rng(0).lognormal(np.log(DOCUMENT), 1.2, documents).astype(np.int64)
     lengths = np.clip(lengths, 8, LENGTH)
     lines, ours = [], Rate("M documents/s")
@@ -70,13 +70,13 @@ def packing(documents: int, interpreters: Interpreters | None, folder: Path) -> 
             continue
         rate = Rate(ours.unit)
         rate.add(min(slice, documents) / 1e6, cost)
-        note = f"fills {answer['fill']:.2%} with {min(slice, documents):,}"
+        note = f"fill {answer['fill']:.2%} with {min(slice, documents):,}"
         lines.append(compare("packing", f"vs {name}", ours, rate, note=note))
     return lines
 
 
 def shuffling(tokens: int, folder: Path, simulated: int = 4_000_000) -> list[Line]:
-    """Rows of ten sources, one source after the other, to shards that are on the disk when it ends."""
+    """Rows of ten sources, one source after the other, to shards that are on the disk at the end."""
     inputs = make_packed(folder, tokens)
     total = sum(one.rows for one in inputs) * LENGTH / 1e6
     rates = {name: Rate("M tokens/s") for name in ("copied", "one pass", "two passes")}
@@ -87,7 +87,7 @@ def shuffling(tokens: int, folder: Path, simulated: int = 4_000_000) -> list[Lin
             rate.add(total, cost)
             if made is not None:
                 found[f"ours, {name}"] = made
-    wanted = demand("shuffle", "one pass, by the clock", rates["one pass"].wall, 200, unit="M tokens/s")
+    wanted = demand("shuffle", "one pass, by wall time", rates["one pass"].wall, 200, unit="M tokens/s")
     lines = [wanted]
     for name in ("one pass", "two passes"):
         what = f"{name}, 2 processes, vs a copy, both with fsync"
@@ -137,7 +137,7 @@ def run_shuffle(folder: Path, inputs: list[shuffle.ShuffleInput], way: str) -> l
 
 
 def copy(folder: Path, inputs: list[shuffle.ShuffleInput], way: str) -> None:
-    """The same bytes in the order they have, by one process."""
+    """The same bytes in their original order, by one process."""
     for one in inputs:
         for file in sorted(folder.glob(f"{one.name}*.npy")):
             with open_atomic(folder / "copy.npy") as out:
@@ -145,14 +145,14 @@ def copy(folder: Path, inputs: list[shuffle.ShuffleInput], way: str) -> None:
 
 
 def measure(order: np.ndarray) -> list[dict[str, float]]:
-    """Of rows that came from ten sources of one size, in order."""
+    """Mixing of rows that came from ten sources of equal size, in order."""
     sources = order * SOURCES // len(order)
     return [shuffle.measure_shard(order, sources, 0, np.bincount(sources).tolist())]
 
 
 def describe(name: str, parts: list[dict[str, float]]) -> Line:
-    """Unevenness is the mean distance of a batch's sources from the even share, over that which a uniform
-    permutation has: it tells apart what mixing rounds to the same figure."""
+    """Unevenness is the mean distance of a batch's sources from equal shares, relative to that of a uniform
+    permutation. It distinguishes orders whose mixing rounds to the same figure."""
     quality, one = shuffle.combine_measures(parts), parts[0]
     uniform = (one["groups"] - 1) * (one["total"] - one["batch"]) / (one["total"] - 1)
     distance = sum(part["distances"] for part in parts) / sum(part["batches"] for part in parts)
@@ -160,14 +160,14 @@ def describe(name: str, parts: list[dict[str, float]]) -> Line:
     shown = "rank {:+.4f}, displacement {:.3f}, mixing {:.4f}, unevenness {:.2f}".format(*figures)
     if not name.startswith("ours"):
         return Line("shuffle", name, shown)
-    # Rank correlation of n rows in random order strays by 1 / sqrt(n).
+    # The rank correlation of n rows in random order deviates by 1 / sqrt(n).
     good = quality.mixing >= 0.99 and abs(quality.rank_correlation) < 4 / one["total"] ** 0.5
     return Line("shuffle", name, shown, target="0, 1, ≥ 0.99, 1", met=good)
 
 
 def recursive(rows: int, rounds: int, random: np.random.Generator) -> np.ndarray:
-    """Ten files drawn at random give the next thousand rows each, the ten thousand are shuffled and are the
-    next file of the round after."""
+    """Ten randomly drawn files give the next thousand rows each; the ten thousand rows are shuffled and form
+    the next file of the following round."""
     files = [list(file.reshape(-1, 1000)) for file in np.arange(rows).reshape(-1, 10_000)]
     for _ in range(rounds):
         made = []
@@ -194,7 +194,8 @@ def buffered(rows: int, size: int, random: np.random.Generator) -> np.ndarray:
 
 
 def streaming(tokens: int, interpreters: Interpreters | None, folder: Path) -> list[Line]:
-    """Batches of 32 rows in order, from the page cache. All have a round in turn; slow peers have a slice."""
+    """Batches of 32 rows in order, from the page cache. All take turns for a round each; slow peers get a
+    slice."""
     files = make_dataset(folder, tokens)
     data = Dataset.open(folder)
     steps = data.rows_per_epoch("train") // BATCH
@@ -231,7 +232,7 @@ def streaming(tokens: int, interpreters: Interpreters | None, folder: Path) -> l
         Line("stream", "a reader thread", str(rates["a reader thread"])),
         Line("stream", "batch, with segments and positions", str(rates["batch"])),
         *judge(rates),
-        *(Line("stream", "left out", "", message) for message in missing),
+        *(Line("stream", "skipped", "", message) for message in missing),
     ]
 
 
@@ -245,7 +246,7 @@ class Rival:
 def open_rivals(
     interpreters: Interpreters, files: list[str], scratch: Path
 ) -> tuple[dict[str, Rival], list[str]]:
-    """Those that are there, and which are not."""
+    """The peers that are installed, and the names of the others."""
     rivals: dict[str, Rival] = {}
     missing: list[str] = []
     rows = {"rows_of": files[0], "rows": 1600}
@@ -267,7 +268,7 @@ def open_rivals(
             if first is not None:
                 peer.ask(**first)
             if name != "MosaicML streaming, 2 workers":
-                peer.ask(**options)  # once, for what is only done the first time
+                peer.ask(**options)  # once, for work that is only done the first time
             rivals[name] = Rival(peer, options, ROUNDS if "memmap" in name else 3)
         except Missing as error:
             missing.append(str(error))

@@ -1,4 +1,4 @@
-"""The parts of benchmarks.data that begin with text: training of tokenizers, tokenizing, all stages end to
+"""The parts of benchmarks.data that start with text: training of tokenizers, tokenizing, all stages end to
 end, conversations, memory."""
 
 import json
@@ -38,7 +38,7 @@ ROOT = Path(__file__).parent.parent
 VOCAB = 32768
 LENGTH = 2048
 TRAINED_ON = 100  # MB
-SLICE = 40  # MB that slow peers get; rates are compared
+SLICE = 40  # MB for slow peers; rates are compared
 
 TEMPLATE = """{% for message in messages %}<|im_start|>{{ message['role'] }}
 {% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] }}<|im_end|>{% endgeneration %}
@@ -48,7 +48,7 @@ TEMPLATE = """{% for message in messages %}<|im_start|>{{ message['role'] }}
 
 @dataclass
 class Bench:
-    """What all parts share; text and tokenizer are made when the first part asks for them."""
+    """Shared state of all parts. Text and tokenizer are made when the first part needs them."""
 
     folder: Path
     megabytes: float
@@ -58,11 +58,11 @@ class Bench:
     @cached_property
     def files(self) -> list[Path]:
         made = data_corpus.write(self.folder / "corpus", self.megabytes)
-        os.sync()  # else the system writes it to the disk beside what is measured first
+        os.sync()  # else the system writes it to the disk during the first measurement
         return made
 
     def first(self, megabytes: float) -> list[str]:
-        """Files of about so much text."""
+        """Files with about this much text."""
         chosen, size = [], 0.0
         for file in self.files:
             if size < megabytes:
@@ -72,7 +72,7 @@ class Bench:
 
     @cached_property
     def slice(self) -> Path:
-        """A folder with what slow peers get."""
+        """A folder with the text for slow peers."""
         folder = self.folder / "slice"
         folder.mkdir()
         for file in self.first(SLICE):
@@ -81,8 +81,8 @@ class Bench:
 
     @cached_property
     def sample(self) -> tuple[Path, int]:
-        """What tokenizers are trained on, and how many texts it lacks: those with characters too new for the
-        tables of Hugging Face's, on which ours are not trained."""
+        """Text to train tokenizers on, and how many texts were left out: those with characters too new for
+        Hugging Face's tables, on which ours are not trained."""
         texts = read_texts(self.first(min(TRAINED_ON, self.megabytes)))
         new = unicode_drift.has_drifting(pa.array(texts, pa.large_string()))
         lines = [orjson.dumps({"text": t}) for t, is_new in zip(texts, new, strict=True) if not is_new]
@@ -91,7 +91,7 @@ class Bench:
 
     @cached_property
     def tokenizer(self) -> Path:
-        """The folder of a tokenizer trained by us."""
+        """The folder of a tokenizer trained by Headrace."""
         train(self, "ours")
         return self.folder / "ours"
 
@@ -105,14 +105,15 @@ def read_texts(files: list[str]) -> list[str]:
 
 
 def tokenizing(bench: Bench) -> list[Line]:
-    """Ids of all documents against Hugging Face's, and the rates of one thread each, every document once: the
-    libraries remember words, and a second time would be faster than any real work."""
+    """Ids of all documents compared with Hugging Face's, and rates of one thread each. Every document is
+    tokenized once, because the libraries cache words, and a second time would be faster than any real
+    work."""
     tokenizer = tokenizer_io.load(bench.tokenizer, "gigatoken")
     hostile = bench.folder / "hostile.jsonl"
     hostile.write_bytes(
         b"\n".join(orjson.dumps({"text": t}) for t in encoders.adversarial_texts(tokenizer.inner))
     )
-    files, real = {"hostile texts": [str(hostile)], "documents": bench.first(SLICE)}, "documents"
+    files, real = {"adversarial texts": [str(hostile)], "documents": bench.first(SLICE)}, "documents"
     arrow = pa.array(read_texts(files[real]), pa.large_string())
     size, ours = arrow.nbytes / 1e6, Rate("MB/s")
     pieces = [arrow.slice(i, 1000) for i in range(0, len(arrow), 1000)]
@@ -159,7 +160,7 @@ def same_ids(name: str, tokenizer: tokenizer_io.Tokenizer, texts: list[str], fil
     )
     differ = sum(not np.array_equal(ours, theirs) for ours, theirs in zip(*splits, strict=True))
     return Line(
-        "tokenizing", f"{name} with other ids", f"{differ} of {len(texts)}", target="0", met=differ == 0
+        "tokenizing", f"{name} with different ids", f"{differ} of {len(texts)}", target="0", met=differ == 0
     )
 
 
@@ -182,7 +183,7 @@ def training(bench: Bench) -> list[Line]:
 
 
 def train(bench: Bench, who: str) -> Rate:
-    """Both hold the texts already; both may use all cores."""
+    """Both have the texts in memory already; both may use all cores."""
     files, out = [str(bench.sample[0])], bench.folder / who
     out.mkdir(exist_ok=True)
     rate, size = Rate("MB/s"), text_megabytes(files)
@@ -196,15 +197,16 @@ def train(bench: Bench, who: str) -> Rate:
 
 
 def end_to_end(bench: Bench) -> list[Line]:
-    """Two processes each. Ours is the whole command, its start included; of peers only the work counts.
-    datatrove leaves files of shuffled documents, and merges them in a step more, which is shown apart."""
+    """Two processes each. Ours is the complete command including startup; of peers only the work counts.
+    datatrove leaves files of shuffled documents and merges them in an additional step, which is shown
+    separately."""
     ours, lines = Rate("MB/s"), []
     found: dict[str, tuple[Rate, float, str]] = {}
     size = text_megabytes([str(file) for file in bench.files])
     for number, (name, least, script, options) in enumerate(rivals(bench)):
         whole = bool(options.get("fast"))
         megabytes = size if whole else text_megabytes([str(file) for file in bench.slice.iterdir()])
-        note = "" if whole else f"it had {megabytes:.0f} of {size:.0f} MB"
+        note = "" if whole else f"it got {megabytes:.0f} of {size:.0f} MB"
         out = bench.folder / script / str(number)
         out.mkdir(parents=True)
         before = children()
@@ -234,7 +236,7 @@ def end_to_end(bench: Bench) -> list[Line]:
 
 
 def rivals(bench: Bench) -> list[tuple[str, float, str, dict[str, Any]]]:
-    """Each with the ratio wanted, its script and what it is given."""
+    """Each peer with the required ratio, its script and its options."""
     small, whole = str(bench.slice), str(bench.folder / "corpus")
     files = [str(file) for file in sorted(bench.slice.iterdir())]
     return [
@@ -243,7 +245,7 @@ def rivals(bench: Bench) -> list[tuple[str, float, str, dict[str, Any]]]:
         ("datatrove", 20.0, "datatrove_pipeline", {"folder": small, "fast": ""}),
         ("datatrove with gigatoken", 2.0, "datatrove_pipeline", {"folder": whole, "fast": "tokenizer"}),
         (
-            "the same, its writing replaced",
+            "the same, with faster writing",
             0.0,
             "datatrove_pipeline",
             {"folder": whole, "fast": "batches"},
@@ -252,7 +254,7 @@ def rivals(bench: Bench) -> list[tuple[str, float, str, dict[str, Any]]]:
 
 
 def prepare(bench: Bench, path: Path, source: Path, peak: list[Peak] | None = None) -> Cost:
-    """Runs `headrace data prepare` over JSON lines in a folder, with a tokenizer that is there."""
+    """Run `headrace data prepare` over JSON lines in a folder, with an existing tokenizer."""
     recipe = path.with_suffix(".yaml")
     recipe.write_text(
         f"path: {path}\nworkers: 2\nsources: {{real: {{path: {source}}}}}\n"
@@ -278,7 +280,7 @@ def prepare(bench: Bench, path: Path, source: Path, peak: list[Peak] | None = No
 
 
 def chats(bench: Bench) -> list[Line]:
-    """Ids and masks against transformers, and the rates, one thread each."""
+    """Ids and masks compared with transformers, and the rates, one thread each."""
     folder = bench.folder / "chat"
     conversations = make_chats(read_texts(bench.first(10)))
     inner = tokenizer_io.load(bench.tokenizer).inner
@@ -335,7 +337,7 @@ def make_chats(texts: list[str]) -> list[list[dict[str, str]]]:
 
 
 def memory(bench: Bench, gigabytes: float) -> list[Line]:
-    """The peak of the command and its workers over a corpus that is the same files under many names."""
+    """Peak memory of the command and its workers over a corpus of the same files under many names."""
     folder = bench.folder / "many"
     folder.mkdir()
     size, number = 0, 0
@@ -351,5 +353,5 @@ def memory(bench: Bench, gigabytes: float) -> list[Line]:
     return [
         demand("memory", f"{what}, RSS", peak[0].rss / 2**30, 2.0, unit="GiB", most=True),
         demand("memory", f"{what}, PSS", peak[0].pss / 2**30, 2.0, unit="GiB", most=True),
-        Line("memory", "rate meanwhile", str(rate), note=f"{os.cpu_count()} cores"),
+        Line("memory", "rate during it", str(rate), note=f"{os.cpu_count()} cores"),
     ]

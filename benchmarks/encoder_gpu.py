@@ -1,12 +1,13 @@
-"""Masked language modelling at the shapes of EuroBERT-210m and ModernBERT-base, 1,024 and 8,192 tokens a row,
-and of DeBERTa-V3-base, 512 and 1,024, against the same models of transformers + torch.compile in one run.
+"""Masked language modeling at the shapes of EuroBERT-210m and ModernBERT-base with rows of 1,024 and 8,192
+tokens, and of DeBERTa-V3-base with 512 and 1,024, against the same models of transformers + torch.compile in
+one run.
 
     python -m benchmarks.encoder_gpu       one GPU, about 7 minutes; prints tokens/s of both and their ratio
 
-Both: float32 master weights, bf16 compute, AdamW, clipping by global norm, one document a row, and the same
-weights and masked tokens in the first step, whose losses must be equal. Headrace draws what it masks within
-each step; torch gets its batch masked beforehand. Where all layers see the whole row its attention gets no
-mask, and is the faster of its fused ones; for windows both ways that transformers has are measured."""
+Both: float32 master weights, bf16 compute, AdamW, clipping by global norm, one document per row, and the same
+weights and masked tokens in the first step, whose losses must be equal. Headrace samples masks within each
+step; torch gets its batch masked beforehand. Where all layers are global, torch's attention gets no mask and
+is the faster of its fused ones; for two-sided windows, those that transformers has are measured."""
 
 import argparse
 import functools
@@ -19,11 +20,11 @@ from typing import Any
 from benchmarks import steps
 
 GOAL = 1.2
-APART = 0.02  # nats that bf16 may put between the two first losses
+APART = 0.02  # nats that the two first losses may differ by in bf16
 MODELS = {"eurobert-210m": [steps.UNMASKED], "modernbert-base": ["sdpa", "flex_attention"]}
-MODELS |= {"deberta-v3-base": ["eager"]}  # transformers has no other for it
+MODELS |= {"deberta-v3-base": ["eager"]}  # transformers has no other for this model
 LENGTHS = {"deberta-v3-base": [512, 1024]}
-# Alone, without the pair it is trained in: transformers has the encoder, not the training.
+# Without the generator of its training: transformers has the encoder, not the training.
 CHANGES = {
     "deberta-v3-base": {
         "model.generator_layers": 0,
@@ -39,7 +40,9 @@ def main() -> int:
     args = parse()
     if args.only:
         cfg = load(args, args.models[0], args.lengths[0])
-        steps.tell(functools.partial(headrace_steps if args.only == "headrace" else torch_steps, cfg, args))
+        steps.report_row(
+            functools.partial(headrace_steps if args.only == "headrace" else torch_steps, cfg, args)
+        )
         return 0
     lengths = {model: args.lengths or LENGTHS.get(model, [1024, 8192]) for model in args.models}
     return max(compare(args, model, length) for model in args.models for length in lengths[model])
@@ -49,15 +52,15 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", help="run one of them, in this process: headrace, or torch's attention")
+    parser.add_argument("--only", help="run only one, in this process: headrace, or torch's attention")
     parser.add_argument("--models", choices=list(MODELS), nargs="+", default=list(MODELS))
     parser.add_argument("--lengths", type=int, nargs="+", help="1,024 and 8,192 for most")
-    parser.add_argument("--tokens", type=int, default=32768, help="in a batch")
+    parser.add_argument("--tokens", type=int, default=32768, help="tokens per batch")
     parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--folder", type=Path, help="folder through which weights and masked tokens pass")
     parser.add_argument(
-        "--folder", type=Path, help="where weights and masked tokens go from one to the other"
+        "--set", nargs="*", default=[], metavar="key=value", help="changes to the recipe of both"
     )
-    parser.add_argument("--set", nargs="*", default=[], metavar="key=value", help="for the recipe of both")
     return parser.parse_args()
 
 
@@ -68,8 +71,8 @@ def load(args: argparse.Namespace, model: str, length: int) -> Any:
 
 
 def compare(args: argparse.Namespace, model: str, length: int) -> int:
-    """Prints all, Headrace first: it leaves its weights for the others. 1 if one failed, the goal is missed,
-    or the two do not compute the same."""
+    """Print all, Headrace first, because it saves its weights for the others. Returns 1 if one failed, the
+    goal is missed, or the two do not compute the same."""
     cfg, rows = load(args, model, length), {}
     share = f"{cfg.objective.mask_rate:.0%} are masked"
     print(f"{model}, {cfg.batch.sequences} rows of {length} tokens, of which {share}")
@@ -77,13 +80,13 @@ def compare(args: argparse.Namespace, model: str, length: int) -> int:
         for name in ("headrace", *MODELS[model]):
             same = ["--models", model, "--lengths", str(length), "--tokens", str(args.tokens)]
             same += ["--steps", str(args.steps), "--folder", folder, "--set", *args.set]
-            rows[name] = steps.alone("encoder_gpu", "--only", name, *same)
+            rows[name] = steps.run_script("encoder_gpu", "--only", name, *same)
             who = "headrace" if name == "headrace" else "torch"
-            print("  " + steps.line(who, rows[name], steps.flops(cfg)), flush=True)
+            print("  " + steps.format_row(who, rows[name], steps.flops_per_token(cfg)), flush=True)
     ours = rows.pop("headrace")
     theirs = max(rows.values(), key=lambda row: row.get("tokens_per_second", 0.0))
-    print(f"  headrace / transformers + torch.compile: {steps.spoken(ours, theirs, GOAL)}")
-    found = steps.ratio(ours, theirs)
+    print(f"  headrace / transformers + torch.compile: {steps.format_ratio(ours, theirs, GOAL)}")
+    found = steps.speed_ratio(ours, theirs)
     if found is None:
         return 1
     apart = abs(ours["first_loss"] - theirs["first_loss"])
@@ -99,15 +102,15 @@ def headrace_steps(cfg: Any, args: argparse.Namespace) -> steps.Row:
 
 
 def torch_steps(cfg: Any, args: argparse.Namespace) -> steps.Row:
-    """The same batch again and again: which tokens it holds changes nothing about the time."""
+    """Repeat the same batch: which tokens it contains does not change the time."""
     attention = args.only
     model = steps.transformers_model(cfg, attention)
     if attention == steps.UNMASKED:
         attention = steps.fastest_attention(cfg)
     if args.folder is not None and (args.folder / "examples.npz").is_file():
-        steps.take_weights(model, args.folder)
-        batch = steps.take_examples(args.folder)
-    else:  # alone, or Headrace has failed
+        steps.load_weights(model, args.folder)
+        batch = steps.load_examples(args.folder)
+    else:  # by itself, or Headrace has failed
         batch = masked(steps.random_tokens(cfg)[0]["input_ids"], cfg)
     return steps.torch_steps(model, [batch], args.steps) | {"attention": attention}
 

@@ -1,5 +1,5 @@
-"""A layer of experts, forward and backward, on one accelerator: how far `jax.lax.ragged_dot` is from products
-of the same FLOPs, with each of the ways in which XLA can do it on a GPU.
+"""A layer of experts, forward and backward, on one accelerator: `jax.lax.ragged_dot` against matmuls with the
+same FLOPs, with each of XLA's implementations on a GPU.
 
 python -m benchmarks.experts_gpu [experts] [top_k]"""
 
@@ -15,8 +15,8 @@ from headrace.nn import experts
 
 TOKENS, EMBED, MLP = 16_384, 2048, 1024
 WAYS: dict[str, dict[str, Any]] = {
-    "as it is": {},
-    "grouped products": {"xla_gpu_experimental_use_ragged_dot_grouped_gemm": True},
+    "default": {},
+    "grouped matmuls": {"xla_gpu_experimental_use_ragged_dot_grouped_gemm": True},
     "fused": {"xla_gpu_experimental_use_ragged_dot_fusion": True},
 }
 
@@ -28,7 +28,7 @@ def layer(x: Any, chosen: Any, weights: Any, w: Any, d: Any) -> Any:
 
 
 def plain(x: Any, w: Any, d: Any) -> Any:
-    """As many FLOPs, by three plain matrices."""
+    """As many FLOPs, in three plain matmuls."""
     run = lambda x, gate, up, down: (jax.nn.silu(x @ gate) * (x @ up)) @ down
     out, pull = jax.vjp(run, x, *w)
     return out, pull(d)
@@ -53,7 +53,7 @@ def main(count: int = 32, top_k: int = 4) -> None:
     flops = 18 * TOKENS * top_k * EMBED * MLP
     many = [jnp.repeat(one[0], top_k, axis=0) for one in (x, d)]
     took = seconds(jax.jit(plain), many[0], [one[0] for one in w], many[1])
-    print(f"plain products of as many rows: {1e3 * took:.2f} ms, {flops / took / 1e12:.0f} TFLOP/s")
+    print(f"plain matmuls of as many rows: {1e3 * took:.2f} ms, {flops / took / 1e12:.0f} TFLOP/s")
     for name, options in WAYS.items():
         lowered = jax.jit(layer).lower(x, chosen, weights, w, d)
         try:

@@ -1,8 +1,8 @@
-"""Every family's loss and gradients on the accelerator at hand, as training computes them (bfloat16, the
-attention that is chosen there), beside float32 and plain attention on the same device. Packed rows, windows,
-soft caps.
+"""Loss and gradients of every family on this machine's accelerator, as training computes them (bfloat16, the
+attention that is chosen there), compared with float32 and plain attention on the same device. Packed rows,
+windows, soft caps.
 
-    python -m benchmarks.families_gpu [--length 4096]      a minute or two; fails where they are apart"""
+    python -m benchmarks.families_gpu [--length 4096]      a minute or two; fails if they differ"""
 
 import argparse
 import dataclasses
@@ -14,7 +14,7 @@ from headrace.model_wrappers import load_family
 
 SIZES = dict(layers=5, embed=512, heads=8, kv_heads=4, head_dim=64, mlp=1024, vocab=4096)
 SIZES |= dict(window=256, global_every=2)
-APART = 0.05  # of gradients; bfloat16 alone makes 0.01 to 0.03
+APART = 0.05  # difference of gradients; bfloat16 alone causes 0.01 to 0.03
 
 
 def main() -> int:
@@ -29,7 +29,7 @@ def main() -> int:
     from headrace.training import step
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("families", nargs="*", help="all, if none is named")
+    parser.add_argument("families", nargs="*", help="default: all")
     parser.add_argument("--length", type=int, default=2048)
     args = parser.parse_args()
     length = args.length

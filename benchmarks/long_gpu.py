@@ -3,13 +3,13 @@ Gemma 2 9B, and of a Llama of its shape, and 131,072 tokens through Llama-3.2-1B
 
     python -m benchmarks.long_gpu gemma    about 3 minutes
     python -m benchmarks.long_gpu 32k      about 3 minutes
-    python -m benchmarks.long_gpu 131k     about 2 minutes; what does not fit the memory is told as such
+    python -m benchmarks.long_gpu 131k     about 2 minutes; the table says what does not fit in memory
     python -m benchmarks.long_gpu          all of them
 
-Both sides: float32 master weights, bf16 compute, AdamW, clipping by global norm, random tokens, one row of
-one document. torch gets the faster of its fused attentions, and for Gemma 2, whose soft caps these do not
-have, the one of transformers' that has them and skips what is out of a window (flex_attention). Rows are
-named by what is computed again in the backward pass: none, or every layer in full (checkpointing)."""
+Both sides: float32 master weights, bf16 compute, AdamW, clipping by global norm, random tokens, one row with
+one document. torch gets the faster of its fused attentions. For Gemma 2, whose soft caps these do not
+support, it gets the one of transformers that supports them and skips what is outside a window
+(flex_attention). Rows are named by what is recomputed in the backward pass: none, or every layer (full)."""
 
 import argparse
 import functools
@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks import steps
 
-# Nothing is lost between pieces of torch's memory, and JAX may take nearly all of it as well.
+# Torch's memory does not fragment, and JAX may take nearly all of it as well.
 ENVIRONMENT = {
     "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
     "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92",
@@ -30,7 +30,7 @@ ENVIRONMENT = {
 class Part:
     recipe: str
     settings: dict[str, Any]
-    remats: tuple[str, ...]  # of Headrace, each a row
+    remats: tuple[str, ...]  # of Headrace, one row each
     steps: int
     attention: str = steps.UNMASKED  # of torch
 
@@ -55,7 +55,7 @@ PARTS = {
 def main() -> int:
     args = parse()
     if args.only:
-        steps.tell(functools.partial(run, args))
+        steps.report_row(functools.partial(run, args))
         return 0
     return max(compare(name, args) for name in args.parts or PARTS)
 
@@ -65,14 +65,18 @@ def parse() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("parts", nargs="*", metavar="PART", help=" or ".join(PARTS))
-    parser.add_argument("--only", metavar="ROW", help="run one row of a part, in this process: torch full")
-    parser.add_argument("--steps", type=int, help="else 6 and 3")
-    parser.add_argument("--limit", type=float, default=150, help="seconds for a row")
-    parser.add_argument("--set", nargs="*", default=[], metavar="key=value", help="for the recipe of both")
+    parser.add_argument(
+        "--only", metavar="ROW", help="run only one row of a part, in this process, e.g. torch full"
+    )
+    parser.add_argument("--steps", type=int, help="default: 6 and 3")
+    parser.add_argument("--limit", type=float, default=150, help="time limit of a row in seconds")
+    parser.add_argument(
+        "--set", nargs="*", default=[], metavar="key=value", help="changes to the recipe of both"
+    )
     args = parser.parse_args()
     for part in args.parts:
         if part not in PARTS:
-            parser.error(f"{part} is none of {', '.join(PARTS)}")
+            parser.error(f"{part} is not one of {', '.join(PARTS)}")
     return args
 
 
@@ -82,7 +86,7 @@ def load(name: str, remat: str, args: argparse.Namespace) -> Any:
 
 
 def compare(name: str, args: argparse.Namespace) -> int:
-    """Prints every row of a part; 1 if Headrace has none."""
+    """Print every row of a part. Returns 1 if Headrace has none."""
     part, cfg = PARTS[name], load(name, "full", args)
     model, length = cfg.model, cfg.data.sequence_length
     print(f"{length:,} tokens, {model.layers} layers, {model.embed} wide, vocabulary {model.vocab:,}")
@@ -91,12 +95,12 @@ def compare(name: str, args: argparse.Namespace) -> int:
     for row in wanted:
         more = [] if args.steps is None else ["--steps", str(args.steps)]
         command = [name, "--only", row, *more, "--set", *args.set]
-        rows[row] = steps.alone("long_gpu", *command, limit=args.limit, environment=ENVIRONMENT)
-        print("  " + steps.line(row, rows[row], steps.flops(cfg)), flush=True)
+        rows[row] = steps.run_script("long_gpu", *command, limit=args.limit, environment=ENVIRONMENT)
+        print("  " + steps.format_row(row, rows[row], steps.flops_per_token(cfg)), flush=True)
     peers, ours = ([row for row in wanted if row.startswith(who)] for who in ("torch", "headrace"))
-    alike = steps.spoken(rows["headrace full"], rows["torch full"])
+    alike = steps.format_ratio(rows["headrace full"], rows["torch full"])
     best = [max((rows[row] for row in names), key=speed) for names in (ours, peers)]
-    print(f"  headrace / torch: {alike} with full checkpointing, {steps.spoken(*best)} the best of each\n")
+    print(f"  headrace / torch: {alike} with full checkpointing, {steps.format_ratio(*best)} best to best\n")
     return int(speed(best[0]) == 0)
 
 

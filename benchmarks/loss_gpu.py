@@ -1,18 +1,18 @@
-"""Time and extra memory of the head and its loss, forward and backward, on one GPU, and how far its gradients
-are off: cut cross entropy by tokens, by the vocabulary and by kernels, full logits in JAX, torch eager,
+"""Time and extra memory of the head and its loss, forward and backward, on one GPU, and the error of its
+gradients: cut cross entropy by tokens, by vocabulary and in kernels, full logits in JAX, torch eager,
 torch.compile and Apple's cut cross entropy, in one run. The default shape is Gemma 2 2B's. From the
 repository's root:
 
     python -m benchmarks.loss_gpu              one GPU; the kernels are for Hopper
-    python -m benchmarks.loss_gpu --small      a CPU, a small shape; its times say nothing
+    python -m benchmarks.loss_gpu --small      a CPU, a small shape; its times mean nothing
 
-All have the same inputs in bf16, and are held against float32 logits of these, multiplied in full precision:
-each framework makes that truth for itself, some tokens at a time. What cannot be run, for want of memory, of
-the right chip or of a package, is told in its row. Apple's is no dependency of Headrace:
+All have the same inputs in bf16, and are compared with float32 logits of these, multiplied in full precision.
+Each framework computes that reference for itself, some tokens at a time. If something cannot run, because
+memory, the right chip or a package is missing, its row says so. Apple's is not a dependency of Headrace:
 
     pip install --no-deps "cut-cross-entropy @ git+https://github.com/apple/ml-cross-entropy.git"
 
-PyPI has an older one by that name (25.1.1), which only knows the first two of its rows."""
+PyPI has an older version by that name (25.1.1), which has only the first two of its rows."""
 
 import argparse
 import importlib
@@ -28,18 +28,18 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.steps import reason, torch_device
+from benchmarks.steps import describe_error, torch_device
 
 REPEATS = 20
 SMALL = dict(tokens=256, embed=64, vocab=1000)
-PART = 512  # tokens whose logits in float32 the truth is made of at a time: 0.5 GB of a vocabulary of 256,000
+PART = 512  # tokens per part of the float32 reference: 0.5 GB of logits with a vocabulary of 256,000
 APPLE: dict[str, dict[str, Any]] = {
     "Apple's cut": {},
     "Apple's, no filter": {"filter_eps": None},
     "Apple's, exact": {"impl": "cce_exact"},
     "Apple's, for pre-training": {"impl": "cce_kahan_full_c"},
 }
-Row = dict[str, Any]  # of one way, or `failed`: why it has nothing to tell
+Row = dict[str, Any]  # of one implementation, or `failed`: the reason for having no result
 
 
 def main() -> None:
@@ -48,7 +48,7 @@ def main() -> None:
         for row in torch_rows(options.tokens, options.embed, options.vocab):
             print("ROW", json.dumps(row), flush=True)
         return
-    # torch first and in its own process: its memory is back with the driver before JAX takes any.
+    # torch first and in its own process, so that its memory is free before JAX takes any.
     rows = in_a_process_of_its_own(options)
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     rows += jax_rows(options.tokens, options.embed, options.vocab, options.unembed)
@@ -64,7 +64,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--embed", type=int, default=2304)
     parser.add_argument("--vocab", type=int, default=256_000)
     parser.add_argument("--unembed", choices=["bfloat16", "float32"], default="bfloat16", help="in JAX")
-    parser.add_argument("--torch", action="store_true", help="only torch, for the process of its own")
+    parser.add_argument("--torch", action="store_true", help="run only torch; internal")
     options = parser.parse_args()
     return argparse.Namespace(**vars(options) | (SMALL if options.small else {}))
 
@@ -80,14 +80,14 @@ def in_a_process_of_its_own(options: argparse.Namespace) -> list[Row]:
 
 
 def drawn(tokens: int, embed: int, vocab: int) -> tuple[Any, Any, Any]:
-    """Hidden states and the vocabulary's matrix in bf16, and targets; the same for whoever asks."""
+    """Hidden states and the vocabulary matrix in bf16, and targets; the same for every caller."""
     import ml_dtypes
 
     random = np.random.default_rng(0)
 
     def normal(rows: int, scale: float) -> Any:
         made = np.empty((rows, embed), ml_dtypes.bfloat16)
-        for part in np.array_split(made, -(-rows // 4096)):  # all at once would be twice as large in float32
+        for part in np.array_split(made, -(-rows // 4096)):  # twice as large in float32, so not all at once
             part[:] = scale * random.standard_normal(part.shape, np.float32)
         return made
 
@@ -129,7 +129,7 @@ def torch_rows(tokens: int, embed: int, vocab: int) -> list[Row]:
         ]
         hidden.grad = unembed.grad = None
         gradients = 2 * (hidden.numel() + unembed.numel())
-        if device == "cpu":  # which does not count its memory
+        if device == "cpu":  # which does not report its memory
             return made | dict(ms=median_ms(step))
         torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated() + gradients
@@ -160,11 +160,11 @@ def torch_truth(hidden: Any, unembed: Any, targets: Any) -> tuple[Any, Any]:
 
 
 def attempt(name: str, work: Callable[[], Row]) -> Row:
-    """A row whatever becomes of it."""
+    """A row, also if it fails."""
     try:
         return work()
-    except Exception as error:  # frameworks and kernels raise errors of every kind
-        return dict(name=name, failed=reason(error))
+    except Exception as error:  # frameworks and kernels raise errors of any kind
+        return dict(name=name, failed=describe_error(error))
 
 
 def jax_rows(tokens: int, embed: int, vocab: int, unembed_dtype: str) -> list[Row]:
@@ -237,7 +237,7 @@ def jax_truth(hidden: Any, unembed: Any, targets: Any) -> tuple[Any, Any]:
 
 
 def relative(one: Any, other: Any) -> float:
-    """The distance between two arrays over the length of the second."""
+    """The distance between two arrays, relative to the norm of the second."""
     import jax
     import jax.numpy as jnp
 
@@ -261,11 +261,11 @@ def median_ms(step: Callable[[], Any]) -> float:
 
 
 def report(rows: list[Row]) -> None:
-    """Extra memory is what is needed beyond the inputs and the two gradients; these are off by the distance
-    from the truth over its length."""
+    """Print the table. Extra memory is memory beyond the inputs and the two gradients. The error of a
+    gradient is its distance from the reference, relative to the reference's norm."""
     ours = next(row for row in rows if row["name"] == "by tokens, auto")
     names = f"{'ms':>9}{'extra MiB':>11}{'loss':>9}{'time/ours':>11}{'memory/ours':>13}"
-    print(f"{'':26}{names}  d hidden off  d unembed off")
+    print(f"{'':26}{names}  d hidden err  d unembed err")
     for row in rows:
         if "failed" in row:
             print(f"{row['name']:26}  {row['failed']}")
@@ -279,7 +279,7 @@ def report(rows: list[Row]) -> None:
 
 
 def ratio(row: Row, ours: Row, key: str) -> str:
-    """Nothing where one of the two is not known, or ours is none."""
+    """The ratio to ours; empty if either is not known, or ours is 0."""
     return f"{row[key] / ours[key]:.2f}" if key in row and ours.get(key) else ""
 
 

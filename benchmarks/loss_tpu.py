@@ -1,5 +1,5 @@
-"""Planned time and extra memory of the head and its loss, forward and backward, on one TPU that is not there:
-by tokens, by the vocabulary in plain JAX and by its kernels, compiled by libtpu and timed as `headrace plan`
+"""Planned time and extra memory of the head and its loss, forward and backward, on one TPU that is not
+present: by tokens, by vocabulary in plain JAX and in kernels, compiled by libtpu and timed as `headrace plan`
 times a step. The default shape is Gemma 2 2B's. From the repository's root: python -m benchmarks.loss_tpu"""
 
 import argparse
@@ -30,9 +30,11 @@ def main() -> None:
         return
     sizes = f"{options.tokens:,} tokens, {options.embed:,} wide, vocabulary {options.vocab:,}, bfloat16"
     print(f"{options.slice}, one device: {sizes}\n")
-    print("| way | planned ms | extra MiB | products, TFLOP | compiler's cycles, ms |\n|---|---|---|---|---|")
+    print(
+        "| backend | planned ms | extra MiB | matmuls, TFLOP | compiler's cycles, ms |\n|---|---|---|---|---|"
+    )
     for row in rows:
-        # The compiler reckons no cycles for kernels: of them this says nothing.
+        # The compiler estimates no cycles for kernels, so these are not included.
         cycles = f"{row['cycles']:.1f}" if not row["kernel_tflop"] else f"{row['cycles']:.1f} without kernels"
         numbers = f"{row['ms']:.1f} | {row['extra_mib']:,.0f} | {row['tflop']:.1f} | {cycles}"
         print(f"| {row['name']} | {numbers} |")
@@ -50,14 +52,14 @@ def arguments() -> argparse.Namespace:
 
 
 def in_a_process_of_its_own(way: str) -> Row:
-    """What the compiler writes down is chosen by flags that are read once."""
+    """Compile in a subprocess, because the flags for the compiler's dump are read only once."""
     with tempfile.TemporaryDirectory() as folder:
         flags = f"--xla_dump_to={folder} --xla_dump_hlo_as_text"
         command = [sys.executable, "-m", "benchmarks.loss_tpu", *sys.argv[1:], "--way", way]
         environment = os.environ | ENVIRONMENT | {"XLA_FLAGS": flags, "LOSS_DUMP": folder}
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
-        sys.exit(f"{way}: the compiler ended with exit code {done.returncode}\n{done.stderr[-2000:]}")
+        sys.exit(f"{way}: the compiler exited with code {done.returncode}\n{done.stderr[-2000:]}")
     return json.loads(done.stdout.splitlines()[-1])
 
 

@@ -1,15 +1,15 @@
-"""Training in 8 bits beside training in bf16, in one run: tokens/s and what becomes of the loss.
+"""Training in 8 bits against training in bf16, in one run: tokens/s, and the effect on the loss.
 
     python -m benchmarks.low_precision             one GPU, about 7 minutes: Llama-3.2-1B, bf16 and fp8
     python -m benchmarks.low_precision --small     a CPU: the demo's model, float32, fp8 and int8
 
 Every format trains the same model from the same weights on the same rows: the bytes of this repository's text
-and of Python's standard library, one row in twenty held out. The loss of a step is the mean of all since the
-one above it in the table. Each runs in a process of its own, so that none finds another's memory taken.
-Tokens/s are of the middle step; on a CPU, where 8 bits are emulated, they say nothing.
+and of Python's standard library, with one row in twenty held out. The loss of a step is the mean of all steps
+since the one above it in the table. Each format runs in a process of its own, so that none finds memory taken
+by another. Tokens/s are of the median step; on a CPU, where 8 bits are emulated, they mean nothing.
 
-`nudged` is the control: no 8 bits, but a learning rate a hundredth of a per cent higher. What a format
-differs by means something only where it is more than that. `fp8_head` has the head in fp8 as well."""
+`nudged` is the control: no 8 bits, but a learning rate a hundredth of a percent higher. A difference between
+formats means something only if it is larger than that. `fp8_head` has the head in fp8 as well."""
 
 import argparse
 import dataclasses
@@ -28,9 +28,9 @@ import numpy as np
 ROOT = Path(__file__).parent.parent
 GOAL = 1.25  # times the tokens/s of bf16
 NUDGE = 1.0001  # times the learning rate
-BYTES = 64 * 2**20  # of text, at most
+BYTES = 64 * 2**20  # bytes of text, at most
 SHOWN = 12  # rows of the table
-HELD_OUT = 20  # one row in so many
+HELD_OUT = 20  # one row in this many is held out
 FORMATS = ("compute", "nudged", "fp8", "fp8_head", "int8")
 Row = dict[str, Any]
 
@@ -64,12 +64,16 @@ def parse() -> argparse.Namespace:
     )
     options.add_argument("--small", action="store_true", help="the demo's model")
     options.add_argument(
-        "--only", choices=["compute", "nudged", "fp8", "fp8_head", "int8"], help="in this process"
+        "--only",
+        choices=["compute", "nudged", "fp8", "fp8_head", "int8"],
+        help="run only this one, in this process",
     )
-    options.add_argument("--batch", type=int, default=None, help="rows a step: 8, with --small 16")
+    options.add_argument(
+        "--batch", type=int, default=None, help="rows per step (default: 8, with --small 16)"
+    )
     options.add_argument("--steps", type=int, default=200)
-    options.add_argument("--json", type=Path, help="where to write every loss and rate")
-    options.add_argument("overrides", nargs="*", metavar="key=value", help="for the recipe")
+    options.add_argument("--json", type=Path, help="file for all losses and rates")
+    options.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the recipe")
     return options.parse_args()
 
 
@@ -142,7 +146,7 @@ def settings(args: argparse.Namespace, format: str) -> list[str]:
     chosen |= {"schedule.steps": args.steps, "schedule.warmup": args.steps // 10}
     chosen |= {"batch.microbatches": 1, "batch.sequences": args.batch or 8}
     if args.small:
-        # At the demo's 5e-3, with 8 rows, `nudged` alone ends up 0.13 away: too much to see anything by.
+        # At the demo's 5e-3, with 8 rows, `nudged` alone ends up 0.13 away: too much to see an effect.
         chosen |= {"model.vocab": 256, "batch.sequences": args.batch or 16, "optimizer.learning_rate": 1e-3}
     chosen |= dict(item.split("=", 1) for item in args.overrides)
     return [f"{key}={value}" for key, value in chosen.items()]
@@ -162,14 +166,14 @@ def text() -> np.ndarray:
 
 
 def split(stream: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Rows to learn from, and rows held out."""
+    """Rows to train on, and rows held out."""
     rows = stream[: len(stream) // length * length].reshape(-1, length).astype(np.int32)
     held_out = np.arange(len(rows)) % HELD_OUT == 0
     return rows[~held_out], rows[held_out]
 
 
 def summary(row: Row) -> str:
-    calls = f"   {row['fp8_calls']} products in fp8, {row['other_calls']} others" if row["fp8_calls"] else ""
+    calls = f"   {row['fp8_calls']} matmuls in fp8, {row['other_calls']} others" if row["fp8_calls"] else ""
     return (
         f"{row['tokens_per_second']:10,.0f} tokens/s   first step {row['first_step']:5.1f} s   "
         f"{row['memory'] / 2**30:5.1f} GiB   evaluation loss {row['evaluation']:.4f}{calls}"
@@ -177,7 +181,7 @@ def summary(row: Row) -> str:
 
 
 def table(rows: dict[str, Row]) -> list[str]:
-    """Losses by steps, those of 8 bits with how far they are from the first."""
+    """Losses by step; for 8 bits also the difference to the first format."""
     base, *others = rows
     steps = len(rows[base]["losses"])
     every = max(1, steps // SHOWN)

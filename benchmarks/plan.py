@@ -1,13 +1,13 @@
-"""What `headrace plan` says of slices that nobody has rented, each row by the real command in a process of
-its own: Llama 3 8B beside MaxText, MaxText's published times, the hardware table of Lunaris, the smallest
+"""Results of `headrace plan` for several slices, each row from the real command in a process of its own:
+Llama 3 8B compared with MaxText, MaxText's published times, the hardware table of Lunaris, the smallest
 slices for Gemma 2 9B at 32k, and 600B parameters. From the repository's root:
 
     python -m benchmarks.plan [--only NAME]
 
 It takes libtpu and no TPU. MaxText runs in an interpreter of its own, MAXTEXT_PYTHON, which `make bench-plan`
-sets up; since it brings an older libtpu, it is compiled by that and by the one of Headrace. GB are 1e9 bytes,
-GiB 2**30, of one chip; CPU seconds are of the command and all that it starts. Where the plan has doubts about
-its time, such as loops whose trips hang on those of another, it says "about"."""
+sets up. Because MaxText installs an older libtpu, it is compiled with that and with Headrace's. GB are 1e9
+bytes, GiB 2**30, of one chip; CPU seconds are of the command and all its processes. If the plan is uncertain
+about its time, for example because a loop's trip count depends on another loop, the table says "about"."""
 
 import argparse
 import dataclasses
@@ -40,7 +40,7 @@ HEAD = """\
 
 @dataclass(frozen=True)
 class Row:
-    """One plan, and the answer that is wanted."""
+    """One plan, and the expected answer."""
 
     what: str
     recipe: str
@@ -49,7 +49,7 @@ class Row:
     fits: bool = True
     by: str = "compiler"  # or arithmetic
     most: float | None = None  # bytes of temporaries
-    model: str = ""  # overrides of its model, which the table does not show
+    model: str = ""  # overrides of its model, not shown in the table
 
 
 # Sizes of the Llama family, over the vocabulary, sequence length, batch and optimizer of Lunaris.
@@ -68,7 +68,7 @@ def lunaris(size: str, where: str, settings: str) -> Row:
 
 
 def gemma(where: str, mesh: str, more: str = "", *, fits: bool = True, by: str = "compiler") -> Row:
-    """One row of 32,768 tokens for each part of the batch, all at once."""
+    """One row of 32,768 tokens per microbatch, all at once."""
     sizes = dict(zip(("fsdp", "tensor", "context"), mesh.split("x"), strict=True))
     split = " ".join(f"mesh.{axis}={size}" for axis, size in sizes.items())
     batch = f"batch.sequences={sizes['fsdp']} batch.microbatches=1"
@@ -77,8 +77,8 @@ def gemma(where: str, mesh: str, more: str = "", *, fits: bool = True, by: str =
 
 @dataclass(frozen=True)
 class Published:
-    """What MaxText publishes of a step of its own. Ours is planned with as many rows a chip at two
-    depths, since not all of it fits as we keep it, and extended to all layers."""
+    """A step time that MaxText publishes for its own program. Ours is planned with as many rows per chip at
+    two depths, because not all of it fits with what we save, and extrapolated to all layers."""
 
     what: str
     slice: str
@@ -86,7 +86,7 @@ class Published:
     seconds: float
     settings: str
     model: str = ""
-    near: bool = True  # whether ours is wanted within 15 %
+    near: bool = True  # whether ours has to be within 15 %
     depths: tuple[int, int] = (4, 8)
 
 
@@ -139,7 +139,7 @@ TABLES: dict[str, list[Any]] = {
         lunaris("13B", "v4-64", "batch.microbatches=2"),
         lunaris("30B", "v4-128", "batch.microbatches=2"),
     ],
-    # The smallest slice of each generation, and the next smaller one with what comes nearest to fitting.
+    # The smallest slice of each generation, and the next smaller one with the settings closest to fitting.
     "gemma": [
         gemma("v2-128", "4x8x4", "loss.chunk_size=512"),
         gemma("v2-32", "2x8x2", "loss.chunk_size=512", fits=False),
@@ -171,7 +171,7 @@ TABLES: dict[str, list[Any]] = {
 
 @dataclass(frozen=True)
 class Found:
-    """What a plan, or MaxText, said. Bytes are of a chip."""
+    """The result of a plan, or of MaxText. Bytes are per chip."""
 
     fits: bool
     by: str
@@ -181,12 +181,12 @@ class Found:
     limit: int | None = None
     step: float | None = None
     mfu: float | None = None
-    doubts: tuple[str, ...] = ()  # what the time leaves out
+    doubts: tuple[str, ...] = ()  # what the time does not include
 
 
 @dataclass(frozen=True)
 class Line:
-    """A row as measured. `missed` says in what, and is None where nothing was wanted of it."""
+    """A measured row. `missed` says what was missed, and is None if nothing was expected."""
 
     what: str
     slice: str
@@ -251,7 +251,7 @@ def plan(row: Row) -> Line:
 
 
 def extended(row: Published) -> Line:
-    """A line with the time alone."""
+    """A line with only the time."""
     settings = f"{row.settings} batch.microbatches=1"
     lines = [
         plan(Row(row.what, "llama3-8b", row.slice, settings, model=f"{row.model} model.layers={depth}"))
@@ -270,25 +270,25 @@ def extended(row: Published) -> Line:
 
 
 def faults(row: Row, found: Found, code: int) -> str:
-    """In what an answer is not the one wanted; nothing where it is."""
+    """How an answer differs from the expected one; empty if it does not."""
     wrong = []
     if (found.fits, code) != ((True, 0) if row.fits else (False, DOES_NOT_FIT)):
-        wrong.append(f"wanted that it {'fits' if row.fits else 'does not fit'}, exit code {code}")
+        wrong.append(f"expected: it {'fits' if row.fits else 'does not fit'}, exit code {code}")
     if found.by != row.by:
-        wrong.append(f"wanted the answer of {row.by}")
+        wrong.append(f"expected the answer of {row.by}")
     if row.most is not None and found.temporaries > row.most:
-        wrong.append(f"wanted at most {row.most / 1e9:g} GB of temporaries")
+        wrong.append(f"expected at most {row.most / 1e9:g} GB of temporaries")
     return "; ".join(wrong)
 
 
 def maxtext(where: str, compiler: str, library: str | None, tiling: str) -> Line:
-    """The same model, slice, batch, dtypes and remat, which but for these are MaxText's defaults, and its
+    """The same model, slice, batch, dtypes and remat, with MaxText's defaults for everything else, and its
     program timed as ours is."""
     python = os.environ.get("MAXTEXT_PYTHON", str(ROOT / ".venv/maxtext/bin/python"))
     settings = f"per_device_batch_size=2 max_target_length=8192 {tiling}".strip()
     line = partial(Line, f"{MAXTEXT}, {compiler}", where, settings)
     if not Path(python).exists():
-        return line(None, 0.0, note=f"not there: {python}; make .venv/maxtext/ready, or set MAXTEXT_PYTHON")
+        return line(None, 0.0, note=f"not found: {python}; make .venv/maxtext/ready, or set MAXTEXT_PYTHON")
     command = [python, "-m", "maxtext.trainers.pre_train.train_compile", "model_name=llama3-8b"]
     command += [f"compile_topology={where}", "compile_topology_num_slices=1", *settings.split()]
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as folder:
@@ -307,7 +307,7 @@ def maxtext(where: str, compiler: str, library: str | None, tiling: str) -> Line
 
 
 def counted(program: Path, where: str) -> timing.Breakdown:
-    """The time of a program whose weights are split over all chips, along the torus."""
+    """The time of a program whose weights are sharded over all chips, along the torus."""
     os.environ.update(ENVIRONMENT)  # before JAX reads it
     os.environ.setdefault("TPU_LIBRARY_PATH", libtpu() or "")
     from jax.experimental import mesh_utils, topologies
@@ -321,7 +321,7 @@ def counted(program: Path, where: str) -> timing.Breakdown:
 def run(
     command: list[str], *, library: str | None, folder: str | Path = ROOT, dump: str = ""
 ) -> subprocess.CompletedProcess[str]:
-    """With `library` for TPUs, else the one that the interpreter has; programs go to `dump`."""
+    """With `library` for TPUs, else the one of the interpreter; programs go to `dump`."""
     environment = {key: value for key, value in os.environ.items() if key != "TPU_LIBRARY_PATH"}
     environment |= ENVIRONMENT
     if dump:
@@ -334,8 +334,8 @@ def run(
 
 
 def libtpu() -> str | None:
-    """The compiler that Headrace's plans use: one that was named, the one of `make .venv/libtpu`, or the one
-    among the packages."""
+    """The compiler that Headrace's plans use: one that was named, the one of `make .venv/libtpu`, or an
+    installed package."""
     alone = ROOT / ".venv/libtpu/libtpu/libtpu.so"
     if named := os.environ.get("TPU_LIBRARY_PATH") or (alone.is_file() and str(alone)):
         return named
@@ -344,7 +344,7 @@ def libtpu() -> str | None:
 
 
 def last(done: subprocess.CompletedProcess[str]) -> str:
-    return f"exit code {done.returncode}: {(done.stdout.strip().splitlines() or ['no word'])[-1][:200]}"
+    return f"exit code {done.returncode}: {(done.stdout.strip().splitlines() or ['no output'])[-1][:200]}"
 
 
 def shown(line: Line) -> str:

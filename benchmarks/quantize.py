@@ -1,12 +1,13 @@
-"""Few bits a weight: what training so takes, and how long a layer of a large model takes to be rounded.
+"""Quantization: the cost of training with few bits per weight, and the time to quantize a layer of a large
+model.
 
     python -m benchmarks.quantize              one GPU, about 5 minutes: Llama 2 7B, a layer of Llama 3 8B
-    python -m benchmarks.quantize --small      a CPU, small shapes; its times say nothing
+    python -m benchmarks.quantize --small      a CPU, small shapes; its times mean nothing
 
-Training in 4 bits with all weights (QAT) beside LR-QAT, each in a process of its own, on random tokens:
-tokens/s and the most memory that was held. LR-QAT's paper has, for the same model with one row of 1,024
-tokens a step, 98 GB for QAT, 62 GB where activations are computed again, and 20.5 GB for itself. Rounding is
-of random matrices of a layer's shapes, by Hessians of random inputs; the seconds are without compiling."""
+Training in 4 bits with all weights (QAT) and LR-QAT, each in a process of its own, on random tokens: tokens/s
+and peak memory. For the same model with one row of 1,024 tokens per step, LR-QAT's paper reports 98 GB for
+QAT, 62 GB if activations are recomputed, and 20.5 GB for itself. Quantized are random matrices of a layer's
+shapes, with Hessians of random inputs; the seconds do not include compilation."""
 
 import argparse
 import sys
@@ -24,7 +25,7 @@ COMMON: dict[str, Any] = {
     "qat.bits": 4,
     "compute.remat": "full",
     "data.sequence_length": 1024,
-    "start": "unread",
+    "init_from": "unread",
 }
 SMALL: dict[str, Any] = {"model.embed": 128, "model.layers": 2, "model.heads": 4, "model.kv_heads": 2}
 SMALL |= {"model.mlp": 256, "model.vocab": 512, "model.head_dim": 32, "data.sequence_length": 64}
@@ -39,21 +40,23 @@ def main() -> None:
     parser.add_argument("--only", choices=[*KINDS, *METHODS])
     args = parser.parse_args()
     if args.only in KINDS:
-        steps.tell(lambda: train(args.only, args.small))
+        steps.report_row(lambda: train(args.only, args.small))
         return
     if args.only:
-        steps.tell(lambda: rounded(args.only, args.small))
+        steps.report_row(lambda: rounded(args.only, args.small))
         return
     small = ["--small"] if args.small else []
-    all_of_it = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.97"}  # of the device; what is held is counted, not this
-    rows = {kind: steps.alone("quantize", "--only", kind, *small, environment=all_of_it) for kind in KINDS}
+    all_of_it = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.97"}  # of the device; allocations are counted, not this
+    rows = {
+        kind: steps.run_script("quantize", "--only", kind, *small, environment=all_of_it) for kind in KINDS
+    }
     for kind, row in rows.items():
-        print(steps.line(kind, row, steps.flops(recipe(kind, args.small))), flush=True)
+        print(steps.format_row(kind, row, steps.flops_per_token(recipe(kind, args.small))), flush=True)
     if not any("failed" in row for row in rows.values()) and rows["low rank"]["memory"]:
         share = rows["all weights"]["memory"] / rows["low rank"]["memory"]
-        print(f"memory: {share:.2f} times as much for all weights")
+        print(f"memory: training all weights takes {share:.2f} times as much")
     for method in METHODS:
-        row = steps.alone("quantize", "--only", method, *small, limit=600)
+        row = steps.run_script("quantize", "--only", method, *small, limit=600)
         print(f"{method:8}", ", ".join(f"{shape} {value}" for shape, value in row.items()), flush=True)
 
 
@@ -79,7 +82,7 @@ def rounded(method: str, small: bool) -> steps.Row:
         w = jax.random.normal(keys[0], (inputs, outputs)) / 50
         x = jax.random.normal(keys[1], (4 * inputs, inputs))
         hessian = x.T @ x / len(x) if method != "rtn" else None
-        for _ in range(2):  # the second time it is compiled
+        for _ in range(2):  # compiled by the first call
             begun = time.perf_counter()
             jax.block_until_ready(quantize_run.run_method(cfg, w, hessian, keys[2]))
         told[name] = f"{time.perf_counter() - begun:.2f} s"

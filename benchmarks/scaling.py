@@ -1,12 +1,12 @@
-"""How the time of a step and of compiling it grows with the layers, the length of rows and the vocabulary.
+"""How step time and compile time grow with the layers, the length of rows and the vocabulary.
 
     python -m benchmarks.scaling           one GPU, about 2 minutes; on a CPU add --small
     python -m benchmarks.scaling --plot scaling.json docs/performance/scaling.png
 
-Random tokens, as many in every batch of a sweep. Layers are compiled side by side (unrolled) and as the body
-of one loop (scanned, compute.unroll=1): the program of a loop has one size whatever its depth. A curve is a
-list of points in the JSON it writes, and a picture where matplotlib is installed, here or on another
-machine."""
+Random tokens, the same number in every batch of a sweep. Layers are compiled one after the other (unrolled)
+and as the body of one loop (scanned, compute.unroll=1): the program of a loop has the same size whatever its
+depth. The curves are lists of points in the JSON file, and a picture if matplotlib is installed, here or on
+another machine."""
 
 import argparse
 import importlib.util
@@ -26,7 +26,7 @@ Point = dict[str, Any]
 
 @dataclass(frozen=True)
 class Shape:
-    """What stays as it is in the sweeps, and where they go."""
+    """The fixed sizes of the sweeps, and their ranges."""
 
     settings: dict[str, Any]
     tokens: int
@@ -72,10 +72,11 @@ def main() -> int:
 
     found = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "points": points}
     Path(args.json).write_text(json.dumps(found, indent=1) + "\n")
-    print(f"\n{verdict(points)}\n{args.json} has it all")
+    print(f"\n{verdict(points)}\nall points are in {args.json}")
     if importlib.util.find_spec("matplotlib") is None:
         print(
-            f"no matplotlib here; elsewhere: python -m benchmarks.scaling --plot {args.json} {args.picture}"
+            f"matplotlib is not installed; elsewhere run: "
+            f"python -m benchmarks.scaling --plot {args.json} {args.picture}"
         )
     else:
         plot(found, Path(args.picture))
@@ -89,10 +90,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--small", action="store_true", help="shapes for a CPU")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--sweeps", nargs="+", default=list(SWEEPS), choices=SWEEPS)
-    parser.add_argument("--json", default="scaling.json", help="where the points go")
+    parser.add_argument("--json", default="scaling.json", help="file for the points")
     parser.add_argument("--picture", default="docs/performance/scaling.png")
-    parser.add_argument("--plot", nargs=2, metavar=("JSON", "PNG"), help="draw what was measured before")
-    parser.add_argument("--set", nargs="*", default=[], metavar="key=value", help="for the recipe")
+    parser.add_argument("--plot", nargs=2, metavar=("JSON", "PNG"), help="plot earlier results")
+    parser.add_argument("--set", nargs="*", default=[], metavar="key=value", help="changes to the recipe")
     return parser.parse_args()
 
 
@@ -100,8 +101,8 @@ SWEEPS = ("layers", "lengths", "vocabularies")
 
 
 def measured(shape: Shape, args: argparse.Namespace) -> Iterator[Point]:
-    """The points, one after the other. The first is measured twice and told once: what the compiler finds out
-    about this chip it then knows for all."""
+    """The points, one after the other. The first is measured twice and reported once, because the compiler
+    caches what it finds out about this chip."""
     tasks = list(sweeps(shape, args.sweeps))
     for warming, (curve, x, settings) in [(True, tasks[0]), *((False, task) for task in tasks)]:
         length = settings["data.sequence_length"]
@@ -109,15 +110,15 @@ def measured(shape: Shape, args: argparse.Namespace) -> Iterator[Point]:
         try:
             cfg = steps.load(RECIPE, rows | shape.settings | settings, args.set)
             row = steps.headrace_steps(cfg, args.steps)
-            del row["memory"]  # the most of all points so far, since one process measures them all
-        except Exception as error:  # too long for the memory, say: the others are still of use
-            row = {"failed": steps.reason(error)}
+            del row["memory"]  # the maximum over all points so far, because one process measures them all
+        except Exception as error:  # out of memory, for example: the others are still useful
+            row = {"failed": steps.describe_error(error)}
         if not warming:
             yield {"curve": curve, "x": x} | row
 
 
 def sweeps(shape: Shape, wanted: list[str]) -> Iterator[tuple[str, int, dict[str, Any]]]:
-    """Curve, place on it, and what it changes."""
+    """Curve, position on it, and the settings that it changes."""
     usual = {"data.sequence_length": shape.length, "model.layers": shape.depth}
     if "layers" in wanted:
         for layers in shape.layers:
@@ -137,7 +138,7 @@ def line(point: Point) -> str:
     if "failed" in point:
         return f"{where}   {point['failed']}"
     return (
-        f"{where}{point['step_seconds'] * 1e3:10.2f} ms a step "
+        f"{where}{point['step_seconds'] * 1e3:10.2f} ms per step "
         f"{point['tokens_per_second']:10,.0f} tokens/s   {making(point):6.2f} s to trace and compile "
         f"({point['making_cpu']:6.2f} of CPU) {point['program_lines']:7,} lines"
     )
@@ -148,7 +149,7 @@ def making(point: Point) -> float:
 
 
 def verdict(points: list[Point]) -> str:
-    """What the sweep over layers says of compiling: by the clock, by CPU time and by the program's size."""
+    """The result of the sweep over layers for compiling: wall time, CPU time and size of the program."""
     said = []
     for curve in ("scanned", "unrolled"):
         found = [point for point in points if point["curve"] == curve and "failed" not in point]
@@ -164,17 +165,17 @@ def verdict(points: list[Point]) -> str:
 
 
 def plot(found: dict[str, Any], target: Path) -> None:
-    """Panels of step times over layers, lengths and vocabularies, and one of what compiling takes."""
+    """Panels of step times over layers, lengths and vocabularies, and one of compile times."""
     os.environ.setdefault("MPLBACKEND", "Agg")
     import matplotlib.pyplot as pyplot
     from matplotlib.ticker import FuncFormatter
 
     figure, axes = pyplot.subplots(1, 4, figsize=(15, 3.6), constrained_layout=True)
     panels = (
-        ("layers", ("scanned", "unrolled"), "step_seconds", "ms a step"),
+        ("layers", ("scanned", "unrolled"), "step_seconds", "ms per step"),
         ("layers", ("scanned", "unrolled"), "compiling", "s to trace and compile"),
-        ("tokens a row, as many in a batch", ("length",), "step_seconds", "ms a step"),
-        ("vocabulary", ("vocabulary",), "step_seconds", "ms a step"),
+        ("tokens per row, as many in a batch", ("length",), "step_seconds", "ms per step"),
+        ("vocabulary", ("vocabulary",), "step_seconds", "ms per step"),
     )
     for panel, (x_label, curves, key, y_label) in zip(axes, panels, strict=True):
         for curve in curves:
@@ -195,7 +196,7 @@ def plot(found: dict[str, Any], target: Path) -> None:
     figure.suptitle(f"{found['device']}, jax {found['jax']}")
     target.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(target, dpi=120)
-    print(f"{target} shows it")
+    print(f"wrote {target}")
 
 
 def short(x: float) -> str:

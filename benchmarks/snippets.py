@@ -1,6 +1,6 @@
-"""A labelled set that every machine can make: stretches of lines of Python's standard library, to be told
-which package they are from. Lines that name a package are left out, so that it is told from how the code
-reads."""
+"""A labeled dataset that every machine can make: snippets of Python's standard library, labeled with their
+package. Lines that name a package are removed, so that the label must be predicted from the style of the
+code."""
 
 import json
 import random

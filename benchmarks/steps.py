@@ -1,6 +1,6 @@
-"""What the benchmarks of whole training steps share: Headrace's step by a recipe, torch's by the same recipe
-as a model of transformers, each in a process of its own, and how they are set side by side. No device is
-touched but by the process that runs steps, and torch is imported by none but its own."""
+"""Shared by the benchmarks of complete training steps: Headrace's step from a recipe, torch's from the same
+recipe as a model of transformers, each in a process of its own, and their comparison. Only the process that
+runs steps touches a device, and only torch's process imports torch."""
 
 import contextlib
 import json
@@ -18,21 +18,23 @@ from typing import Any
 
 import numpy as np
 
-Row = dict[str, Any]  # what a process tells of its steps, or `failed`: why it has nothing to tell
-DIFFERENT = 4  # batches that steps take in turn
-WARM = 3  # steps that are left out of the median
+Row = dict[str, Any]  # what a process reports about its steps, or `failed`: the reason for having no result
+DIFFERENT = 4  # batches that steps alternate between
+WARM = 3  # steps that do not count for the median
 
 
-def alone(script: str, *arguments: str, limit: float = 300, environment: dict[str, str] | None = None) -> Row:
-    """What `python -m benchmarks.SCRIPT` tells when run for itself, so that it finds no other's memory taken.
-    Whatever becomes of it, there is a row."""
+def run_script(
+    script: str, *arguments: str, limit: float = 300, environment: dict[str, str] | None = None
+) -> Row:
+    """The row that `python -m benchmarks.SCRIPT` prints in a process of its own, so that no other's memory is
+    taken. Returns a row also if it fails."""
     command = [sys.executable, "-m", f"benchmarks.{script}", *arguments]
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=limit, env=os.environ | (environment or {})
         )
     except subprocess.TimeoutExpired:
-        return {"failed": f"not done after {limit:.0f} s"}
+        return {"failed": f"not finished after {limit:.0f} s"}
     told = [line for line in done.stdout.splitlines() if line.startswith("ROW ")]
     row = json.loads(told[-1].removeprefix("ROW ")) if told else {"failed": f"exit code {done.returncode}"}
     if "failed" in row:
@@ -40,26 +42,27 @@ def alone(script: str, *arguments: str, limit: float = 300, environment: dict[st
     return row
 
 
-def tell(work: Callable[[], Row]) -> None:
-    """Does the work in this process, and prints its row for the one that waits; or why there is none."""
+def report_row(work: Callable[[], Row]) -> None:
+    """Do the work in this process and print its row, or the reason for a failure, for the process that
+    waits."""
     try:
         row = work()
     except Exception as error:
         traceback.print_exc()
-        row = {"failed": reason(error)}
+        row = {"failed": describe_error(error)}
     print("ROW", json.dumps(row), flush=True)
 
 
-def reason(error: Exception) -> str:
-    """In one line. Both frameworks say how much they asked for when there is too little memory."""
+def describe_error(error: Exception) -> str:
+    """The error in one line. If memory ran out, both frameworks say how much they requested."""
     text = str(error)
     if re.search("out of memory|RESOURCE_EXHAUSTED", text, re.IGNORECASE):
         asked = re.search(r"(?:allocate|allocating) ([\d.]+ ?\w+)", text)
-        return "out of memory" + (f", asking for {asked[1]} more" if asked else "")
+        return "out of memory" + (f", requested {asked[1]} more" if asked else "")
     return f"{type(error).__name__}: {text.strip().partition(chr(10))[0][:120]}"
 
 
-def line(name: str, row: Row, flops: float) -> str:
+def format_row(name: str, row: Row, flops: float) -> str:
     """`flops` are those of a token, forward and backward."""
     if "failed" in row:
         return f"{name:20} {row['failed']}"
@@ -73,24 +76,24 @@ def line(name: str, row: Row, flops: float) -> str:
     )
 
 
-def ratio(ours: Row, peer: Row) -> float | None:
-    """Of the tokens a second; None where one of the two has failed."""
+def speed_ratio(ours: Row, peer: Row) -> float | None:
+    """The ratio of tokens per second; None if one of the two has failed."""
     if "failed" in ours or "failed" in peer:
         return None
     return ours["tokens_per_second"] / peer["tokens_per_second"]
 
 
-def spoken(ours: Row, peer: Row, least: float | None = None) -> str:
-    """The ratio, and whether it is what is wanted."""
-    found = ratio(ours, peer)
+def format_ratio(ours: Row, peer: Row, least: float | None = None) -> str:
+    """The ratio, and whether it meets the goal."""
+    found = speed_ratio(ours, peer)
     if found is None:
         return "no ratio"
-    verdict = "" if least is None else f" (wanted {least:g}: {'met' if found >= least else 'MISSED'})"
+    verdict = "" if least is None else f" (goal {least:g}: {'met' if found >= least else 'MISSED'})"
     return f"{found:.3f}{verdict}"
 
 
-def measured(seconds: list[float], tokens: int, losses: list[float], **more: Any) -> Row:
-    """The row of some steps. Of a few, only the first is left out, which may compile."""
+def measure_steps(seconds: list[float], tokens: int, losses: list[float], **more: Any) -> Row:
+    """The row of some steps. If there are few, only the first is left out, which may compile."""
     settled = seconds[WARM:] or seconds[1:] or seconds
     per_step = statistics.median(settled)
     return {
@@ -103,8 +106,8 @@ def measured(seconds: list[float], tokens: int, losses: list[float], **more: Any
 
 
 def load(recipe: str, settings: dict[str, Any], overrides: Sequence[str] = ()) -> Any:
-    """A recipe as the benchmarks take it: one document a row, all rows at once, the whole rate of learning
-    from the first step; the rest by `settings`, and by what the command line says."""
+    """Load a recipe for benchmarks: one document per row, no microbatches, the full learning rate from the
+    first step; everything else from `settings` and the command line."""
     from headrace.config.recipe import load
 
     common: dict[str, Any] = {"batch.microbatches": 1, "data.isolate_documents": "false"}
@@ -114,27 +117,27 @@ def load(recipe: str, settings: dict[str, Any], overrides: Sequence[str] = ()) -
     return load(recipe, [f"{key}={value}" for key, value in chosen.items()])
 
 
-def flops(cfg: Any) -> float:
-    """Of a token, forward and backward, by shapes alone."""
+def flops_per_token(cfg: Any) -> float:
+    """FLOPs per token, forward and backward, from shapes alone."""
     from headrace.training import task
 
     return task.recipe_flops_per_token(cfg)
 
 
 @dataclass(frozen=True)
-class Ready:
-    """A recipe's step, compiled, with the weights it begins from."""
+class CompiledStep:
+    """A recipe's compiled step, with its initial weights."""
 
     cfg: Any
     task: Any
     devices: Any
     step: Callable[..., Any]
     state: Any
-    times: dict[str, float]  # seconds of tracing and of compiling, by the clock and of CPU
-    lines: int  # of the program as it goes to the compiler
+    times: dict[str, float]  # seconds of tracing and of compiling: wall time and CPU time
+    lines: int  # of the program that the compiler gets
 
 
-def ready(cfg: Any, vocabulary: Any) -> Ready:
+def compile_step(cfg: Any, vocabulary: Any) -> CompiledStep:
     import jax
 
     from headrace.model_wrappers import load_family
@@ -154,11 +157,11 @@ def ready(cfg: Any, vocabulary: Any) -> Ready:
         times = {"tracing": traced - begun, "compiling": time.perf_counter() - traced}
         times["making_cpu"] = time.process_time() - cpu
         state = jax.block_until_ready(fresh())
-    return Ready(cfg, task, devices, train_step, state, times, len(lowered.as_text().splitlines()))
+    return CompiledStep(cfg, task, devices, train_step, state, times, len(lowered.as_text().splitlines()))
 
 
-def random_batches(made: Ready) -> list[Any]:
-    """Rows of random tokens, the mask token not among them."""
+def random_batches(made: CompiledStep) -> list[Any]:
+    """Rows of random tokens, without the mask token."""
     import jax
 
     from headrace.nn.sharding import row_sharding
@@ -174,17 +177,17 @@ def random_batches(made: Ready) -> list[Any]:
 
 
 def headrace_steps(cfg: Any, steps: int, *, mask: int | None = None, folder: Path | None = None) -> Row:
-    """Some steps by a recipe, on random tokens. A folder is for a peer: it gets the weights and the examples
-    these steps begin from."""
+    """Run some steps of a recipe on random tokens. If a folder is given, the initial weights and the examples
+    are saved there for a peer."""
     import jax
 
     from headrace.objectives import SpecialTokens
     from headrace.training import metrics
 
-    made = ready(cfg, SpecialTokens(cfg.model.vocab, None, None, None, mask))
+    made = compile_step(cfg, SpecialTokens(cfg.model.vocab, None, None, None, mask))
     batches, state = random_batches(made), made.state
     if folder is not None:
-        keep(made, batches[0], folder)
+        save_start(made, batches[0], folder)
     seconds, losses = [], []
     for number in range(steps):
         begun = time.perf_counter()
@@ -195,11 +198,11 @@ def headrace_steps(cfg: Any, steps: int, *, mask: int | None = None, folder: Pat
     seconds[0] += made.times["tracing"] + made.times["compiling"]
     tokens = cfg.batch.sequences * cfg.data.sequence_length
     more = made.times | {"program_lines": made.lines}
-    return measured(seconds, tokens, losses, memory=metrics.memory() or 0, **more)
+    return measure_steps(seconds, tokens, losses, memory=metrics.memory() or 0, **more)
 
 
-def keep(made: Ready, batch: Any, folder: Path) -> None:
-    """Fresh weights, and what the first step makes of its batch: inputs, targets and which of them count."""
+def save_start(made: CompiledStep, batch: Any, folder: Path) -> None:
+    """Save initial weights, and the first step's examples: inputs, targets and which of them count."""
     import jax
 
     from headrace.model_formats.hf_tensors import to_tensors
@@ -219,9 +222,9 @@ UNMASKED = "unmasked"
 
 
 def transformers_model(cfg: Any, attention: str = "sdpa", **more: Any) -> Any:
-    """The recipe's model as transformers has it, with weights of its own, and `more` of its settings. By
-    `UNMASKED`, for rows of one document and models without windows, its attention gets no mask: torch.compile
-    would make one of the row's length squared for an encoder."""
+    """The recipe's model in transformers, with its own weights and `more` settings. With `UNMASKED`, for rows
+    of one document and models without windows, its attention gets no mask: for an encoder, torch.compile
+    would make one of the row's length squared."""
     import torch
     import transformers
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -235,7 +238,7 @@ def transformers_model(cfg: Any, attention: str = "sdpa", **more: Any) -> Any:
     settings = load_family(cfg.model).hf_naming.to_config(cfg.model, cfg.data.sequence_length)
     settings |= dict.fromkeys(
         ("bos_token_id", "eos_token_id", "pad_token_id")
-    )  # else those of a published one
+    )  # else those of a published model
     settings |= more
     kind, name = settings.pop("model_type"), settings.pop("architectures")[0]
     theirs = transformers.AutoConfig.for_model(
@@ -245,19 +248,19 @@ def transformers_model(cfg: Any, attention: str = "sdpa", **more: Any) -> Any:
         return getattr(transformers, name)(theirs)
 
 
-def take_weights(model: Any, folder: Path) -> None:
-    """Puts the weights that Headrace has kept into a model of transformers."""
+def load_weights(model: Any, folder: Path) -> None:
+    """Load the weights that Headrace has saved into a model of transformers."""
     import torch
 
     with np.load(folder / "weights.npz") as kept:
         tensors = {name: torch.from_numpy(kept[name]) for name in kept.files}
     found = model.load_state_dict(tensors, strict=False)
-    own = {name for name, _ in model.named_parameters()}  # a tied weight is named once
+    own = {name for name, _ in model.named_parameters()}  # a tied weight has one name
     assert not found.unexpected_keys and not own & set(found.missing_keys), found
 
 
-def take_examples(folder: Path) -> dict[str, Any]:
-    """What a model of transformers is called with to answer what Headrace's first step asked."""
+def load_examples(folder: Path) -> dict[str, Any]:
+    """The arguments of a transformers model for the examples of Headrace's first step."""
     import torch
 
     kept = np.load(folder / "examples.npz")
@@ -267,7 +270,7 @@ def take_examples(folder: Path) -> dict[str, Any]:
 
 
 def random_tokens(cfg: Any) -> list[dict[str, Any]]:
-    """Batches for a causal model of transformers, which moves the labels by one itself."""
+    """Batches for a causal model of transformers, which shifts the labels by one itself."""
     import torch
 
     shape = (cfg.batch.sequences, cfg.data.sequence_length)
@@ -282,8 +285,8 @@ def torch_device() -> str:
 
 
 def torch_steps(model: Any, batches: Sequence[dict[str, Any]], steps: int) -> Row:
-    """Some steps of a model of transformers with torch.compile: bf16 by autocast over float32 weights (on a
-    CPU float32), fused AdamW, clipping by global norm."""
+    """Run some steps of a model of transformers with torch.compile: bf16 by autocast over float32 weights (on
+    a CPU float32), fused AdamW, clipping by global norm."""
     import torch
 
     device = torch_device()
@@ -312,12 +315,12 @@ def torch_steps(model: Any, batches: Sequence[dict[str, Any]], steps: int) -> Ro
         losses.append(loss.item())
     tokens = batches[0]["input_ids"].numel()
     memory = torch.cuda.max_memory_allocated() if device == "cuda" else 0
-    return measured(seconds, tokens, losses, memory=memory)
+    return measure_steps(seconds, tokens, losses, memory=memory)
 
 
 def fastest_attention(cfg: Any) -> str:
-    """Leaves torch the faster of its fused attentions for a recipe's shapes, flash's or cuDNN's. By itself it
-    takes the first that it can. Nothing to choose from on a CPU."""
+    """Restrict torch to the faster of its fused attentions for a recipe's shapes, flash's or cuDNN's; by
+    itself it takes the first that works. On a CPU there is no choice."""
     import torch
     from torch.nn.attention import SDPBackend
 
@@ -326,7 +329,7 @@ def fastest_attention(cfg: Any) -> str:
     backends = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
     times = {}
     for name, backend in backends.items():
-        with contextlib.suppress(RuntimeError):  # where it does not take these shapes
+        with contextlib.suppress(RuntimeError):  # if it does not support these shapes
             times[name] = attention_seconds(cfg, backend)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -339,7 +342,7 @@ def fastest_attention(cfg: Any) -> str:
 
 
 def attention_seconds(cfg: Any, backend: Any) -> float:
-    """Of one layer, forward and backward, laid out in memory as transformers does it."""
+    """Seconds of one layer, forward and backward, with the memory layout of transformers."""
     import torch
     from torch.nn.attention import sdpa_kernel
 

@@ -1,4 +1,4 @@
-"""Reads what whole.sh has exported by the libraries of others: they compute what Headrace does."""
+"""Load the exports of whole.sh with other libraries and check that they compute the same as Headrace."""
 
 import os
 import subprocess
@@ -20,18 +20,18 @@ def main(folder: Path) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "merged-hf", dtype=torch.float32)
     ids = tokenizer(PROMPT, return_tensors="pt").input_ids
     with torch.no_grad():
-        said = model.generate(ids, max_new_tokens=TOKENS, do_sample=False)[0]
-    theirs = tokenizer.decode(said, skip_special_tokens=True)
+        output = model.generate(ids, max_new_tokens=TOKENS, do_sample=False)[0]
+    hf_text = tokenizer.decode(output, skip_special_tokens=True)
     command = ["headrace", "generate", str(folder / "tuned"), "--prompt", PROMPT, "--tokens", str(TOKENS)]
-    done = subprocess.run([*command, "--temperature", "0"], stdout=subprocess.PIPE, text=True, check=True)
-    assert done.stdout.rstrip("\n") == theirs.rstrip("\n"), (done.stdout, theirs)
-    print(f"transformers: goes on from {PROMPT!r} with the same {TOKENS} tokens as Headrace")
+    process = subprocess.run([*command, "--temperature", "0"], stdout=subprocess.PIPE, text=True, check=True)
+    assert process.stdout.rstrip("\n") == hf_text.rstrip("\n"), (process.stdout, hf_text)
+    print(f"transformers: continues {PROMPT!r} with the same {TOKENS} tokens as Headrace")
 
     reader = gguf.GGUFReader(str(folder / "merged.gguf"))
-    found = {tensor.name: tensor for tensor in reader.tensors}
-    table = np.asarray(found["token_embd.weight"].data).reshape(model.get_input_embeddings().weight.shape)
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    table = np.asarray(tensors["token_embd.weight"].data).reshape(model.get_input_embeddings().weight.shape)
     assert np.array_equal(table, model.get_input_embeddings().weight.detach().numpy())
-    print(f"gguf: {len(found)} tensors, the embedding bit for bit that of transformers")
+    print(f"gguf: {len(tensors)} tensors; the embedding is bit for bit that of transformers")
 
 
 if __name__ == "__main__":

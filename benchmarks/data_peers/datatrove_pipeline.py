@@ -21,7 +21,7 @@ class Encoding:
 
 
 class Gigatoken:
-    """What the pipeline asks of a tokenizers.Tokenizer, by gigatoken."""
+    """gigatoken with the interface of tokenizers.Tokenizer that the pipeline needs."""
 
     def __init__(self, path: str, eos: str) -> None:
         import gigatoken
@@ -37,7 +37,7 @@ class Gigatoken:
 
 
 class FastTokenizer(DocumentTokenizer):
-    # No cached_property: it has a lock, which workers would get locked.
+    # No cached_property: it has a lock, which workers would inherit locked.
     @property
     def tokenizer(self) -> Any:
         if "fast" not in vars(self):
@@ -46,7 +46,7 @@ class FastTokenizer(DocumentTokenizer):
 
 
 class BatchTokenizer(DocumentTokenizer):
-    """A batch is encoded and written in one call each, which is the best that can be done for it."""
+    """Encode and write a batch in one call each, the best that can be done for it."""
 
     def write_unshuffled(self, data: Any, filename: str) -> TokenizedFile:
         import gigatoken

@@ -33,7 +33,8 @@ def with_grain(lengths: np.ndarray, length: int) -> int:
 
 
 def with_tree(lengths: np.ndarray, length: int) -> int:
-    """A segment tree over rooms 0 to `length`: a node holds the largest room below it that some row has."""
+    """A segment tree over free space from 0 to `length`: a node has the largest free space below it that some
+    row has."""
     size = 1 << length.bit_length()
     tree = [0] * (2 * size)
     rows_by_room: list[list[int]] = [[] for _ in range(length + 1)]
@@ -47,7 +48,7 @@ def with_tree(lengths: np.ndarray, length: int) -> int:
             tree[node] = max(tree[2 * node], tree[2 * node + 1])
 
     def smallest(least: int) -> int:
-        """The smallest room of at least so much, 0 if there is none."""
+        """The smallest free space of at least this much, 0 if there is none."""
         node = size + least
         if tree[node]:
             return least

@@ -16,7 +16,7 @@ def get_ready() -> Any:
     state: dict[str, Any] = {}
 
     def work(options: dict[str, Any]) -> dict[str, Any]:
-        """Reads the `files` for a `library`, or writes the ids to `out`, or else encodes."""
+        """Read the `files` for a `library`, write the ids to `out`, or encode."""
         if "library" in options:
             try:
                 state["encode"] = makers[options["library"]](options["tokenizer"])

@@ -103,8 +103,8 @@ def test_the_peers_first_masked_step_has_the_loss_of_ours(tmp_path: Path, name: 
     )
     ours = steps.headrace_steps(cfg, 2, mask=299, folder=tmp_path)
     model = steps.transformers_model(cfg, attention)
-    steps.take_weights(model, tmp_path)
-    examples = steps.take_examples(tmp_path)
+    steps.load_weights(model, tmp_path)
+    examples = steps.load_examples(tmp_path)
     share = (examples["labels"] >= 0).float().mean().item()
     assert share == pytest.approx(cfg.objective.mask_rate, abs=0.1)
     assert (examples["input_ids"] == 299).sum() == (examples["labels"] >= 0).sum()
@@ -160,17 +160,17 @@ def test_the_peers_first_step_on_packed_rows_has_the_loss_of_ours(isolate, tiny,
 def test_too_little_memory_is_told_in_one_line() -> None:
     theirs = "CUDA out of memory. Tried to allocate 62.63 GiB. GPU 0 has a total capacity of 139.80 GiB"
     ours = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 118.25GiB.\nmore"
-    assert steps.reason(RuntimeError(theirs)) == "out of memory, asking for 62.63 GiB more"
-    assert steps.reason(RuntimeError(ours)) == "out of memory, asking for 118.25GiB more"
-    assert steps.reason(ValueError("no\nmore")) == "ValueError: no"
+    assert steps.describe_error(RuntimeError(theirs)) == "out of memory, requested 62.63 GiB more"
+    assert steps.describe_error(RuntimeError(ours)) == "out of memory, requested 118.25GiB more"
+    assert steps.describe_error(ValueError("no\nmore")) == "ValueError: no"
 
 
 def test_a_process_that_fails_has_a_row_all_the_same() -> None:
-    assert steps.alone("llama_gpu", "--only", "nobody") == {"failed": "exit code 2"}
-    assert steps.alone("llama_gpu", limit=0.01) == {"failed": "not done after 0 s"}
+    assert steps.run_script("llama_gpu", "--only", "nobody") == {"failed": "exit code 2"}
+    assert steps.run_script("llama_gpu", limit=0.01) == {"failed": "not finished after 0 s"}
 
 
-ROW = steps.measured([9.0, 1.0, 2.0], 100, [6.0, 5.0, 4.0], memory=2**30)
+ROW = steps.measure_steps([9.0, 1.0, 2.0], 100, [6.0, 5.0, 4.0], memory=2**30)
 
 
 def test_a_table_is_printed_when_the_peer_fails(capsys, monkeypatch) -> None:
@@ -179,7 +179,7 @@ def test_a_table_is_printed_when_the_peer_fails(capsys, monkeypatch) -> None:
         peer = any(word.startswith(peers) for word in command)
         return {"failed": "out of memory"} if peer else ROW
 
-    monkeypatch.setattr(steps, "alone", alone)
+    monkeypatch.setattr(steps, "run_script", alone)
     monkeypatch.setattr(sys, "argv", ["benchmark"])
     assert long_gpu.main() == 0
     assert encoder_gpu.main() == 1
@@ -262,9 +262,9 @@ def test_what_the_peers_of_the_head_have_for_gradients_is_told(monkeypatch) -> N
 
 def test_ratios_of_steps_say_whether_they_are_what_is_wanted() -> None:
     twice = ROW | {"tokens_per_second": 2 * ROW["tokens_per_second"]}
-    assert steps.spoken(twice, ROW, 1.2) == "2.000 (wanted 1.2: met)"
-    assert steps.spoken(ROW, twice, 1.2) == "0.500 (wanted 1.2: MISSED)"
-    assert steps.spoken(ROW, {"failed": "out of memory"}, 1.2) == "no ratio"
+    assert steps.format_ratio(twice, ROW, 1.2) == "2.000 (goal 1.2: met)"
+    assert steps.format_ratio(ROW, twice, 1.2) == "0.500 (goal 1.2: MISSED)"
+    assert steps.format_ratio(ROW, {"failed": "out of memory"}, 1.2) == "no ratio"
 
 
 def test_the_program_of_scanned_layers_has_one_size() -> None:

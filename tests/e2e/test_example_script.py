@@ -1,4 +1,4 @@
-"""The whole way, by the script that users are given: text in, a model in other hands out."""
+"""examples/whole.sh: from text to a model that other libraries load."""
 
 import os
 import re
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def script(tmp_path_factory):
-    """Runs it in a folder of its own; returns the folder and what each part said."""
+    """Run it in a folder of its own. Returns the folder, and the output of each part."""
     place = tmp_path_factory.mktemp("whole")
     (place / "bin").mkdir()
     for name, words in (("headrace", "-m headrace"), ("python", "")):
@@ -40,7 +40,11 @@ def test_from_text_to_a_model_that_others_load(script):
     folder, parts = script()
     before, after, four = (
         float(re.findall(r"evaluation loss (\S+) nats", parts[name], re.M)[0])
-        for name in ("What the model makes of them before", "And after", "Quantising to 4 bits a weight")
+        for name in (
+            "Loss on the instructions before fine-tuning",
+            "Loss after fine-tuning",
+            "Quantizing to 4 bits per weight",
+        )
     )
     assert after < before - 1 and abs(four - after) < 0.05
     assert "the same 24 tokens" in parts["Reloading"] and "bit for bit" in parts["Reloading"]
