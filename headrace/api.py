@@ -135,7 +135,7 @@ def train(
     from headrace.training import run
 
     exit_code = run.run(recipe, program_dir, owns_process=owns_process)
-    step = max(inventory.newest_sealed_step(recipe.run_dir) or 0, 0)
+    step = inventory.newest_sealed_step(recipe.run_dir, default=0) or 0
     return TrainResult(ExitCode(exit_code), step, recipe.run_dir)
 
 

@@ -64,6 +64,7 @@ def _flat_settings(meta: Metadata) -> dict[str, object]:
 
 
 def _diff_tensors(first: CheckpointReader, second: CheckpointReader, item: str) -> Iterator[str]:
+    """Compare the arrays of an item, one at a time."""
     stored = first.checkpoints.array_metadata(first.step, item)
     other_stored = second.checkpoints.array_metadata(second.step, item)
     num_equal = 0

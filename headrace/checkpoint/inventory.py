@@ -137,13 +137,13 @@ def list_steps(run_dir: str) -> list[StoredStep]:
         return [stored for found in pool.map(describe, step_numbers(run_dir)) for _, stored in found]
 
 
-def newest_sealed_step(run_dir: str) -> int | None:
-    """Find the newest step whose manifest is valid: -1 if there is none, None if the folder cannot be read.
+def newest_sealed_step(run_dir: str, *, default: int = -1) -> int | None:
+    """Find the newest step with a valid manifest. `default` if there is none, None if that cannot be read.
 
-    For the supervisor, which compares it before and after a crash, and must not fail when a disk or a bucket
-    does."""
+    For callers that only report the step, or compare it before and after a crash, and must not fail when a
+    disk or a bucket does."""
     try:
-        return max((stored.step for stored in list_steps(run_dir) if stored.problem is None), default=-1)
+        return max((stored.step for stored in list_steps(run_dir) if stored.problem is None), default=default)
     except (OSError, UserError):
         return None
 
@@ -350,10 +350,11 @@ def remove_unfinished(run_dir: str) -> list[str]:
     return [error for error in errors if error]
 
 
-def free_space(run_dir: str) -> Iterator[str]:
+def remove_one_by_one(run_dir: str) -> Iterator[str]:
     """Remove one thing per iteration that training can do without, and yield its name.
 
-    First what is in quarantine, then steps, the oldest first. The newest sealed step stays."""
+    The caller stops when the disk has enough room. First what is in quarantine, then steps, the oldest first.
+    The newest sealed step stays."""
     for name in list_quarantine(run_dir):
         if not _try_removal(name, files.remove, checkpoints_dir(run_dir) / QUARANTINE / name):
             yield f"{QUARANTINE}/{name}"

@@ -16,8 +16,8 @@ import logging
 import math
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -33,6 +33,16 @@ from headrace.storage import files
 
 Metadata = dict[str, Any]  # JSON: step, seed, data, recipe, tokenizer
 Leaves = dict[str, Array]  # arrays, or their shapes and shardings, by dotted path
+
+
+class ArrayMetadata(Protocol):
+    """What Orbax stores about an array, next to its values."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> np.dtype[Any]: ...
+
 
 ITEMS = ("params", "ema", "rest")  # what Orbax stores as arrays; `meta` is JSON
 REFUSED, NO_STEP = -2, -1  # broadcast in place of a step
@@ -82,6 +92,7 @@ class Checkpoints:
         return self._choose_on_first_host(lambda: self._choose_resume_step(last_saved))
 
     def _choose_resume_step(self, last_saved: int) -> int | None:
+        """Find the resume point, keep it, and refuse to restart from scratch if a step was saved once."""
         self.resume_point = inventory.find_resume_point(self.run_dir)
         if last_saved and self.resume_point.step is None:
             raise UserError(
@@ -173,6 +184,8 @@ class Checkpoints:
             raise UserError("; ".join(self.drain_problems()))
 
     def _start_save(self, step: int, items: dict[str, Leaves], meta: Metadata, tier: Tier) -> bool:
+        """Copy the arrays of all items to host memory, and start to write them. False if there is no room or
+        the save fails at once."""
         self.wait()  # one save at a time: two would need two copies of the state in host memory
         self.last_save_ok = self._make_room(step, checkpoint_bytes(items))
         if not self.last_save_ok:
@@ -206,6 +219,7 @@ class Checkpoints:
             self._record_failure(step, error)
 
     def _record_failure(self, step: int, error: Exception) -> None:
+        """Add a warning about a save that failed, and remove what it has written."""
         self.last_save_ok = False
         self.problems.append(
             f"step {step}: the checkpoint could not be written ({inventory.short_error(error)}); "
@@ -243,6 +257,7 @@ class Checkpoints:
             )
 
     def _room_problem(self, needed: int) -> str | None:
+        """The message if the disk has no room for `needed` bytes, even without what may be removed."""
         available = inventory.available_bytes(self.run_dir)
         if available is None:
             return None
@@ -272,7 +287,7 @@ class Checkpoints:
             return True
         if self.keep is not None:
             self.problems += inventory.remove_unfinished(self.run_dir)
-            removals = inventory.free_space(self.run_dir)
+            removals = inventory.remove_one_by_one(self.run_dir)
             while (inventory.available_bytes(self.run_dir) or 0) < needed and (name := next(removals, None)):
                 self.problems.append(f"{name} removed, since the disk is full")
         available = inventory.available_bytes(self.run_dir) or 0
@@ -292,8 +307,8 @@ class Checkpoints:
     def has_item(self, step: int, item: str) -> bool:
         return bool(files.list_names(self.directory / str(step) / item))
 
-    def array_metadata(self, step: int, item: str) -> dict[str, Any]:
-        """Read what Orbax stores about the arrays of an item, by path: shape and dtype."""
+    def array_metadata(self, step: int, item: str) -> dict[str, ArrayMetadata]:
+        """Read the shape and dtype of the arrays of an item, by path."""
         with self._explain_read_errors(step):
             stored = self.orbax.metadata(self.directory / str(step)).item_metadata[item]
             if stored is None:
@@ -354,7 +369,7 @@ class Checkpoints:
             ) from error
 
 
-def check_arrays(expected: Leaves, stored: dict[str, Any], section: str) -> None:
+def check_arrays(expected: Leaves, stored: Mapping[str, ArrayMetadata], section: str) -> None:
     """Raise UserError if a checkpoint has other arrays than this recipe. Orbax's message would be pages."""
     for path, leaf in expected.items():
         shape = tuple(stored[path].shape) if path in stored else None

@@ -16,6 +16,7 @@ import numpy as np
 from headrace.config.source_model import find_hf_family
 from headrace.config.wrappers import ClassifierKeys
 from headrace.errors import UserError
+from headrace.model_formats.hf_config import HFSettings
 from headrace.model_formats.hf_tensors import Table, Tensors, is_like, layer_name, split_spec
 from headrace.model_wrappers import classification_head, load_family
 from headrace.models import Family, ModelConfig, load_base_family
@@ -23,12 +24,12 @@ from headrace.nn import module
 from headrace.nn.module import PyTree
 
 
-def find_family(settings: dict[str, Any]) -> Family:
+def find_family(settings: HFSettings) -> Family:
     """Load the family that reads config.json's `model_type`. Raises UserError if there is none."""
     return load_base_family(find_hf_family(settings))
 
 
-def model_sections(settings: dict[str, Any]) -> tuple[dict[str, Any], ClassifierKeys | None]:
+def model_sections(settings: HFSettings) -> tuple[dict[str, Any], ClassifierKeys | None]:
     """Translate config.json to a recipe's sections `model` and `classifier`, which is None if the model
     predicts tokens."""
     family = find_family(settings)
@@ -37,14 +38,18 @@ def model_sections(settings: dict[str, Any]) -> tuple[dict[str, Any], Classifier
 
 
 def read_params(
-    table: Table, shapes: PyTree, source: Path, stored: str | None = None, ignored: tuple[str, ...] = ()
+    table: Table,
+    shapes: PyTree,
+    folder: Path,
+    ternary_format: str | None = None,
+    ignored: tuple[str, ...] = (),
 ) -> PyTree:
     """Read all weights into host memory: an import needs no device.
 
-    `stored` is the ternary format (model_formats/hf_ternary.py); tensors like `ignored` may be left
-    unread."""
+    `ternary_format` is that of packed tensors (model_formats/hf_ternary.py). Tensors that match a pattern in
+    `ignored` may be left unread."""
     names = [name for name, _ in module.named_leaves(shapes)]
-    weights = [w for _, w in iter_weights(table, shapes, Tensors(source, stored, ignored), names)]
+    weights = [w for _, w in iter_weights(table, shapes, Tensors(folder, ternary_format, ignored), names)]
     return jax.tree.unflatten(jax.tree.structure(shapes), weights)
 
 
@@ -60,11 +65,11 @@ def iter_weights(
     tensors.check_all_read()
 
 
-def check_tensors(cfg: ModelConfig, selected: Collection[str], folder: Path) -> None:
+def check_head_tensors(cfg: ModelConfig, selected: Collection[str], folder: Path) -> None:
     """Check that a folder has the tensors of a head that is to be read, in .safetensors files.
 
     Raises UserError otherwise, with what the folder can be used for instead."""
-    check_format(cfg, folder)
+    refuse_pickles(cfg, folder)
     family, in_folder = load_family(cfg), Tensors(folder).places
     table, known_heads = family.tensor_table(cfg), family.hf_naming.ignored_tensors
     needed = [hf_name for name, (hf_name, _) in table.items() if name in selected]
@@ -85,7 +90,7 @@ def check_tensors(cfg: ModelConfig, selected: Collection[str], folder: Path) -> 
 
 
 def ignored_note(cfg: ModelConfig, selected: Collection[str], folder: Path) -> str:
-    """A note on the folder's tensors that have no counterpart in the model; empty if there are none."""
+    """Name the tensors of the folder that have no counterpart in the model. Empty if there are none."""
     family, tensors = load_family(cfg), Tensors(folder)
     table, patterns = family.tensor_table(cfg), family.hf_naming.ignored_tensors
     for name in selected if patterns else ():
@@ -94,9 +99,10 @@ def ignored_note(cfg: ModelConfig, selected: Collection[str], folder: Path) -> s
     return f"ignored {', '.join(unread)} in {folder}, which this model does not have" if unread else ""
 
 
-def check_format(cfg: ModelConfig, folder: Path) -> None:
-    """Refuse a folder with pickles only, which can run any code when they are read. The UserError has the
-    command that converts them."""
+def refuse_pickles(cfg: ModelConfig, folder: Path) -> None:
+    """Raise UserError for a folder with pickles only, which can run any code when they are read.
+
+    The message has the command that converts them."""
     pickles = sorted(folder.glob("pytorch_model*.bin"))
     if any(folder.glob("*.safetensors")) or not pickles:
         return
@@ -123,5 +129,5 @@ def conversion_script(cfg: ModelConfig, folder: Path) -> str:
 
 
 def weight_paths(cfg: ModelConfig) -> list[str]:
-    """The paths of all weights of a model."""
+    """List the paths of all weights of a model."""
     return [name for name, _ in module.named_leaves(module.axes(load_family(cfg).Model, cfg))]

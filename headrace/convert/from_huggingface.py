@@ -35,7 +35,7 @@ def import_model(folder: str, run_dir: str) -> TrainRecipe:
         if classification_head.has_labels(cfg.model):
             classification_head.write_label_names(target, classification_head.from_hf_labels(settings))
         shapes = module.shapes(family.Model, cfg.model)
-        open_hf.check_tensors(cfg.model, open_hf.weight_paths(cfg.model), source)
+        open_hf.check_head_tensors(cfg.model, open_hf.weight_paths(cfg.model), source)
         table, ignored = family.tensor_table(cfg.model), family.hf_naming.ignored_tensors
         params = open_hf.read_params(table, shapes, source, hf_ternary.stored(settings), ignored)
         copy_tokenizer(source, target)

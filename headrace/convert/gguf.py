@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class TypeNames(NamedTuple):
-    """What gguf calls a type: of one tensor, and of a file most of whose tensors have it (llama.h)."""
+    """gguf's names of a type: of a tensor, and of a file whose tensors mostly have it (llama.h)."""
 
     tensor: str
     file: str
@@ -92,7 +92,7 @@ def export(run: LoadedRun, target: str, dtype: str) -> Path:
                 f"{', '.join(supported_families())}; export a folder instead"
             )
         architecture = family.to_gguf(run.recipe.model, run.recipe.loss.soft_cap)
-        write_file(run, architecture, tokenizer, path, dtype)
+        write_gguf(run, architecture, tokenizer, path, dtype)
     return Path(target).absolute()
 
 
@@ -117,7 +117,7 @@ def supported_families() -> list[str]:
     return [name for name in reader.part_names("models") if load_base_family(name).to_gguf is not None]
 
 
-def write_file(
+def write_gguf(
     run: LoadedRun, architecture: Architecture, tokenizer: Tokenizer, path: Path, dtype: str
 ) -> None:
     """Write metadata, tokenizer and tensors to `path`."""

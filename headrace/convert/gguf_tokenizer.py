@@ -36,18 +36,18 @@ PRETOKENIZERS = {
 }
 
 
-def add_tokenizer(writer: "GGUFWriter", tokenizer: Tokenizer, vocab: int) -> None:
+def add_tokenizer(writer: "GGUFWriter", tokenizer: Tokenizer, vocab_size: int) -> None:
     """Add a tokenizer and its chat template to a file's metadata.
 
-    `vocab` is the size of the model's vocabulary: ids that the tokenizer does not use get names, too."""
+    `vocab_size` is the size of the model's vocabulary: ids that the tokenizer does not use get names, too."""
     settings = json.loads(tokenizer.inner.to_str())
     model = settings["model"]
     if model["type"] != "BPE":
         raise UserError(
             f"tokenizer: found {model['type']}, and .gguf files are written with BPE; export a folder instead"
         )
-    names = [f"[UNUSED{token}]" for token in range(vocab)]
-    types = [UNUSED] * vocab
+    names = [f"[UNUSED{token}]" for token in range(vocab_size)]
+    types = [UNUSED] * vocab_size
     for name, token in tokenizer.inner.get_vocab(with_added_tokens=True).items():
         names[token], types[token] = name, NORMAL
     for added in settings["added_tokens"]:

@@ -32,7 +32,7 @@ COLORS = ("#3b6fb6", "#c9622f")
 
 @dataclass(frozen=True)
 class ModelCardKind:
-    """What a model does, as the Hugging Face Hub, transformers and a sentence call it."""
+    """A kind of model: its names for the Hugging Face Hub and for transformers, and its use in words."""
 
     pipeline_tag: str
     auto_class: str
@@ -79,7 +79,7 @@ def write_card(run: LoadedRun, settings: HFSettings, folder: Path, quantized_by:
 
 
 def model_kind(settings: HFSettings) -> ModelCardKind:
-    """What a model does, by the class in its config.json."""
+    """Find the kind of a model by the class that its config.json names."""
     (architecture, *_) = settings.get("architectures") or [""]
     return next((kind for suffix, kind in KINDS.items() if architecture.endswith(suffix)), OTHER_KIND)
 
@@ -281,8 +281,11 @@ def loss_curve(run_facts: Facts) -> str:
     for loss in levels:
         shapes.append(f'<path d="M{LEFT} {to_y(loss):.1f}H{WIDTH - RIGHT}" stroke="#8884"/>')
         shapes.append(label.format(LEFT - 8, to_y(loss) + 4, "end", charts.strip_zeros(f"{loss:.4f}")))
-    for step in (step for step in charts.round_ticks(0, last_step) if step <= last_step):
-        shapes.append(label.format(to_x(step), HEIGHT - 8, "middle", f"{step:,.0f}"))
+    shapes += [
+        label.format(to_x(step), HEIGHT - 8, "middle", f"{step:,.0f}")
+        for step in charts.round_ticks(0, last_step)
+        if step <= last_step
+    ]
     for index, ((name, bins), color) in enumerate(zip(binned, COLORS, strict=False)):
         points = [(to_x(bin_.x), to_y(bin_.mean)) for bin_ in bins]
         line = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)

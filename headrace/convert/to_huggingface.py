@@ -55,11 +55,11 @@ def export(run: LoadedRun, folder: str, dtype: str, *, packed: bool = False) -> 
                 settings |= {"quantization_config": hf_ternary.PACKED}
                 matrices = hf_ternary.matrices(table, module.axes(family.Model, model), model.layers)
                 tensors = hf_ternary.packed(to_tensors(table, params, "float32"), matrices, jnp.dtype(dtype))
-            write_folder(run, settings, tensors, target / subfolder)
+            write_model_folder(run, settings, tensors, target / subfolder)
     return sorted(path for path in Path(folder).rglob("*") if path.is_file())
 
 
-def write_folder(
+def write_model_folder(
     run: LoadedRun,
     settings: HFSettings,
     tensors: Iterator[tuple[str, np.ndarray]],

@@ -370,7 +370,9 @@ def write(run: LoadedRun, request: QuantizeRequest, found: list[Linear], work: L
     recipe = dataclasses.replace(without_preference(cfg), run_dir=request.target)
     with new_folder(request.target) as made:
         weights = tensors(run, request, found, work)
-        to_huggingface.write_folder(run, settings, weights, made, quantized_by=method_text(request.method))
+        to_huggingface.write_model_folder(
+            run, settings, weights, made, quantized_by=method_text(request.method)
+        )
         (made / "recipe.yaml").write_text(reader.to_yaml(recipe))
     return sorted(path for path in Path(request.target).rglob("*") if path.is_file())
 

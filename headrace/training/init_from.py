@@ -86,7 +86,7 @@ def check(path: str, model: Any, init_weights: str | None = None) -> InitSource:
         raise UserError(f"init_from: {name} is the difference to {base} here, and not in {path}")
     if is_run(path):
         return InitSource(path, old, taken, held, whole)
-    open_hf.check_tensors(old, taken, Path(path))
+    open_hf.check_head_tensors(old, taken, Path(path))
     if init_weights is not None:  # nothing else matters
         return InitSource(path, old, taken, held, whole, ("*",))
     passed = open_hf.ignored_note(old, taken, Path(path))
