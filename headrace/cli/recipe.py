@@ -25,7 +25,10 @@ def list_recipes(args: argparse.Namespace) -> None:
     """Print the recipes in a folder, each with the comment in its first line."""
     paths = sorted(Path(args.folder).rglob("*.yaml"))
     if not paths:
-        raise UserError(f"{args.folder}: found no .yaml file in it, expected a folder of recipes")
+        raise UserError(
+            f"{args.folder}: found no .yaml file in it, expected a folder of recipes, such as `recipes` in "
+            "Headrace's repository"
+        )
     width = max(len(str(path)) for path in paths)
     for path in paths:
         first_line = path.read_text(encoding="utf-8", errors="replace").partition("\n")[0]

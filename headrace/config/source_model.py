@@ -7,6 +7,7 @@ import ast
 import dataclasses
 import functools
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -132,6 +133,7 @@ def _read_source(  # noqa: RET503 (RecipeReader.error raises)
         f"expected a run folder{place}, since this recipe has {found} and its shape is that of the source",
         found=f"{files.redacted(path)}, where there is no recipe.yaml"
         + ("" if files.is_url(path) else " or config.json"),
+        hint=download_hint(path),
     )
 
 
@@ -153,11 +155,24 @@ def read_hf_model(folder: str, use: Any = None) -> Tree:
     return {"use": model.use} | {key: getattr(model, key) for key in own_keys(model)}
 
 
+def download_hint(path: str) -> str:
+    """A hint for a path that looks like the name of a model on the Hugging Face Hub; empty for others."""
+    if not re.fullmatch(r"[\w-]+/[\w.-]+", path) or Path(path).parent.is_dir():
+        return ""
+    target = f"models/{Path(path).name}"
+    return (
+        f"if {path} is a model on the Hugging Face Hub, download it with `hf download {path} --local-dir "
+        f"{target}` and use {target}"
+    )
+
+
 def read_hf_config(folder: Path) -> Tree:
     """Read config.json of a Hugging Face folder."""
     path = folder / "config.json"
     if not path.is_file():
-        raise UserError(f"{folder}: not a Hugging Face model folder: no config.json in it")
+        hint = download_hint(str(folder))
+        problem = "not a Hugging Face model folder: no config.json in it"
+        raise UserError(f"{folder}: {problem}" + (f"; {hint}" if hint else ""))
     try:
         settings = json.loads(path.read_text())
     except ValueError as error:

@@ -510,3 +510,13 @@ def test_an_import_overwrites_nothing(saved, tmp_path):
         from_huggingface.import_model(str(saved), str(tmp_path))
     assert (tmp_path / "recipe.yaml").read_text() == "mine"
     assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_name_of_the_hub_is_answered_with_the_command_that_downloads_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    command = "`hf download meta-llama/Llama-3.2-1B --local-dir models/Llama-3.2-1B`"
+    with pytest.raises(UserError, match=command):
+        from_huggingface.import_model("meta-llama/Llama-3.2-1B", "run")
+    (tmp_path / "models").mkdir()
+    with pytest.raises(UserError, match=r"no config\.json in it$"):  # a folder of this machine
+        from_huggingface.import_model("models/Llama-3.2-1B", "run")
