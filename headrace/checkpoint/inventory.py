@@ -23,7 +23,6 @@ Functions that change files are for the process that holds the lock of the run: 
 checkpoint prune`. Needs neither JAX nor Orbax."""
 
 import contextlib
-import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -328,9 +327,9 @@ def apply_retention(run_dir: str, keep: int) -> list[str]:
     """Remove what `find_removable` lists, and what is left of earlier removals. Returns what failed."""
     directory = checkpoints_dir(run_dir)
     leftovers = [name for name in files.list_names(directory) if name.endswith(REMOVED)]
-    errors = [_try_removal(name, files.remove, directory / name) for name in leftovers]
+    errors = [try_removal(name, files.remove, directory / name) for name in leftovers]
     errors += [
-        _try_removal(f"step {stored.step}", remove_step, run_dir, stored.step)
+        try_removal(f"step {stored.step}", remove_step, run_dir, stored.step)
         for stored in find_removable(run_dir, keep)
     ]
     return [error for error in errors if error]
@@ -346,21 +345,8 @@ def remove_unfinished(run_dir: str) -> list[str]:
     if files.is_url(run_dir):  # leftovers in a bucket have the final name
         numbered = {int(name) for name in names if name.isdecimal()}
         leftovers += map(str, sorted(numbered - set(step_numbers(run_dir))))
-    errors = [_try_removal(name, files.remove, directory / name) for name in leftovers]
+    errors = [try_removal(name, files.remove, directory / name) for name in leftovers]
     return [error for error in errors if error]
-
-
-def remove_one_by_one(run_dir: str) -> Iterator[str]:
-    """Remove one thing per iteration that training can do without, and yield its name.
-
-    The caller stops when the disk has enough room. First what is in quarantine, then steps, the oldest first.
-    The newest sealed step stays."""
-    for name in list_quarantine(run_dir):
-        if not _try_removal(name, files.remove, checkpoints_dir(run_dir) / QUARANTINE / name):
-            yield f"{QUARANTINE}/{name}"
-    for stored in find_removable(run_dir, keep=0):
-        if not _try_removal(f"step {stored.step}", remove_step, run_dir, stored.step):
-            yield f"step {stored.step}: checkpoint"
 
 
 def remove_step(run_dir: str, step: int) -> None:
@@ -375,7 +361,7 @@ def remove_step(run_dir: str, step: int) -> None:
     files.remove(doomed, first=MARKERS)
 
 
-def _try_removal(name: str, remove: Callable[..., None], *args: object) -> str | None:
+def try_removal(name: str, remove: Callable[..., None], *args: object) -> str | None:
     """Call `remove(*args)`. Returns None, or why it failed, so that the caller can continue with the rest."""
     try:
         remove(*args)
@@ -387,16 +373,6 @@ def _try_removal(name: str, remove: Callable[..., None], *args: object) -> str |
 def short_error(error: Exception) -> str:
     """The text of an exception on one line, cut to 200 characters."""
     return " ".join(str(error).split())[:200]
-
-
-def available_bytes(run_dir: str) -> int | None:
-    """Free bytes on the disk of a run. None for a bucket, which has no limit of its own."""
-    if files.is_url(run_dir):
-        return None
-    path = checkpoints_dir(run_dir)
-    while not path.exists():
-        path = path.parent
-    return shutil.disk_usage(path).free
 
 
 def require_steps(run_dir: str) -> None:

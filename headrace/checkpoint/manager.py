@@ -24,7 +24,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
-from headrace.checkpoint import inventory, manifest
+from headrace.checkpoint import disk_space, inventory, manifest
 from headrace.checkpoint.manifest import Tier
 from headrace.checkpoint.state import State
 from headrace.errors import UserError
@@ -249,54 +249,24 @@ class Checkpoints:
         """Check, before a run begins, that its disk holds one more checkpoint besides the newest one.
 
         The first host checks for all, since it alone removes older steps."""
-        problem = self._room_problem(checkpoint_bytes(state)) if jax.process_index() == 0 else None
+        problem: str | None = None
+        if jax.process_index() == 0:
+            needed = checkpoint_bytes(state)
+            problem = disk_space.find_shortage(self.run_dir, needed, may_remove=self.keep is not None)
         if _broadcast(problem is not None):
             raise UserError(
                 problem
                 or f"run_dir: no room for a checkpoint in {self.run_dir}; see the log of the first host"
             )
 
-    def _room_problem(self, needed: int) -> str | None:
-        """The message if the disk has no room for `needed` bytes, even without what may be removed."""
-        available = inventory.available_bytes(self.run_dir)
-        if available is None:
-            return None
-        removable = 0
-        if self.keep is not None:
-            quarantine_dir = self.directory / inventory.QUARANTINE
-            removable = sum(stored.size for stored in inventory.find_removable(self.run_dir, keep=0))
-            removable += sum(info.size for info in files.list_files(quarantine_dir).values())
-        if needed <= available + removable:
-            return None
-        gain = f", and {_gb(removable)} more without older checkpoints" if removable else ""
-        return (
-            f"run_dir: a checkpoint takes {_gb(needed)}, and the disk of {self.run_dir} has {_gb(available)} "
-            f"free{gain}; make room, or put `run_dir` on a larger disk"
-        )
-
     def _make_room(self, step: int, needed: int) -> bool:
         """Whether the disk has `needed` bytes free, the same on all hosts, if need be after removing some."""
-        has_room = jax.process_index() != 0 or self._make_room_on_disk(step, needed)
+        has_room = True
+        if jax.process_index() == 0:
+            may_remove = self.keep is not None
+            has_room, warnings = disk_space.make_room(self.run_dir, step, needed, may_remove=may_remove)
+            self.problems += warnings
         return bool(_broadcast(has_room))
-
-    def _make_room_on_disk(self, step: int, needed: int) -> bool:
-        """Remove as little as possible: leftovers, then quarantine, then older steps one by one. If that is
-        not enough, this save is skipped: training is worth more than a checkpoint."""
-        available = inventory.available_bytes(self.run_dir)
-        if available is None or available >= needed:
-            return True
-        if self.keep is not None:
-            self.problems += inventory.remove_unfinished(self.run_dir)
-            removals = inventory.remove_one_by_one(self.run_dir)
-            while (inventory.available_bytes(self.run_dir) or 0) < needed and (name := next(removals, None)):
-                self.problems.append(f"{name} removed, since the disk is full")
-        available = inventory.available_bytes(self.run_dir) or 0
-        if available < needed:
-            self.problems.append(
-                f"step {step}: checkpoint skipped: it takes {_gb(needed)}, and the disk of {self.run_dir} "
-                f"has {_gb(available)} free; make room, the next save tries again"
-            )
-        return available >= needed
 
     def read_meta(self, step: int) -> Metadata:
         """Read the JSON that was saved with a step."""
@@ -407,7 +377,3 @@ def _broadcast(value: int) -> int:
     if jax.process_count() == 1:
         return value
     return int(multihost_utils.broadcast_one_to_all(np.int64(value)))
-
-
-def _gb(size: float) -> str:
-    return f"{size / 1e9:,.2f} GB"

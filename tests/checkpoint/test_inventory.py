@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.checkpoint import inventory, manifest
+from headrace.checkpoint import disk_space, inventory, manifest
 from headrace.checkpoint.inventory import UNSEALED, Problem, ResumePoint, StoredStep
 from headrace.checkpoint.manifest import Tier
 from headrace.config.sections import CheckpointKeys
@@ -293,7 +293,7 @@ def test_a_folder_that_cannot_be_removed_is_reported_and_others_are_removed(run_
         assert leftover.startswith("0.removed could not be removed ([Errno 39]")
         assert step.startswith("step 1 could not be removed ([Errno 39]")
         assert inventory.remove_unfinished(run_dir)[0] == leftover
-        assert list(inventory.remove_one_by_one(run_dir)) == ["step 3: checkpoint"]
+        assert list(disk_space.remove_one_by_one(run_dir)) == ["step 3: checkpoint"]
     assert inventory.apply_retention(run_dir, keep=1) == []
     assert files.list_names(directory) == ["4"]
 
@@ -381,7 +381,7 @@ def test_what_interrupted_saves_and_removals_left_is_removed_and_nothing_else(ru
 def test_a_full_disk_costs_quarantine_first_and_then_the_oldest_steps_one_by_one(run_dir):
     write_steps(run_dir, 10, 20, 30, 40)
     inventory.quarantine(run_dir, {40: "a test"})
-    removals = inventory.remove_one_by_one(run_dir)
+    removals = disk_space.remove_one_by_one(run_dir)
     assert len(inventory.list_quarantine(run_dir)) == 1  # nothing is removed before it must be
     assert next(removals).startswith("quarantine/40-") and not inventory.list_quarantine(run_dir)
     assert inventory.step_numbers(run_dir) == [10, 20, 30]

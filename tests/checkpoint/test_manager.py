@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from headrace.checkpoint import inventory, manifest
+from headrace.checkpoint import disk_space, inventory, manifest
 from headrace.checkpoint.manager import Checkpoints
 from headrace.checkpoint.state import State
 from headrace.cli import main as cli_main
@@ -232,7 +232,7 @@ def test_a_run_whose_checkpoints_vanished_does_not_restart_from_scratch(tiny, tm
 @pytest.mark.fault(8)
 def test_a_full_disk_costs_old_checkpoints_then_a_save_but_not_the_run(tmp_path, monkeypatch):
     run, room = str(tmp_path), [1 << 40]
-    monkeypatch.setattr(inventory, "available_bytes", lambda run: room[0])
+    monkeypatch.setattr(disk_space, "available_bytes", lambda run: room[0])
     checkpoints = Checkpoints(run, keep=3)
     for number in (1, 2):
         assert checkpoints.save(number, state(number), about(number))
@@ -376,7 +376,7 @@ def test_a_folder_that_cannot_be_removed_does_not_prevent_other_removals(tmp_pat
     save(tmp_path, 1, 2, 3)
     (tmp_path / "checkpoints" / "0.removed").mkdir()
     monkeypatch.setattr(
-        inventory, "available_bytes", lambda run: (3 - len(inventory.step_numbers(run))) * (2 << 20)
+        disk_space, "available_bytes", lambda run: (3 - len(inventory.step_numbers(run))) * (2 << 20)
     )
     refuse_removal(monkeypatch, "0.removed")
     checkpoints = Checkpoints(str(tmp_path), keep=3)
@@ -407,7 +407,7 @@ def test_a_full_disk_costs_quarantine_first_and_no_more_than_necessary(tmp_path,
     save(tmp_path, 10, 20, 30, 40)
     inventory.quarantine(run, {40: "a test"})
     num_folders = lambda run: len(inventory.step_numbers(run)) + len(inventory.list_quarantine(run))
-    monkeypatch.setattr(inventory, "available_bytes", lambda run: (4 - num_folders(run)) * size)
+    monkeypatch.setattr(disk_space, "available_bytes", lambda run: (4 - num_folders(run)) * size)
     checkpoints = Checkpoints(run, keep=3)
     assert checkpoints.save(35, state(35), about(35), tier="interim") and checkpoints.wait()
     (problem,) = checkpoints.drain_problems()
