@@ -1,1 +1,1 @@
-"""Inference: generation, sampling, diffusion decoding, lm-eval, serving."""
+"""Inference: generation, sampling, diffusion decoding, lm-evaluation-harness, serving."""

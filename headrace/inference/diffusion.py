@@ -1,154 +1,197 @@
-"""Text from a masked diffusion model: its tokens are hidden at first, and told a few at a time from all that
-is known on both sides. Block by block and the surest first as LLaDA does (arXiv 2502.09992), in any order, or
-each token in a step of its own drawing, which is MDLM's ancestral sampler (arXiv 2406.07524): there a hidden
-token goes on to be told with a chance of (t - s)/t in the step from t to s, hence in each step alike. What is
-told stays as it is."""
+"""Generation by masked diffusion models: the text starts as mask tokens, of which a few at a time are
+unmasked, each predicted from the visible text on both sides.
 
+Block by block and the most confident first, as in LLaDA (arXiv 2502.09992); in random order; or each token in
+a step drawn for it, which is the ancestral sampler of MDLM (arXiv 2406.07524): there a masked token is
+unmasked with probability (t - s) / t in the step from time t to s, hence in any step equally likely. A token
+is not changed again once it is unmasked."""
+
+import dataclasses
 import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import ArrayLike
 
 from headrace.checkpoint.open_run import LoadedRun
 from headrace.errors import UserError
-from headrace.inference.sampling import Sampling, sample_token
-from headrace.low_precision.cast import cast
-from headrace.model_wrappers import load_family
-from headrace.models import fixed_matmul
+from headrace.inference.cast_weights import cast_weights, make_execution
+from headrace.inference.sampling import Sampling, sample_token, soft_cap_logits
+from headrace.models import Model, ModelConfig
 from headrace.nn.linear import project
-from headrace.nn.module import Array, axes
+from headrace.nn.module import Array
 from headrace.nn.stack import Execution
 
-Turns = list[tuple[np.ndarray, int]]
+LENGTH_MULTIPLE = 128  # of the row's length, so that texts of similar length share a program
+
+Order = Literal["confident", "random", "ancestral"]
 
 
 @dataclass(frozen=True)
 class UnmaskSchedule:
-    """How hidden tokens are told. Each step is one pass of the model over the whole text."""
+    """The order in which masked tokens are unmasked. A step is one pass of the model over the whole text."""
 
-    steps: int = 0  # 0: one for each token
-    block: int = 0  # tokens that are done before the next are begun; 0: all at once
-    order: Literal["confident", "random", "ancestral"] = "confident"
+    steps: int = 0  # number of steps; 0: one per token
+    block: int = 0  # number of tokens to unmask before the next block is started; 0: all
+    order: Order = "confident"
 
     def __post_init__(self) -> None:
-        for name in ("steps", "block"):
-            if getattr(self, name) < 0:
+        for name, value in (("steps", self.steps), ("block", self.block)):
+            if value < 0:
                 raise UserError(f"--{name}: expected 1 or more, or 0 for the default")
+
+    def options(self) -> str:
+        """The options of the command line that are not at their defaults; all if none is."""
+        names = [field.name for field in dataclasses.fields(self)]
+        changed = [name for name in names if getattr(self, name) != getattr(UnmaskSchedule, name)]
+        return ", ".join(f"--{name}" for name in changed or names)
+
+
+@dataclass(frozen=True, eq=False)
+class UnmaskStep:
+    """A step that unmasks `count` tokens of a block."""
+
+    candidates: np.ndarray  # bool [block]: tokens to choose from, by confidence
+    count: int
 
 
 @dataclass(frozen=True)
 class StepConstants:
-    """What the compiled step knows."""
+    """What is constant in the compiled step."""
 
-    model: Any
+    cfg: ModelConfig
     exec_opts: Execution
     sampling: Sampling
     soft_cap: float | None
-    mask: int
-    never: tuple[int, ...]  # special tokens, which are given and never told
+    mask_id: int
+    unpredicted_ids: tuple[int, ...]  # special tokens, which have probability 0
 
 
 def sample(
-    run: LoadedRun, ids: list[int], tokens: int, sampling: Sampling, reveal: UnmaskSchedule
+    run: LoadedRun, prompt_ids: list[int], count: int, sampling: Sampling, schedule: UnmaskSchedule
 ) -> Iterator[int]:
-    """The tokens that follow `ids`, a block at a time. The text has exactly so many: where it ends is given
-    to the model, in training too. What cannot be done is refused before the first is asked for."""
+    """Sample the `count` tokens that follow a prompt. They are yielded in the order of the text, when their
+    block is complete.
+
+    The text has exactly this length: as in training, the model reads where it ends. Raises UserError at once,
+    not at the first token, if the schedule or the tokenizer does not allow it."""
     assert run.tokenizer is not None
-    blocks = math.ceil(tokens / (reveal.block or tokens))
     if run.tokenizer.special.mask is None:
-        raise UserError(
-            "diffusion needs a tokenizer with a mask token, and the one in the run folder has none"
-        )
-    if 0 < reveal.steps < blocks:
-        raise UserError(f"--steps: found {reveal.steps}, expected {blocks} or more, one for each block")
-    return _sample(run, ids, tokens, sampling, reveal)
+        raise UserError("diffusion needs a tokenizer with a mask token; the one in the run folder has none")
+    blocks = math.ceil(count / (schedule.block or count))
+    if 0 < schedule.steps < blocks:
+        raise UserError(f"--steps: found {schedule.steps}, expected {blocks} or more, one for each block")
+    return _sample(run, prompt_ids, count, sampling, schedule)
 
 
 def _sample(
-    run: LoadedRun, ids: list[int], tokens: int, sampling: Sampling, reveal: UnmaskSchedule
+    run: LoadedRun, prompt_ids: list[int], count: int, sampling: Sampling, schedule: UnmaskSchedule
 ) -> Iterator[int]:
-    assert run.tokenizer is not None
-    special, cfg = run.tokenizer.special, run.recipe.model
-    assert special.mask is not None
-    exec_opts = Execution(run.recipe.attention, run.recipe.compute.dtype, matmul=fixed_matmul(cfg))
-    named = (special.pad, special.bos, special.eos, special.mask)
-    never = tuple(sorted({token for token in named if token is not None}))
-    fixed = StepConstants(cfg, exec_opts, sampling, run.recipe.loss.soft_cap, special.mask, never)
-    names = axes(load_family(cfg).Model, cfg)
-    model = jax.jit(lambda params: cast(params, names, exec_opts))(run.params)
-
-    width = min(reveal.block or tokens, tokens)
-    blocks = math.ceil(tokens / width)
-    text = [*ids, *[special.mask] * tokens, *([] if special.eos is None else [special.eos])]
-    # A round number, so that texts of about the same length share a program; the rest belongs to no document.
-    length = 128 * math.ceil((len(ids) + blocks * width + 1) / 128)
-    home = NamedSharding(run.mesh, PartitionSpec())
-    row = jax.device_put(np.array([text + [fixed.mask] * (length - len(text))], np.int32), home)
-    segments = jax.device_put(np.array([[1] * len(text) + [0] * (length - len(text))], np.int32), home)
-    key, rng, number = jax.random.key(sampling.seed), np.random.default_rng(sampling.seed), 0
-    for block, steps in enumerate(even_split(reveal.steps or tokens, blocks)):
-        first = len(ids) + block * width
-        size = min(width, tokens - block * width)
-        for among, count in unmask_plan(reveal.order, size, steps, rng):
-            places = np.zeros(width, bool)
-            places[:size] = among
+    constants = _step_constants(run, sampling)
+    model = cast_weights(run, constants.exec_opts)
+    width = min(schedule.block or count, count)
+    blocks = math.ceil(count / width)
+    row, segments = _masked_row(run, prompt_ids, count, min_length=len(prompt_ids) + blocks * width + 1)
+    key, rng = jax.random.key(sampling.seed), np.random.default_rng(sampling.seed)
+    number = 0
+    for block, steps in enumerate(even_split(schedule.steps or count, blocks)):
+        first = len(prompt_ids) + block * width
+        size = min(width, count - block * width)
+        for step in unmask_plan(schedule.order, size, steps, rng):
+            is_candidate = np.zeros(width, bool)
+            is_candidate[:size] = step.candidates
+            number += 1
             with jax.set_mesh(run.mesh):
-                number += 1
-                row = step(model, row, segments, first, places, count, jax.random.fold_in(key, number), fixed)
+                step_key = jax.random.fold_in(key, number)
+                row = unmask_step(model, row, segments, first, is_candidate, step.count, step_key, constants)
         yield from np.asarray(row)[0, first : first + size].tolist()
 
 
-def unmask_plan(order: str, tokens: int, steps: int, rng: np.random.Generator) -> Turns:
-    """For each step in which some of a block's tokens are told: among which, and how many. Whose turn it is
-    does not hang on what the model says, unless it is that of the surest: steps that tell nothing never run
-    it."""
+def _step_constants(run: LoadedRun, sampling: Sampling) -> StepConstants:
+    assert run.tokenizer is not None
+    special = run.tokenizer.special
+    assert special.mask is not None
+    special_ids = {id for id in (special.pad, special.bos, special.eos, special.mask) if id is not None}
+    return StepConstants(
+        cfg=run.recipe.model,
+        exec_opts=make_execution(run),
+        sampling=sampling,
+        soft_cap=run.recipe.loss.soft_cap,
+        mask_id=special.mask,
+        unpredicted_ids=tuple(sorted(special_ids)),
+    )
+
+
+def _masked_row(run: LoadedRun, prompt_ids: list[int], count: int, *, min_length: int) -> tuple[Array, Array]:
+    """Tokens and segments [1 s] of the prompt, `count` mask tokens and the end of the text, on all devices.
+    What follows is padding, which belongs to no document."""
+    assert run.tokenizer is not None
+    special = run.tokenizer.special
+    assert special.mask is not None
+    text = [*prompt_ids, *[special.mask] * count, *([] if special.eos is None else [special.eos])]
+    padding = LENGTH_MULTIPLE * math.ceil(min_length / LENGTH_MULTIPLE) - len(text)
+    replicated = NamedSharding(run.mesh, PartitionSpec())
+    row = np.array([text + [special.mask] * padding], np.int32)
+    segments = np.array([[1] * len(text) + [0] * padding], np.int32)
+    return jax.device_put(row, replicated), jax.device_put(segments, replicated)
+
+
+def unmask_plan(order: Order, tokens: int, steps: int, rng: np.random.Generator) -> list[UnmaskStep]:
+    """Plan the steps that unmask a block of tokens: which tokens each chooses from, and how many.
+
+    Only `confident` depends on what the model predicts. In the other orders the step of each token is drawn
+    beforehand; steps without a token are left out, so that the model does not run for them."""
     if order == "confident":
-        return [(np.ones(tokens, bool), count) for count in even_split(tokens, steps) if count]
+        all_tokens = np.ones(tokens, bool)
+        return [UnmaskStep(all_tokens, count) for count in even_split(tokens, steps) if count]
     if order == "random":
-        turn = rng.permutation(np.repeat(np.arange(steps), even_split(tokens, steps)))
+        step_of_token = rng.permutation(np.repeat(np.arange(steps), even_split(tokens, steps)))
     else:
-        turn = rng.integers(steps, size=tokens)
-    return [(turn == number, int((turn == number).sum())) for number in np.unique(turn)]
+        step_of_token = rng.integers(steps, size=tokens)
+    in_step = [step_of_token == step for step in np.unique(step_of_token)]
+    return [UnmaskStep(candidates, int(candidates.sum())) for candidates in in_step]
 
 
-def even_split(whole: int, parts: int) -> list[int]:
-    """As equal as can be, the larger ones first."""
-    return [whole // parts + (number < whole % parts) for number in range(parts)]
+def even_split(total: int, parts: int) -> list[int]:
+    """Split a number into parts that differ by at most one, the larger ones first."""
+    return [total // parts + (part < total % parts) for part in range(parts)]
 
 
-@functools.partial(jax.jit, static_argnames="fixed", donate_argnames="row")
-def step(
-    model: Any,
+@functools.partial(jax.jit, static_argnames="constants", donate_argnames="row")
+def unmask_step(
+    model: Model,
     row: Array,
     segments: Array,
-    first: Any,
-    among: Any,
-    count: Any,
+    first: ArrayLike,
+    is_candidate: Array | np.ndarray,
+    count: ArrayLike,
     key: Array,
-    fixed: StepConstants,
+    constants: StepConstants,
 ) -> Array:
-    """A row [1 s] of which `count` more tokens are told, the surest of those hidden `among` the block's
-    places from `first` on. A token is as sure as its probability, whichever is drawn."""
-    hidden = model(fixed.model, row, exec_opts=fixed.exec_opts, segments=segments)
-    hidden = jax.lax.dynamic_slice_in_dim(hidden[0], first, among.shape[0])
+    """Unmask `count` more tokens of a row [1 s]. Returns the updated row.
+
+    Chosen are the candidates, in the block that begins at position `first`, whose sampled tokens have the
+    highest probabilities."""
+    width = is_candidate.shape[0]
+    hidden = model(constants.cfg, row, exec_opts=constants.exec_opts, segments=segments)
+    hidden = jax.lax.dynamic_slice_in_dim(hidden[0], first, width)
     logits = project(model.unembed, hidden, "sd,vd->sv").astype(jnp.float32)
-    if fixed.soft_cap is not None:
-        logits = fixed.soft_cap * jnp.tanh(logits / fixed.soft_cap)
-    logits = logits.at[:, jnp.asarray(fixed.never)].set(-jnp.inf)
+    logits = soft_cap_logits(logits, constants.soft_cap)
+    logits = logits.at[:, jnp.asarray(constants.unpredicted_ids)].set(-jnp.inf)
     keys = jax.random.split(key, len(logits))
-    drawn = jax.vmap(lambda logits, key: sample_token(logits, key, fixed.sampling))(logits, keys)
-    sure = jnp.take_along_axis(jax.nn.log_softmax(logits), drawn[:, None], axis=1)[:, 0]
-    before = jax.lax.dynamic_slice_in_dim(row[0], first, among.shape[0])
-    sure = jnp.where(among & (before == fixed.mask), sure, -jnp.inf)
-    rank = jnp.argsort(jnp.argsort(-sure))
-    told = (rank < count) & (sure > -jnp.inf)
-    row = jax.lax.dynamic_update_slice(row, jnp.where(told, drawn, before)[None], (0, first))
-    return jax.lax.with_sharding_constraint(
-        row, PartitionSpec()
-    )  # where it was, or the next step is compiled anew
+    sampled = jax.vmap(lambda logits, key: sample_token(logits, key, constants.sampling))(logits, keys)
+    confidence = jnp.take_along_axis(jax.nn.log_softmax(logits), sampled[:, None], axis=1)[:, 0]
+    tokens = jax.lax.dynamic_slice_in_dim(row[0], first, width)
+    confidence = jnp.where(is_candidate & (tokens == constants.mask_id), confidence, -jnp.inf)
+    rank = jnp.argsort(jnp.argsort(-confidence))
+    is_unmasked = (rank < count) & (confidence > -jnp.inf)
+    tokens = jnp.where(is_unmasked, sampled, tokens)
+    row = jax.lax.dynamic_update_slice(row, tokens[None], (0, first))
+    # As in the argument: with another sharding, the next step would be compiled again.
+    return jax.lax.with_sharding_constraint(row, PartitionSpec())

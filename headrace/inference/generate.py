@@ -1,122 +1,151 @@
-"""Text from a trained decoder: the prompt once through the model, then token by token from the cache.
-Diffusion models tell theirs in another order (diffusion.py)."""
+"""Text generation. A decoder reads the prompt once and then generates token by token from its cache;
+diffusion models fill in tokens in another order (diffusion.py)."""
 
 import functools
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from headrace.checkpoint.open_run import LoadedRun
-from headrace.data import pause_tokens
+from headrace.data.pause_tokens import find_pause_id
+from headrace.data.tokenizer.tokenizer import Tokenizer
 from headrace.errors import UserError
 from headrace.inference import diffusion
-from headrace.inference.sampling import Sampling, sample_token
-from headrace.low_precision.cast import cast
-from headrace.model_wrappers import classification_head, load_family
+from headrace.inference.cast_weights import cast_weights, make_execution
+from headrace.inference.diffusion import UnmaskSchedule
+from headrace.inference.sampling import Sampling, sample_token, soft_cap_logits
+from headrace.model_wrappers import classification_head
 from headrace.model_wrappers.recurrent_depth import RoundSchedule
-from headrace.models import fixed_matmul
+from headrace.models import Model, ModelConfig
 from headrace.nn.linear import project
-from headrace.nn.module import Array, axes
+from headrace.nn.module import Array, PyTree
 from headrace.nn.stack import Execution
+
+# Caches and rows have a multiple of this many tokens, so that texts of similar length share a program.
+LENGTH_MULTIPLE = 128
 
 
 def generate(
     run: LoadedRun,
     prompt: str,
-    tokens: int,
+    max_tokens: int,
     sampling: Sampling,
-    reveal: dict[str, Any] | None = None,
-    exit: float = 0.0,
-    pause: int = 0,
+    *,
+    unmask: UnmaskSchedule | None = None,
+    exit_threshold: float = 0.0,
+    pause_tokens: int = 0,
 ) -> Iterator[str]:
-    """Pieces of text as they come, the prompt left out. Ends early where the model ends its text. What cannot
-    be continued is refused here, before the first piece is asked for. `reveal` says how a diffusion model
-    tells its tokens, `exit` when recurrent depth goes no deeper; `pause` tokens follow the prompt."""
-    cfg, tokenizer = run.recipe, run.tokenizer
-    classification_head.refuse_classifier(
-        cfg, "`headrace eval` says how often it is right, `headrace export` hands it to transformers"
-    )
-    diffuses = cfg.objective.use == "diffusion"
-    if not cfg.model.causal and not diffuses:
-        raise UserError(
-            f"model.use: {cfg.model.use} reads text in both directions and cannot continue it, unless it is "
-            "trained by objective.use: diffusion"
-        )
-    if reveal and not diffuses:
-        raise UserError(f"--{next(iter(reveal))}: expected nothing, since the run is no diffusion model")
-    if tokenizer is None:
-        raise UserError("no tokenizer.json in the run folder; copy the one the model was trained with there")
-    if tokens < 1:
+    """Generate the text that follows a prompt, in pieces, as they are ready. The prompt is not repeated.
+
+    Ends before `max_tokens` where the model ends its text. Raises UserError at once, not at the first piece,
+    if the run cannot generate text. `unmask` is for diffusion models only; `exit_threshold` ends the rounds
+    of recurrent depth early (`RoundSchedule.exit`); `pause_tokens` is the number of pause tokens after the
+    prompt."""
+    is_diffusion = run.recipe.objective.use == "diffusion"
+    tokenizer = check_can_generate(run, allow_diffusion=True)
+    if unmask is not None and not is_diffusion:
+        raise UserError(f"{unmask.options()}: expected nothing, since the run is no diffusion model")
+    if exit_threshold and run.recipe.recurrence is None:
+        raise UserError("--exit: expected nothing, since the run has no recurrent depth (recurrence.rounds)")
+    if max_tokens < 1:
         raise UserError("--tokens: expected 1 or more")
+    prompt_ids = _encode_prompt(tokenizer, prompt, pause_tokens)
+    if is_diffusion:
+        ids = diffusion.sample(run, prompt_ids, max_tokens, sampling, unmask or UnmaskSchedule())
+    else:
+        ids = sample(run, prompt_ids, max_tokens, sampling, exit_threshold=exit_threshold)
+    return decode_stream(tokenizer, prompt_ids, ids)
+
+
+def check_can_generate(run: LoadedRun, *, allow_diffusion: bool = False) -> Tokenizer:
+    """Check that a run can continue a text, or is a diffusion model and these are
+    allowed. Returns its tokenizer. Raises UserError with the reason if it cannot."""
+    recipe = run.recipe
+    classification_head.refuse_classifier(
+        recipe, "`headrace eval` reports its accuracy, `headrace export` converts it for transformers"
+    )
+    is_diffusion = recipe.objective.use == "diffusion"
+    if is_diffusion and not allow_diffusion:
+        raise UserError(
+            "objective.use: found diffusion, which does not generate tokens in the order of the text; use "
+            "`headrace generate`"
+        )
+    if not recipe.model.causal and not is_diffusion:
+        hint = ", unless it is trained with objective.use: diffusion" if allow_diffusion else ""
+        raise UserError(
+            f"model.use: {recipe.model.use} reads text in both directions and cannot continue it{hint}"
+        )
+    if run.tokenizer is None:
+        raise UserError("no tokenizer.json in the run folder; copy the model's tokenizer there")
+    return run.tokenizer
+
+
+def _encode_prompt(tokenizer: Tokenizer, prompt: str, pause_tokens: int) -> list[int]:
     try:
         prompt.encode()
     except UnicodeEncodeError:  # bytes of the command line that Python could not decode
         raise UserError("--prompt: found bytes that are not UTF-8, expected text in UTF-8") from None
-    special = tokenizer.special
-    ids = ([] if special.bos is None else [special.bos]) + tokenizer.encode(prompt)
-    if pause:
-        ids += [pause_tokens.find_pause_id(tokenizer, "--pause")] * pause
-    if not ids:
+    bos = tokenizer.special.bos
+    prompt_ids = ([] if bos is None else [bos]) + tokenizer.encode(prompt)
+    if pause_tokens:
+        prompt_ids += [find_pause_id(tokenizer, "--pause")] * pause_tokens
+    if not prompt_ids:
         raise UserError("--prompt: expected some text, since this tokenizer has no begin-of-text token")
-    if diffuses:
-        return decode_stream(
-            run, ids, diffusion.sample(run, ids, tokens, sampling, diffusion.UnmaskSchedule(**reveal or {}))
-        )
-    return decode_stream(run, ids, sample(run, ids, tokens, sampling, exit))
+    return prompt_ids
 
 
-def decode_stream(run: LoadedRun, ids: list[int], following: Iterator[int]) -> Iterator[str]:
-    tokenizer, ids = run.tokenizer, list(ids)
-    assert tokenizer is not None
-    # With the prompt: tokenizers that mark the start of a word drop the space before the first.
-    shown = tokenizer.decode(ids)
-    for token in following:
+def decode_stream(tokenizer: Tokenizer, prompt_ids: list[int], ids: Iterator[int]) -> Iterator[str]:
+    """Decode token ids that follow a prompt to pieces of text, up to a begin- or end-of-text token."""
+    # Decoded with the prompt: tokenizers that mark the start of a word drop the space before the first.
+    all_ids = list(prompt_ids)
+    decoded = tokenizer.decode(all_ids)
+    for token in ids:
         if token in (tokenizer.special.eos, tokenizer.special.bos):
             return
-        ids.append(token)
-        text = tokenizer.decode(ids)
-        # Half of a character: the rest comes with the next token.
+        all_ids.append(token)
+        text = tokenizer.decode(all_ids)
+        # Only a part of a character so far: the next token has the remainder.
         if not text.endswith("\N{REPLACEMENT CHARACTER}"):
-            yield text[len(shown) :]
-            shown = text
+            yield text[len(decoded) :]
+            decoded = text
 
 
 def sample(
-    run: LoadedRun, ids: list[int], tokens: int, sampling: Sampling, exit: float = 0.0
+    run: LoadedRun,
+    prompt_ids: list[int],
+    count: int,
+    sampling: Sampling,
+    *,
+    exit_threshold: float = 0.0,
 ) -> Iterator[int]:
-    """The tokens that follow `ids`, one by one, without end before there are `tokens` of them. With recurrent
-    depth, rounds end where they change less than the share `exit`."""
-    cfg = run.recipe.model
-    exec_opts = Execution(run.recipe.attention, run.recipe.compute.dtype, matmul=fixed_matmul(cfg))
-    if exit:
-        exec_opts = replace(exec_opts, rounds=RoundSchedule(cfg.recurrence, exit=exit))
-    # Once and not in every step, which would read all weights in float32 for each token.
-    names = axes(load_family(cfg).Model, cfg)
-    model = jax.jit(lambda params: cast(params, names, exec_opts))(run.params)
-    # A round number, so that texts of about the same length share a program.
-    cache = model.init_cache(cfg, 1, 128 * math.ceil((len(ids) + tokens) / 128), exec_opts.dtype)
-    given = jnp.asarray([ids], jnp.int32)
-    for number in range(tokens):
-        # Not around the loop: whoever takes the tokens would find the mesh set between them.
+    """Sample the `count` tokens that follow a prompt, one by one. An end-of-text token does not end it."""
+    cfg: ModelConfig = run.recipe.model
+    exec_opts = make_execution(run)
+    if exit_threshold:
+        assert cfg.recurrence is not None
+        exec_opts = replace(exec_opts, rounds=RoundSchedule(cfg.recurrence.rounds, exit=exit_threshold))
+    model = cast_weights(run, exec_opts)
+    length = LENGTH_MULTIPLE * math.ceil((len(prompt_ids) + count) / LENGTH_MULTIPLE)
+    cache = model.init_cache(cfg, 1, length, exec_opts.dtype)
+    new_tokens = jnp.asarray([prompt_ids], jnp.int32)
+    for index in range(count):
+        # Not around the loop: the mesh would be set in the caller's code between two tokens.
         with jax.set_mesh(run.mesh):
-            logits, cache = step(model, given, cache, cfg, exec_opts)
+            logits, cache = decode_step(model, new_tokens, cache, cfg, exec_opts)
             logits = soft_cap_logits(logits, run.recipe.loss.soft_cap)
-            token = sample_token(logits, jax.random.fold_in(jax.random.key(sampling.seed), number), sampling)
+            key = jax.random.fold_in(jax.random.key(sampling.seed), index)
+            token = sample_token(logits, key, sampling)
         yield int(token)
-        given = token[None, None]
+        new_tokens = token[None, None]
 
 
 @functools.partial(jax.jit, static_argnames=("cfg", "exec_opts"), donate_argnames="cache")
-def step(model: Any, given: Array, cache: Any, cfg: Any, exec_opts: Execution) -> tuple[Array, Any]:
-    """The logits [v] after the given tokens [1 s], and the cache with these."""
-    hidden, cache = model.decode(cfg, given, cache, exec_opts=exec_opts)
+def decode_step(
+    model: Model, tokens: Array, cache: PyTree, cfg: ModelConfig, exec_opts: Execution
+) -> tuple[Array, PyTree]:
+    """Compute the logits [v] of the token that follows tokens [1 s]. Returns the updated cache too."""
+    hidden, cache = model.decode(cfg, tokens, cache, exec_opts=exec_opts)
     return project(model.unembed, hidden[:, -1], "bd,vd->bv").astype(jnp.float32)[0], cache
-
-
-def soft_cap_logits(logits: Array, cap: float | None) -> Array:
-    """Logits as the recipe's `loss.soft_cap` has them."""
-    return logits if cap is None else cap * jnp.tanh(logits / cap)

@@ -1,1 +1,1 @@
-"""`headrace serve`: what was trained behind an address, for looking at it; not for production."""
+"""`headrace serve`: an HTTP server for trying out a trained model; not for production."""

@@ -1,139 +1,142 @@
-"""The addresses: OpenAI's completions and chat, which model there is, whether it is well, and a page."""
+"""The HTTP server: OpenAI's completions and chat completions, the list of models, a health check and a chat
+page."""
 
 import contextlib
 import json
 import secrets
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 from headrace import __version__
 from headrace.checkpoint.open_run import LoadedRun
 from headrace.errors import UserError
-from headrace.inference.serve import openai_request, page
+from headrace.inference.generate import check_can_generate
+from headrace.inference.serve import page
 from headrace.inference.serve.engine import BatchEngine
-from headrace.model_wrappers import classification_head
+from headrace.inference.serve.openai_request import BadRequest, JsonObject, StreamedText, parse_request
 
-NOTICE = "for looking at what was trained, not for production"
-LARGEST = 10_000_000  # bytes of a request
+NOTICE = "for trying out a trained model, not for production"
+MAX_REQUEST_BYTES = 10_000_000
 
 
 class Server(ThreadingHTTPServer):
+    """Serves the model of an engine under a name."""
+
     daemon_threads = True
     block_on_close = False
 
     def __init__(self, engine: BatchEngine, name: str, address: tuple[str, int]) -> None:
-        self.engine, self.model, self.began = engine, name, int(time.time())
+        """Open the port of `address`, (host, port). Raises UserError if that is not possible."""
+        self.engine, self.model, self.created = engine, name, int(time.time())
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         try:
-            super().__init__(address, Handler)
+            super().__init__(address, RequestHandler)
         except (OSError, OverflowError) as error:
             raise UserError(
-                f"--port: nothing can be served at {address[0]}:{address[1]}: {error}; name another"
+                f"--port: cannot serve at {address[0]}:{address[1]}: {error}; use another port"
             ) from None
 
 
-def serve(run: LoadedRun, *, host: str, port: int, slots: int, length: int | None) -> None:
-    """Answers until it is interrupted."""
-    refuse(run)
+def serve(
+    run: LoadedRun, *, host: str, port: int, slots: int, length: int | None, log: Callable[[str], None]
+) -> None:
+    """Serve a run's model until it is interrupted (Ctrl-C).
+
+    `slots` is the number of texts that are generated at once; `length` the most tokens of a prompt and its
+    continuation together, by default the sequence length of training. `log` is called with lines for the
+    user."""
+    check_can_generate(run)
     if slots < 1:
         raise UserError(f"--slots: found {slots}, expected 1 or more")
-    room = run.recipe.data.sequence_length if length is None else length
-    if room < 2:
-        raise UserError(f"--length: found {room}, expected 2 or more")
-    engine = BatchEngine(run, slots=slots, length=room)
+    length = run.recipe.data.sequence_length if length is None else length
+    if length < 2:
+        raise UserError(f"--length: found {length}, expected 2 or more")
+    engine = BatchEngine(run, slots=slots, length=length, on_failure=lambda error: log(failure_text(error)))
     server = Server(engine, Path(run.recipe.run_dir).name, (host, port))
     engine.start()
-    shown = f"[{host}]" if ":" in host else host
-    print(
-        f"headrace {__version__}: {run.recipe.run_dir} at http://{shown}:{server.server_port}, {NOTICE}",
-        flush=True,
-    )
-    print(
-        f"OpenAI's clients: base_url=http://{shown}:{server.server_port}/v1, any key; Ctrl-C ends it",
-        flush=True,
-    )
+    url = f"http://{f'[{host}]' if ':' in host else host}:{server.server_port}"
+    log(f"headrace {__version__}: {run.recipe.run_dir} at {url}, {NOTICE}")
+    log(f"OpenAI clients: base_url={url}/v1, with any API key; Ctrl-C stops the server")
     if host not in ("127.0.0.1", "localhost", "::1"):
-        print("it asks for no key: whoever reaches this address can use it", flush=True)
+        log("warning: API keys are not checked; anyone who can reach this address can use the server")
     try:
         server.serve_forever()
     except KeyboardInterrupt:
-        print("ended", flush=True)
+        log("stopped")
     finally:
         server.server_close()
         engine.close()
 
 
-def refuse(run: LoadedRun) -> None:
-    classification_head.refuse_classifier(
-        run.recipe, "`headrace eval` says how often it is right, `headrace export` hands it to transformers"
-    )
-    if run.recipe.objective.use == "diffusion":
-        raise UserError(
-            "objective.use: found diffusion, whose tokens come in another order than a server sends them; "
-            "see `headrace generate`"
-        )
-    if not run.recipe.model.causal:
-        raise UserError(
-            f"model.use: {run.recipe.model.use} reads text in both directions and cannot continue it"
-        )
-    if run.tokenizer is None:
-        raise UserError("no tokenizer.json in the run folder; copy the one the model was trained with there")
+def failure_text(error: BaseException) -> str:
+    """The line for the user when the engine has failed."""
+    return f"error: the model failed, and all further requests are refused: {error}"
 
 
-class Handler(BaseHTTPRequestHandler):
+class RequestHandler(BaseHTTPRequestHandler):
+    """Handles the requests of one connection."""
+
     server: Server
     protocol_version = "HTTP/1.1"
     server_version = f"headrace/{__version__}"
 
-    def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: a prompt may be private, and the terminal is for what goes wrong."""
+    def log_message(self, format: str, *args: object) -> None:
+        """Log nothing: prompts may be private, and the terminal is for problems."""
 
     def do_GET(self) -> None:
-        model = {"id": self.server.model, "object": "model", "created": self.server.began, "owned_by": "you"}
+        """Answer with the page, the health or the models."""
+        model = {
+            "id": self.server.model,
+            "object": "model",
+            "created": self.server.created,
+            "owned_by": "you",
+        }
         tokenizer = self.server.engine.run.tokenizer
         path = self.path.partition("?")[0]
         if path == "/":
-            has_chat = tokenizer is not None and tokenizer.chat_template is not None
-            self.answer(200, page.chat(self.server.model, NOTICE, has_chat), "text/html; charset=utf-8")
+            has_template = tokenizer is not None and tokenizer.chat_template is not None
+            content = page.render_chat_page(self.server.model, NOTICE, has_template=has_template)
+            self.send_content(200, content, "text/html; charset=utf-8")
         elif path == "/health":
             error = self.server.engine.error
-            self.json(500 if error else 200, {"status": f"failed: {error}" if error else "ok"})
+            self.send_json(500 if error else 200, {"status": f"failed: {error}" if error else "ok"})
         elif path == "/v1/models":
-            self.json(200, {"object": "list", "data": [model]})
+            self.send_json(200, {"object": "list", "data": [model]})
         elif path == f"/v1/models/{self.server.model}":
-            self.json(200, model)
+            self.send_json(200, model)
         else:
-            self.refuse(openai_request.BadRequest(f"no such address: {path}", status=404))
+            self.send_bad_request(BadRequest(f"no such address: {path}", status=404))
 
     do_HEAD = do_GET
 
     def do_POST(self) -> None:
+        """Answer a completion or chat completion."""
         path = self.path.partition("?")[0]
         try:
-            asked = self.body()
+            body = self.read_json()
             if path not in ("/v1/completions", "/v1/chat/completions"):
-                raise openai_request.BadRequest(f"no such address: {path}", status=404)
+                raise BadRequest(f"no such address: {path}", status=404)
             is_chat = path == "/v1/chat/completions"
-            wanted = openai_request.read(self.server.engine.run, asked, is_chat=is_chat)
-            if asked.get("model") not in (None, self.server.model):
-                raise openai_request.BadRequest(
-                    f"model: found {asked['model']!r}, expected {self.server.model}", "model", status=404
+            request = parse_request(self.server.engine.run, body, is_chat=is_chat)
+            assert isinstance(body, dict)
+            if body.get("model") not in (None, self.server.model):
+                raise BadRequest(
+                    f"model: found {body['model']!r}, expected {self.server.model}", "model", status=404
                 )
-            answer = openai_request.StreamedText(self.server.engine, wanted, self.left)
-        except openai_request.BadRequest as error:
-            return self.refuse(error)
-        form = ResponseFormat(self.server.model, is_chat)
-        if wanted.stream:
-            self.stream(form, answer, with_usage=wanted.with_usage)
+            text = StreamedText(self.server.engine, request, self.is_disconnected)
+        except BadRequest as error:
+            return self.send_bad_request(error)
+        response = ResponseFormat(self.server.model, is_chat)
+        if request.stream:
+            self.send_stream(response, text, with_usage=request.stream_usage)
         else:
-            self.whole(form, answer)
+            self.send_completion(response, text)
 
-    def left(self) -> bool:
-        """Whether the client has closed its end: then there is something to read, and nothing in it."""
+    def is_disconnected(self) -> bool:
+        """Whether the client has closed the connection: there is something to read, and it is empty."""
         try:
             return not self.connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -141,28 +144,27 @@ class Handler(BaseHTTPRequestHandler):
         except OSError:
             return True
 
-    def body(self) -> Any:
+    def read_json(self) -> object:
+        """Read the body of the request."""
         length = self.headers.get("Content-Length", "")
-        if not length.isdigit() or int(length) > LARGEST:
-            self.close_connection = True  # what follows is not read
-            raise openai_request.BadRequest(
-                f"expected a body of at most {LARGEST:,} bytes and its Content-Length"
-            )
+        if not length.isdigit() or int(length) > MAX_REQUEST_BYTES:
+            self.close_connection = True  # the body is not read, so no request can follow it
+            raise BadRequest(f"expected a body of at most {MAX_REQUEST_BYTES:,} bytes and its Content-Length")
         try:
             return json.loads(self.rfile.read(int(length)))
         except (ValueError, RecursionError) as error:
-            raise openai_request.BadRequest(f"not valid JSON: {error}") from None
+            raise BadRequest(f"not valid JSON: {error}") from None
 
-    def whole(self, form: "ResponseFormat", answer: openai_request.StreamedText) -> None:
+    def send_completion(self, response: "ResponseFormat", text: StreamedText) -> None:
+        """Send the text when it is complete."""
         try:
-            text = "".join(answer)
-        except Exception as error:  # the engine's, which has nobody else to tell
-            return self.refuse(openai_request.BadRequest(f"the model failed: {error}", status=500))
-        self.json(200, form.whole(text, answer))
+            complete_text = "".join(text)
+        except Exception as error:  # from the engine: any
+            return self.send_bad_request(BadRequest(f"the model failed: {error}", status=500))
+        self.send_json(200, response.completion(complete_text, text))
 
-    def stream(
-        self, form: "ResponseFormat", answer: openai_request.StreamedText, *, with_usage: bool
-    ) -> None:
+    def send_stream(self, response: "ResponseFormat", text: StreamedText, *, with_usage: bool) -> None:
+        """Send the text in pieces, as server-sent events."""
         self.close_connection = True
         try:
             self.send_response(200)
@@ -170,64 +172,76 @@ class Handler(BaseHTTPRequestHandler):
             self.send_header("Cache-Control", "no-cache")
             self.send_header("Connection", "close")
             self.end_headers()
-            for event in form.events(answer, with_usage):
+            for event in response.stream_events(text, with_usage=with_usage):
                 self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
                 self.wfile.flush()
             self.wfile.write(b"data: [DONE]\n\n")
-        except OSError:  # the client went away
-            answer.job.cancel()
+        except OSError:  # the client has disconnected
+            text.job.cancel()
         except Exception as error:
             event = {"error": {"message": f"the model failed: {error}", "type": "server_error"}}
-            with contextlib.suppress(OSError):  # it may have gone away meanwhile
+            with contextlib.suppress(OSError):  # it may have disconnected too
                 self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
 
-    def refuse(self, error: openai_request.BadRequest) -> None:
+    def send_bad_request(self, error: BadRequest) -> None:
+        """Send OpenAI's error object."""
         kind = "server_error" if error.status >= 500 else "invalid_request_error"
-        told = {"message": str(error), "type": kind, "param": error.param, "code": None}
-        self.json(error.status, {"error": told})
+        content = {"message": str(error), "type": kind, "param": error.param, "code": None}
+        self.send_json(error.status, {"error": content})
 
-    def json(self, status: int, value: Any) -> None:
-        self.answer(status, json.dumps(value).encode(), "application/json")
+    def send_json(self, status: int, value: JsonObject) -> None:
+        """Send an object as JSON."""
+        self.send_content(status, json.dumps(value).encode(), "application/json")
 
-    def answer(self, status: int, content: bytes, kind: str) -> None:
+    def send_content(self, status: int, content: bytes, content_type: str) -> None:
+        """Send a response with its headers; to HEAD, only the headers."""
         try:
             self.send_response(status)
-            self.send_header("Content-Type", kind)
+            self.send_header("Content-Type", content_type)
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()
             if self.command != "HEAD":
                 self.wfile.write(content)
-        except OSError:  # the client went away
+        except OSError:  # the client has disconnected
             self.close_connection = True
 
 
 class ResponseFormat:
-    """Answers as OpenAI writes them: a completion, or a message of a conversation."""
+    """OpenAI's JSON of a response: a completion, or a message of a chat."""
 
     def __init__(self, model: str, is_chat: bool) -> None:
         self.is_chat = is_chat
-        kind = "chat.completion" if is_chat else "text_completion"
-        self.head = {"object": kind, "created": int(time.time()), "model": model}
-        self.head["id"] = f"{'chatcmpl' if is_chat else 'cmpl'}-{secrets.token_hex(12)}"
+        self.common_fields: JsonObject = {
+            "object": "chat.completion" if is_chat else "text_completion",
+            "created": int(time.time()),
+            "model": model,
+            "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{secrets.token_hex(12)}",
+        }
 
-    def whole(self, text: str, answer: openai_request.StreamedText) -> dict[str, Any]:
-        said: dict[str, Any] = {"text": text}
+    def completion(self, complete_text: str, text: StreamedText) -> JsonObject:
+        """The response with the complete text."""
+        content: JsonObject = {"text": complete_text}
         if self.is_chat:
-            said = {"message": {"role": "assistant", "content": text}}
-        return self.head | {"choices": [self.choice(said, answer.reason)], "usage": answer.usage}
+            content = {"message": {"role": "assistant", "content": complete_text}}
+        return self.common_fields | {
+            "choices": [self._choice(content, text.finish_reason)],
+            "usage": text.usage,
+        }
 
-    def events(self, answer: openai_request.StreamedText, with_usage: bool) -> Iterator[dict[str, Any]]:
-        head = self.head | ({"object": "chat.completion.chunk"} if self.is_chat else {})
+    def stream_events(self, text: StreamedText, *, with_usage: bool) -> Iterator[JsonObject]:
+        """Yield the events of a stream: the pieces of the text, the reason for its end, the numbers of
+        tokens."""
+        common_fields = self.common_fields | ({"object": "chat.completion.chunk"} if self.is_chat else {})
         if self.is_chat:
-            first = {"delta": {"role": "assistant", "content": ""}}
-            yield head | {"choices": [self.choice(first, None)]}
-        for piece in answer:
-            said: dict[str, Any] = {"delta": {"content": piece}} if self.is_chat else {"text": piece}
-            yield head | {"choices": [self.choice(said, None)]}
-        last: dict[str, Any] = {"delta": {}} if self.is_chat else {"text": ""}
-        yield head | {"choices": [self.choice(last, answer.reason)]}
+            first: JsonObject = {"delta": {"role": "assistant", "content": ""}}
+            yield common_fields | {"choices": [self._choice(first, None)]}
+        for piece in text:
+            content: JsonObject = {"delta": {"content": piece}} if self.is_chat else {"text": piece}
+            yield common_fields | {"choices": [self._choice(content, None)]}
+        last: JsonObject = {"delta": {}} if self.is_chat else {"text": ""}
+        yield common_fields | {"choices": [self._choice(last, text.finish_reason)]}
         if with_usage:
-            yield head | {"choices": [], "usage": answer.usage}
+            yield common_fields | {"choices": [], "usage": text.usage}
 
-    def choice(self, said: dict[str, Any], reason: str | None) -> dict[str, Any]:
-        return {"index": 0, **said, "logprobs": None, "finish_reason": reason}
+    def _choice(self, content: JsonObject, finish_reason: str | None) -> JsonObject:
+        return {"index": 0, **content, "logprobs": None, "finish_reason": finish_reason}
