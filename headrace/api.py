@@ -253,11 +253,19 @@ def generate(
         >>> run = hr.open_run("runs/demo")
         >>> print("".join(hr.generate(run, "def ", tokens=80)))
     """
-    from headrace.inference import generate
+    from headrace.inference.diffusion import UnmaskSchedule
+    from headrace.inference.generate import generate
     from headrace.inference.sampling import Sampling
 
-    sampling = Sampling(temperature, top_k, top_p, seed)
-    return generate.generate(run, prompt, tokens, sampling, unmask, exit_share, pause_tokens)
+    return generate(
+        run,
+        prompt,
+        tokens,
+        Sampling(temperature, top_k, top_p, seed),
+        unmask=UnmaskSchedule.from_options(unmask) if unmask else None,
+        exit_share=exit_share,
+        pause_tokens=pause_tokens,
+    )
 
 
 def logits(run: "LoadedRun", tokens: "Sequence[int] | np.ndarray | jax.Array") -> "jax.Array":

@@ -3,6 +3,7 @@
 Recipes and options are checked before JAX is imported, so that a mistake is reported at once."""
 
 import argparse
+import functools
 import importlib.util
 import math
 import os
@@ -24,7 +25,9 @@ def evaluate(args: argparse.Namespace) -> None:
     if args.tasks:
         from headrace.inference import lm_eval
 
-        print(lm_eval.evaluate(run, args.tasks.split(","), limit=args.limit, batch=args.batch or 8))
+        tasks = args.tasks.split(",")
+        results = lm_eval.evaluate_tasks(run, tasks, limit=args.limit, batch_size=args.batch or 8)
+        print(lm_eval.format_results(results))
         return
     from headrace.training import evaluate
 
@@ -75,7 +78,8 @@ def serve(args: argparse.Namespace) -> None:
     run = api.open_run(args.run, ema=args.ema)
     from headrace.inference.serve import http
 
-    http.serve(run, host=args.host, port=args.port, slots=args.slots, length=args.length)
+    report = functools.partial(print, flush=True)
+    http.serve(run, host=args.host, port=args.port, slots=args.slots, length=args.length, report=report)
 
 
 def export(args: argparse.Namespace) -> None:

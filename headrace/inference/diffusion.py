@@ -9,9 +9,9 @@ is not changed again once it is unmasked."""
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,7 @@ from headrace.nn.stack import Execution
 LENGTH_MULTIPLE = 128  # of the row's length, so that texts of similar length share a program
 
 Order = Literal["confident", "random", "ancestral"]
+ORDERS = get_args(Order)
 
 
 @dataclass(frozen=True)
@@ -44,13 +45,23 @@ class UnmaskSchedule:
     def __post_init__(self) -> None:
         for name, value in (("steps", self.steps), ("block", self.block)):
             if value < 0:
-                raise UserError(f"--{name}: expected 1 or more, or 0 for the default")
+                raise UserError(f"{name}: expected 1 or more, or 0 for the default")
+        if self.order not in ORDERS:
+            raise UserError(f"order: found {self.order}, expected one of {', '.join(ORDERS)}")
 
-    def options(self) -> str:
-        """The options of the command line that are not at their defaults; all if none is."""
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> "UnmaskSchedule":
+        """Make a schedule from options by name. Raises UserError for an option that does not exist."""
+        names = [field.name for field in dataclasses.fields(cls)]
+        for name in options:
+            if name not in names:
+                raise UserError(f"{name}: no option of a diffusion model, expected one of {', '.join(names)}")
+        return cls(**options)
+
+    def changed_options(self) -> list[str]:
+        """The names of the options that are not at their defaults; all names if none is."""
         names = [field.name for field in dataclasses.fields(self)]
-        changed = [name for name in names if getattr(self, name) != getattr(UnmaskSchedule, name)]
-        return ", ".join(f"--{name}" for name in changed or names)
+        return [name for name in names if getattr(self, name) != getattr(UnmaskSchedule, name)] or names
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,7 +97,7 @@ def sample(
         raise UserError("diffusion needs a tokenizer with a mask token; the one in the run folder has none")
     blocks = math.ceil(count / (schedule.block or count))
     if 0 < schedule.steps < blocks:
-        raise UserError(f"--steps: found {schedule.steps}, expected {blocks} or more, one for each block")
+        raise UserError(f"steps: found {schedule.steps}, expected {blocks} or more, one for each block")
     return _sample(run, prompt_ids, count, sampling, schedule)
 
 

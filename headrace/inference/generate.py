@@ -35,28 +35,29 @@ def generate(
     sampling: Sampling,
     *,
     unmask: UnmaskSchedule | None = None,
-    exit_threshold: float = 0.0,
+    exit_share: float = 0.0,
     pause_tokens: int = 0,
 ) -> Iterator[str]:
     """Generate the text that follows a prompt, in pieces, as they are ready. The prompt is not repeated.
 
     Ends before `max_tokens` where the model ends its text. Raises UserError at once, not at the first piece,
-    if the run cannot generate text. `unmask` is for diffusion models only; `exit_threshold` ends the rounds
+    if the run cannot generate text. `unmask` is for diffusion models only; `exit_share` ends the rounds
     of recurrent depth early (`RoundSchedule.exit`); `pause_tokens` is the number of pause tokens after the
     prompt."""
     is_diffusion = run.recipe.objective.use == "diffusion"
     tokenizer = check_can_generate(run, allow_diffusion=True)
     if unmask is not None and not is_diffusion:
-        raise UserError(f"{unmask.options()}: expected nothing, since the run is no diffusion model")
-    if exit_threshold and run.recipe.recurrence is None:
-        raise UserError("--exit: expected nothing, since the run has no recurrent depth (recurrence.rounds)")
+        options = ", ".join(unmask.changed_options())
+        raise UserError(f"{options}: expected nothing, since the run is no diffusion model")
+    if exit_share and run.recipe.recurrence is None:
+        raise UserError("exit: expected nothing, since the run has no recurrent depth (recurrence.rounds)")
     if max_tokens < 1:
-        raise UserError("--tokens: expected 1 or more")
+        raise UserError("tokens: expected 1 or more")
     prompt_ids = _encode_prompt(tokenizer, prompt, pause_tokens)
     if is_diffusion:
         ids = diffusion.sample(run, prompt_ids, max_tokens, sampling, unmask or UnmaskSchedule())
     else:
-        ids = sample(run, prompt_ids, max_tokens, sampling, exit_threshold=exit_threshold)
+        ids = sample(run, prompt_ids, max_tokens, sampling, exit_share=exit_share)
     return decode_stream(tokenizer, prompt_ids, ids)
 
 
@@ -87,13 +88,13 @@ def _encode_prompt(tokenizer: Tokenizer, prompt: str, pause_tokens: int) -> list
     try:
         prompt.encode()
     except UnicodeEncodeError:  # bytes of the command line that Python could not decode
-        raise UserError("--prompt: found bytes that are not UTF-8, expected text in UTF-8") from None
+        raise UserError("prompt: found bytes that are not UTF-8, expected text in UTF-8") from None
     bos = tokenizer.special.bos
     prompt_ids = ([] if bos is None else [bos]) + tokenizer.encode(prompt)
     if pause_tokens:
-        prompt_ids += [find_pause_id(tokenizer, "--pause")] * pause_tokens
+        prompt_ids += [find_pause_id(tokenizer, "pause_tokens")] * pause_tokens
     if not prompt_ids:
-        raise UserError("--prompt: expected some text, since this tokenizer has no begin-of-text token")
+        raise UserError("prompt: expected some text, since this tokenizer has no begin-of-text token")
     return prompt_ids
 
 
@@ -119,14 +120,14 @@ def sample(
     count: int,
     sampling: Sampling,
     *,
-    exit_threshold: float = 0.0,
+    exit_share: float = 0.0,
 ) -> Iterator[int]:
     """Sample the `count` tokens that follow a prompt, one by one. An end-of-text token does not end it."""
     cfg: ModelConfig = run.recipe.model
     exec_opts = make_execution(run)
-    if exit_threshold:
+    if exit_share:
         assert cfg.recurrence is not None
-        exec_opts = replace(exec_opts, rounds=RoundSchedule(cfg.recurrence.rounds, exit=exit_threshold))
+        exec_opts = replace(exec_opts, rounds=RoundSchedule(cfg.recurrence.rounds, exit=exit_share))
     model = cast_weights(run, exec_opts)
     length = LENGTH_MULTIPLE * math.ceil((len(prompt_ids) + count) / LENGTH_MULTIPLE)
     cache = model.init_cache(cfg, 1, length, exec_opts.dtype)

@@ -9,10 +9,11 @@ import numpy as np
 
 from headrace.checkpoint.open_run import LoadedRun
 from headrace.errors import UserError
-from headrace.inference.generate import soft_cap_logits
+from headrace.inference.cast_weights import make_execution
+from headrace.inference.sampling import soft_cap_logits
 from headrace.low_precision.cast import cast
 from headrace.model_wrappers import classification_head, load_family
-from headrace.models import ModelConfig, fixed_matmul
+from headrace.models import ModelConfig
 from headrace.nn.linear import project
 from headrace.nn.module import Array, PyTree, axes
 from headrace.nn.stack import Execution
@@ -30,7 +31,7 @@ def logits(run: LoadedRun, tokens: Sequence[int] | np.ndarray | Array) -> Array:
             "and predicts none"
         )
     rows = check_tokens(np.asarray(tokens), recipe.model.vocab)
-    exec_opts = Execution(recipe.attention, recipe.compute.dtype, matmul=fixed_matmul(recipe.model))
+    exec_opts = make_execution(run)
     with jax.set_mesh(run.mesh):
         result = compute_logits(
             run.params, jnp.atleast_2d(rows), recipe.model, exec_opts, recipe.loss.soft_cap

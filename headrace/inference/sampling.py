@@ -23,13 +23,13 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not 0 <= self.seed < 2**32:
-            raise UserError(f"--seed: expected a number from 0 to {2**32 - 1}")
+            raise UserError(f"seed: expected a number from 0 to {2**32 - 1}")
         if not 0 <= self.temperature <= MAX_TEMPERATURE:
-            raise UserError(f"--temperature: expected a number from 0 to {MAX_TEMPERATURE}")
+            raise UserError(f"temperature: expected a number from 0 to {MAX_TEMPERATURE}")
         if not 0 <= self.top_k < 2**31:  # an int32 on devices
-            raise UserError(f"--top-k: expected a number from 0 to {2**31 - 1}")
+            raise UserError(f"top_k: expected a number from 0 to {2**31 - 1}")
         if not 0 < self.top_p <= 1:
-            raise UserError("--top-p: expected a number above 0 and at most 1")
+            raise UserError("top_p: expected a number above 0 and at most 1")
 
 
 def sample_token(logits: Array, key: Array, sampling: Sampling) -> Array:

@@ -1,5 +1,5 @@
-"""Masked diffusion beyond its loss: the likelihood bound against one summed over all that can be hidden, the
-mask token ruled out, and the samplers on a model whose answers are known."""
+"""Masked diffusion: the likelihood bound against a sum over all masks, logits without the mask token, and the
+samplers on a model whose predictions are fixed."""
 
 import dataclasses
 import itertools
@@ -17,7 +17,7 @@ from headrace.cli.main import main
 from headrace.config import recipe
 from headrace.data.tokenizer import train as tokenizer_train
 from headrace.errors import UserError
-from headrace.inference import diffusion as inference_diffusion
+from headrace.inference import diffusion as diffusion_decoding
 from headrace.inference import generate
 from headrace.inference.diffusion import UnmaskSchedule, even_split, unmask_plan
 from headrace.inference.sampling import Sampling
@@ -33,14 +33,14 @@ from tests.objectives.test_masking import LENGTH, MAY, TEXT, VOCABULARY, short, 
 from tests.training.test_step import ENCODER
 
 GREEDY = Sampling(temperature=0)
-STEP = inference_diffusion.step
+UNMASK_STEP = diffusion_decoding.unmask_step
 
 
 def diffusion(**keys: Any) -> TrainTask:
     return task("diffusion", **keys)
 
 
-def test_evaluation_hides_every_number_of_tokens_alike_and_any_of_them():
+def test_evaluation_masks_each_number_of_tokens_and_each_token_equally_often():
     may = maskable(VOCABULARY, texts())
     place = (jnp.arange(len(may)) + 0.5) / len(may)
     chosen, weights = (np.asarray(x) for x in mask_by_level(jax.random.key(0), may, place))
@@ -48,33 +48,34 @@ def test_evaluation_hides_every_number_of_tokens_alike_and_any_of_them():
     counts = chosen.sum(axis=1)
     np.testing.assert_allclose(np.bincount(counts)[1:], len(may) / MAY.sum(), atol=1)
     np.testing.assert_allclose(weights[:, 0], MAY.sum() / counts, rtol=1e-6)
-    # Each token is hidden equally often: in half of the draws, and a little more, as none hides nothing.
+    # Each token is masked equally often: in a little more than half of the draws, since none masks nothing.
     np.testing.assert_allclose(chosen[:, MAY].mean(axis=0), (MAY.sum() + 1) / 2 / MAY.sum(), atol=0.02)
     nothing, _ = mask_by_level(jax.random.key(0), jnp.zeros((3, LENGTH), bool), jnp.array([0.0, 0.5, 0.999]))
     assert not nothing.any()
 
 
-def test_places_of_rows_in_a_row_lie_evenly():
+def test_noise_levels_of_consecutive_rows_are_spread_evenly():
     places = np.asarray(low_discrepancy(jnp.arange(10**6, 10**6 + 100)))
     assert places.min() >= 0 and places.max() < 1
     gaps = np.diff(np.sort(np.concatenate([places, [places.min() + 1]])))
-    assert gaps.max() < 2.7 / 100  # of drawn ones, the largest is about 5/100
+    assert gaps.max() < 2.7 / 100  # of random ones, the largest is about 5/100
 
 
 def exact_bound(model: Any, *, exclude_mask: bool) -> float:
-    """Over all that can be hidden of the three tokens: k of them, k alike, and any k of them."""
-    places = [one for k in (1, 2, 3) for one in itertools.combinations((1, 2, 3), k)]
-    hidden = np.array([np.isin(np.arange(4), one) for one in places])
-    chances = np.array([1 / 3 / math.comb(3, len(one)) for one in places])
-    return chances @ ((told(model, hidden, exclude_mask) * hidden).sum(1) / hidden.sum(1))
+    """The bound summed over all masks of the three tokens: each number k of them is equally likely, and each
+    choice of k."""
+    subsets = [subset for k in (1, 2, 3) for subset in itertools.combinations((1, 2, 3), k)]
+    masked = np.array([np.isin(np.arange(4), subset) for subset in subsets])
+    probabilities = np.array([1 / 3 / math.comb(3, len(subset)) for subset in subsets])
+    return probabilities @ ((token_nll(model, masked, exclude_mask) * masked).sum(1) / masked.sum(1))
 
 
-def told(model: Any, hidden: np.ndarray, exclude_mask: bool) -> np.ndarray:
-    """The negative log likelihood of each token of the text where these are hidden, from all logits."""
-    of, rows = diffusion(), short(len(hidden))
-    tokens = jnp.where(jnp.asarray(hidden), VOCABULARY.mask, rows.tokens)
-    seen = dict(segments=rows.segments, positions=rows.positions)
-    states = jax.jit(lambda model: model(of.model, tokens, exec_opts=of.exec_opts, **seen))(model)
+def token_nll(model: Any, masked: np.ndarray, exclude_mask: bool) -> np.ndarray:
+    """The negative log-likelihood of each token of the text under each mask, from all logits."""
+    of, rows = diffusion(), short(len(masked))
+    tokens = jnp.where(jnp.asarray(masked), VOCABULARY.mask, rows.tokens)
+    extra = dict(segments=rows.segments, positions=rows.positions)
+    states = jax.jit(lambda model: model(of.model, tokens, exec_opts=of.exec_opts, **extra))(model)
     logits = np.asarray(states, np.float64) @ np.asarray(model.unembed, np.float64).T
     if exclude_mask:
         assert VOCABULARY.mask == 39
@@ -83,7 +84,7 @@ def told(model: Any, hidden: np.ndarray, exclude_mask: bool) -> np.ndarray:
 
 
 @pytest.mark.parametrize("exclude_mask", [False, True])
-def test_the_bound_is_that_summed_over_all_that_can_be_hidden(exclude_mask):
+def test_the_estimated_bound_is_the_sum_over_all_masks(exclude_mask):
     of = diffusion(exclude_mask=exclude_mask)
     score = jax.jit(eval_step(of, axes(eurobert.Model, of.model), repeats=6))
     for scale in (0.0, 12.0):
@@ -93,7 +94,7 @@ def test_the_bound_is_that_summed_over_all_that_can_be_hidden(exclude_mask):
             assert float(sums["count"]) == 6 * 16 * 3
             found.append(float(sums["nll"] / sums["count"]))
         exact = exact_bound(model, exclude_mask=exclude_mask)
-        if not scale:  # whatever is hidden, a model that knows nothing needs the same
+        if not scale:  # a model with equal logits has the same loss under every mask
             assert exact == pytest.approx(math.log(39 if exclude_mask else 40))
             np.testing.assert_allclose(found, exact, rtol=1e-5)
             continue
@@ -104,7 +105,7 @@ def test_the_bound_is_that_summed_over_all_that_can_be_hidden(exclude_mask):
 @pytest.mark.parametrize("way", ["tokens", "vocabulary"])
 @pytest.mark.parametrize("soft_cap", [None, 5.0])
 @pytest.mark.parametrize("sizes", [None, (2, 2, 2, 1)], ids=["one device", "eight"])
-def test_a_token_that_is_ruled_out_has_no_probability_and_no_gradient(way, soft_cap, sizes):
+def test_an_excluded_token_has_no_probability_and_no_gradient(way, soft_cap, sizes):
     rng = np.random.default_rng(1)
     hidden, unembed = (jnp.asarray(rng.normal(size=n), jnp.float32) for n in ((4, 8, 16), (40, 16)))
     targets = jnp.asarray(rng.integers(0, 39, (4, 8)), jnp.int32)
@@ -117,27 +118,27 @@ def test_a_token_that_is_ruled_out_has_no_probability_and_no_gradient(way, soft_
         places = targets - (targets > 7)
         return -(weights * jnp.take_along_axis(logs, places[..., None], -1)[..., 0]).sum()
 
-    def ours(hidden: Any, unembed: Any) -> Any:
-        how = dict(split=way, chunk=16, soft_cap=soft_cap, without=7)
+    def fused(hidden: Any, unembed: Any) -> Any:
+        options = dict(split=way, chunk=16, soft_cap=soft_cap, without=7)
         return fused_cross_entropy(
-            lambda stats: stats.lse - stats.target, hidden, unembed, targets, weights, **how
+            lambda stats: stats.lse - stats.target, hidden, unembed, targets, weights, **options
         ).loss
 
     targets = jnp.where(targets == 7, 8, targets)
-    wanted, d_wanted = jax.value_and_grad(plain, argnums=(0, 1))(hidden, unembed)
+    expected, expected_grads = jax.value_and_grad(plain, argnums=(0, 1))(hidden, unembed)
     with jax.set_mesh(
         sharding.make_mesh(
             dict(zip(sharding.AXES, sizes or (1, 1, 1, 1), strict=False)), jax.devices()[: 8 if sizes else 1]
         )
     ):
-        found, d_found = jax.jit(jax.value_and_grad(ours, argnums=(0, 1)))(hidden, unembed)
-    assert float(found) == pytest.approx(float(wanted), rel=1e-5)
-    for one, other in zip(d_found, d_wanted, strict=True):
-        np.testing.assert_allclose(one, other, atol=2e-5)
-    assert not np.asarray(d_found[1])[7].any()
+        loss, grads = jax.jit(jax.value_and_grad(fused, argnums=(0, 1)))(hidden, unembed)
+    assert float(loss) == pytest.approx(float(expected), rel=1e-5)
+    for grad, expected_grad in zip(grads, expected_grads, strict=True):
+        np.testing.assert_allclose(grad, expected_grad, atol=2e-5)
+    assert not np.asarray(grads[1])[7].any()
 
 
-def test_label_smoothing_is_refused_where_a_token_is_ruled_out_and_draws_where_nothing_is_hidden(tiny):
+def test_label_smoothing_with_an_excluded_token_and_repeats_without_masks_are_refused(tiny):
     both = ("objective.use=diffusion", *ENCODER[1:], "objective.exclude_mask=true")
     assert tiny(*both).objective.exclude_mask
     with pytest.raises(UserError, match=r"label_smoothing: found 0.1, expected 0"):
@@ -148,12 +149,12 @@ def test_label_smoothing_is_refused_where_a_token_is_ruled_out_and_draws_where_n
 
 @module
 class Oracle:
-    """Says the same whatever it reads: at each position these logits."""
+    """A model that predicts fixed logits at each position, whatever it reads."""
 
     unembed: jax.Array
     logits: jax.Array
 
-    def __call__(self, cfg: Any, tokens: Any, **how: Any) -> jax.Array:
+    def __call__(self, cfg: Any, tokens: Any, **kwargs: Any) -> jax.Array:
         return jnp.pad(self.logits, ((0, tokens.shape[1] - len(self.logits)), (0, 0)))[None]
 
 
@@ -164,122 +165,137 @@ def tokenizer():
 
 @pytest.fixture
 def oracle(tmp_path, tokenizer, monkeypatch):
-    """A run whose model wants these tokens at these places, the surer the greater the number; and the rows
-    after each step."""
+    """A run whose model predicts these tokens, each with a confidence, and the rows after each step."""
 
-    def make(wanted: list[int], sure: list[float]) -> tuple[LoadedRun, list[np.ndarray]]:
+    def make(predicted: list[int], confidence: list[float]) -> tuple[LoadedRun, list[np.ndarray]]:
         (tmp_path / "recipe.yaml").write_text(
             "run_dir: x\nmodel: {use: eurobert, layers: 1, embed: 32, heads: 2, kv_heads: 2, mlp: 32}\n"
             "data: {path: x, sequence_length: 8}\nobjective: {use: diffusion}\n"
             "optimizer: {learning_rate: 1e-3}\nschedule: {steps: 1}\ncompute: {dtype: float32}\n"
         )
         logits = (
-            jnp.zeros((len(wanted), tokenizer.vocab_size))
-            .at[jnp.arange(len(wanted)), jnp.array(wanted)]
-            .set(jnp.array(sure))
+            jnp.zeros((len(predicted), tokenizer.vocab_size))
+            .at[jnp.arange(len(predicted)), jnp.array(predicted)]
+            .set(jnp.array(confidence))
         )
-        logits = logits.at[:, tokenizer.special.mask].set(50.0)  # likeliest of all, and never to be said
+        logits = logits.at[:, tokenizer.special.mask].set(50.0)  # the likeliest, but excluded
         model, rows = Oracle(jnp.eye(tokenizer.vocab_size), logits), []
-        monkeypatch.setattr(inference_diffusion, "cast", lambda params, names, how: model)
+        monkeypatch.setattr(diffusion_decoding, "cast_weights", lambda run, exec_opts: model)
 
-        def step(*args: Any) -> jax.Array:
-            row = STEP(*args)
+        def unmask_step(*args: Any) -> jax.Array:
+            row = UNMASK_STEP(*args)
             rows.append(np.asarray(row)[0].copy())  # the row itself is donated to the next step
             return row
 
-        monkeypatch.setattr(inference_diffusion, "step", step)
+        monkeypatch.setattr(diffusion_decoding, "unmask_step", unmask_step)
         devices = sharding.make_mesh(dict.fromkeys(sharding.AXES, 1), jax.devices()[:1])
         return LoadedRun(recipe.load(tmp_path / "recipe.yaml"), None, 0, devices, tokenizer, None), rows
 
     return make
 
 
-WANTED = list(range(20, 30))
-SURE = [3.0, 9.0, 4.0, 8.0, 5.0, 1.0, 7.0, 2.0, 6.0, 10.0]
+PREDICTED = list(range(20, 30))
+CONFIDENCE = [3.0, 9.0, 4.0, 8.0, 5.0, 1.0, 7.0, 2.0, 6.0, 10.0]
 
 
 @pytest.mark.parametrize("order", ["confident", "random", "ancestral"])
 @pytest.mark.parametrize(
-    "reveal", [dict(), dict(steps=3), dict(block=4, steps=7), dict(block=3, steps=40)], ids=str
+    "options", [dict(), dict(steps=3), dict(block=4, steps=7), dict(block=3, steps=40)], ids=str
 )
-def test_a_model_that_knows_the_answer_says_it(oracle, tokenizer, order, reveal):
-    run, rows = oracle([20, 21, *WANTED], [9.0, 9.0, *SURE])
-    found = list(inference_diffusion.sample(run, [1, 30], 10, GREEDY, UnmaskSchedule(order=order, **reveal)))
-    assert found == WANTED
+def test_predicted_tokens_are_unmasked_block_by_block_and_not_changed_again(
+    oracle, tokenizer, order, options
+):
+    run, rows = oracle([20, 21, *PREDICTED], [9.0, 9.0, *CONFIDENCE])
+    schedule = UnmaskSchedule(order=order, **options)
+    assert list(diffusion_decoding.sample(run, [1, 30], 10, GREEDY, schedule)) == PREDICTED
     mask = tokenizer.special.mask
     for before, after in itertools.pairwise([np.array([1, 30, *[mask] * 10]), *(row[:12] for row in rows)]):
-        np.testing.assert_array_equal(after[before != mask], before[before != mask])  # told once for all
-        assert (after != before).any()  # no step for nothing
-    assert rows[-1][12] == tokenizer.special.eos and len(rows) <= min(reveal.get("steps", 10), 10)
-    block = reveal.get("block", 10)
-    for row in rows:  # a block is begun when those before it are done
-        hidden = row[2:12] == mask
-        begun = [first for first in range(0, 10, block) if not hidden[first : first + block].all()]
-        assert not hidden[: max(begun)].any()
+        np.testing.assert_array_equal(after[before != mask], before[before != mask])
+        assert (after != before).any()  # every step unmasks a token
+    assert rows[-1][12] == tokenizer.special.eos and len(rows) <= min(schedule.steps or 10, 10)
+    block = schedule.block or 10
+    for row in rows:  # a block starts when those before it are complete
+        is_masked = row[2:12] == mask
+        started = [first for first in range(0, 10, block) if not is_masked[first : first + block].all()]
+        assert not is_masked[: max(started)].any()
 
 
-def test_the_surest_are_told_first_as_many_as_the_steps_ask_for(oracle, tokenizer):
-    run, rows = oracle([20, *WANTED], [9.0, *SURE])
-    list(inference_diffusion.sample(run, [1], 10, GREEDY, UnmaskSchedule(steps=4)))
-    told = [np.nonzero(row[1:11] != tokenizer.special.mask)[0] for row in rows]
-    assert [len(places) for places in told] == [3, 6, 8, 10]
-    for places in told:
-        assert set(places) == set(np.argsort(SURE)[::-1][: len(places)])
+def test_the_most_confident_are_unmasked_first_in_as_many_steps_as_scheduled(oracle, tokenizer):
+    run, rows = oracle([20, *PREDICTED], [9.0, *CONFIDENCE])
+    list(diffusion_decoding.sample(run, [1], 10, GREEDY, UnmaskSchedule(steps=4)))
+    unmasked = [np.nonzero(row[1:11] != tokenizer.special.mask)[0] for row in rows]
+    assert [len(positions) for positions in unmasked] == [3, 6, 8, 10]
+    for positions in unmasked:
+        assert set(positions) == set(np.argsort(CONFIDENCE)[::-1][: len(positions)])
 
 
-def test_one_program_serves_all_steps_blocks_and_lengths_alike(oracle):
-    run, _ = oracle([20, *WANTED], [9.0, *SURE])
-    before = STEP._cache_size()
+def test_one_program_serves_all_steps_blocks_and_similar_lengths(oracle):
+    run, _ = oracle([20, *PREDICTED], [9.0, *CONFIDENCE])
+    before = UNMASK_STEP._cache_size()
     for tokens, ids in ((10, [1]), (9, [1, 30])):
-        list(inference_diffusion.sample(run, ids, tokens, GREEDY, UnmaskSchedule(block=4, steps=9)))
-    assert STEP._cache_size() == before + 1
+        list(diffusion_decoding.sample(run, ids, tokens, GREEDY, UnmaskSchedule(block=4, steps=9)))
+    assert UNMASK_STEP._cache_size() == before + 1
 
 
-def test_random_and_ancestral_turns_hang_on_no_answer_and_come_alike():
+def test_random_and_ancestral_orders_unmask_each_token_in_any_step_equally_often():
     rng = np.random.default_rng(0)
     for steps in (1, 4, 16):
-        drawn = [unmask_plan("random", 10, steps, rng) for _ in range(200)]
-        assert all([count for _, count in one] == [n for n in even_split(10, steps) if n] for one in drawn)
+        for _ in range(200):
+            counts = [step.count for step in unmask_plan("random", 10, steps, rng)]
+            assert counts == [count for count in even_split(10, steps) if count]
         for order in ("random", "ancestral"):
-            when = np.zeros((2000, 10), int)
-            for number in range(2000):
-                for turn, (among, count) in enumerate(unmask_plan(order, 10, steps, rng)):
-                    assert among.sum() == count > 0
-                    when[number, among] = turn
-            np.testing.assert_allclose(when.mean(axis=0), when.mean(), atol=0.06 * steps)
-    # Of 8 tokens in 4 steps, each is told in any step alike: a step tells none of them by (3/4)**8.
-    taken = [len(unmask_plan("ancestral", 8, 4, rng)) for _ in range(4000)]
-    assert np.mean(taken) == pytest.approx(4 * (1 - (3 / 4) ** 8), abs=0.04)
+            step_of_token = np.zeros((2000, 10), int)
+            for draw in range(2000):
+                for number, step in enumerate(unmask_plan(order, 10, steps, rng)):
+                    assert step.candidates.sum() == step.count > 0
+                    step_of_token[draw, step.candidates] = number
+            np.testing.assert_allclose(step_of_token.mean(axis=0), step_of_token.mean(), atol=0.06 * steps)
+    # Each of 8 tokens is unmasked in any of 4 steps: a step has none of them with probability (3/4)**8.
+    lengths = [len(unmask_plan("ancestral", 8, 4, rng)) for _ in range(4000)]
+    assert np.mean(lengths) == pytest.approx(4 * (1 - (3 / 4) ** 8), abs=0.04)
 
 
-def test_tokens_are_drawn_by_their_chances(oracle):
+def test_tokens_are_sampled_by_their_probabilities(oracle):
     run, _ = oracle([20] * 121, [4.0] * 121)
-    drawn: list[int] = []
+    sampled: list[int] = []
     for seed in range(8):
-        how = Sampling(temperature=1.0, top_k=0, seed=seed)
-        drawn += inference_diffusion.sample(run, [1], 120, how, UnmaskSchedule(steps=2, order="ancestral"))
-    likely = math.exp(4) / (math.exp(4) + run.tokenizer.vocab_size - 5)  # pad, bos, eos and mask cannot come
-    assert np.mean(np.array(drawn) == 20) == pytest.approx(
-        likely, abs=5 * math.sqrt(likely * (1 - likely) / 960)
+        schedule = UnmaskSchedule(steps=2, order="ancestral")
+        sampling = Sampling(temperature=1.0, top_k=0, seed=seed)
+        sampled += diffusion_decoding.sample(run, [1], 120, sampling, schedule)
+    # Without pad, bos, eos and mask.
+    probability = math.exp(4) / (math.exp(4) + run.tokenizer.vocab_size - 5)
+    assert np.mean(np.array(sampled) == 20) == pytest.approx(
+        probability, abs=5 * math.sqrt(probability * (1 - probability) / 960)
     )
     special = run.tokenizer.special
-    assert not set(drawn) & {special.pad, special.bos, special.eos, special.mask}
+    assert not set(sampled) & {special.pad, special.bos, special.eos, special.mask}
 
 
-def test_what_a_diffusion_model_cannot_do_is_refused_in_words(oracle):
-    run, _ = oracle([20, *WANTED], [9.0, *SURE])
-    with pytest.raises(UserError, match="--steps: found 2, expected 3 or more, one for each block"):
-        generate.generate(run, "the", 10, GREEDY, dict(block=4, steps=2))
-    with pytest.raises(UserError, match="--block: expected 1 or more"):
-        generate.generate(run, "the", 10, GREEDY, dict(block=-1))
+def test_invalid_schedules_and_schedules_for_other_models_are_refused(oracle):
+    run, _ = oracle([20, *PREDICTED], [9.0, *CONFIDENCE])
+    with pytest.raises(UserError, match="steps: found 2, expected 3 or more, one for each block"):
+        generate.generate(run, "the", 10, GREEDY, unmask=UnmaskSchedule(block=4, steps=2))
+    with pytest.raises(UserError, match="block: expected 1 or more"):
+        UnmaskSchedule(block=-1)
+    with pytest.raises(UserError, match="order: found any, expected one of confident, random, ancestral"):
+        UnmaskSchedule.from_options(dict(order="any"))
+    with pytest.raises(UserError, match="blocks: no option of a diffusion model, expected one of steps"):
+        UnmaskSchedule.from_options(dict(blocks=2))
     decoder = SimpleNamespace(use="llama", causal=True)
     cfg = SimpleNamespace(model=decoder, objective=SimpleNamespace(use="causal"))
-    with pytest.raises(UserError, match="--order: expected nothing, since the run is no diffusion model"):
-        generate.generate(dataclasses.replace(run, recipe=cfg), "the", 10, GREEDY, dict(order="random"))
+    decoder_run = dataclasses.replace(run, recipe=cfg)
+    for schedule, options in (
+        (UnmaskSchedule(order="random"), "order"),
+        (UnmaskSchedule(), "steps, block, order"),
+    ):
+        with pytest.raises(
+            UserError, match=f"^{options}: expected nothing, since the run is no diffusion model"
+        ):
+            generate.generate(decoder_run, "the", 10, GREEDY, unmask=schedule)
 
 
 @pytest.mark.slow
-def test_a_run_is_evaluated_by_its_bound_and_continues_a_text_with_its_averaged_weights(tiny, capsys):
+def test_the_commands_evaluate_the_bound_and_generate_with_the_averaged_weights(tiny, capsys):
     cfg = tiny(
         "objective.use=diffusion",
         *ENCODER[1:],
@@ -290,8 +306,8 @@ def test_a_run_is_evaluated_by_its_bound_and_continues_a_text_with_its_averaged_
     assert training_run.run(cfg) == 0
     capsys.readouterr()
     assert main(["eval", cfg.run_dir, "eval.repeats=3"]) == 0
-    said = capsys.readouterr().out
-    assert said.startswith("likelihood bound ") and " bits a byte" in said
+    out = capsys.readouterr().out
+    assert "likelihood bound " in out and " bits a byte" in out
     average = open_run(recipe.load_run(cfg.run_dir), item="ema").params
     jax.tree.map(np.testing.assert_array_equal, open_run(recipe.load_run(cfg.run_dir)).params, average)
     command = [
@@ -307,7 +323,7 @@ def test_a_run_is_evaluated_by_its_bound_and_continues_a_text_with_its_averaged_
         "4",
     ]
     assert main(command) == 0
-    once = capsys.readouterr().out
-    assert once.startswith("Text 1") and len(once) > 12
+    out = capsys.readouterr().out
+    assert out.startswith("Text 1") and len(out) > 12
     assert main(command) == 0
-    assert capsys.readouterr().out == once
+    assert capsys.readouterr().out == out

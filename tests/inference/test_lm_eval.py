@@ -1,5 +1,4 @@
-"""The numbers that lm-evaluation-harness gets of a run are those that its own transformers model gets of the
-exported folder."""
+"""lm-evaluation-harness gets the same numbers from a run as from transformers with the exported folder."""
 
 import json
 
@@ -83,42 +82,41 @@ log: {{every: 20, tensorboard: false}}
     return folder, run
 
 
-def test_the_harness_gets_the_numbers_that_it_gets_of_transformers(exported):
+def test_the_harness_gets_the_same_numbers_as_from_transformers(exported):
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
 
     folder, run = exported
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "out")
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "out")
-    how = dict(pretrained=model, tokenizer=tokenizer, max_length=64, device="cpu", batch_size=2)
-    theirs = HFLM(**how, add_bos_token=True)
-    ours = lm_eval.Model(run, 3)
+    options = dict(pretrained=model, tokenizer=tokenizer, max_length=64, device="cpu", batch_size=2)
+    hf_model = HFLM(**options, add_bos_token=True)
+    run_model = lm_eval.HarnessModel(run, 3)
     rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
     pairs = [(row["question"], choice) for row in rows for choice in row["choices"]] + [("", " one")]
-    ask = lambda kind, args: [Instance(kind, {}, one, n) for n, one in enumerate(args)]
-    asked = ask("loglikelihood", pairs)
-    told = zip(ours.loglikelihood(asked), theirs.loglikelihood(asked), strict=True)
-    for (own, best), (wanted, likeliest) in told:
-        assert own == pytest.approx(wanted, abs=1e-4) and best == likeliest
-    texts = [(row["text"],) for row in rows]
-    found = ours.loglikelihood_rolling(ask("loglikelihood_rolling", texts))
-    bare = HFLM(**how, add_bos_token=False)  # it puts a first token before the text in any case
-    wanted = bare.loglikelihood_rolling(ask("loglikelihood_rolling", texts))
-    assert found == pytest.approx(wanted, abs=1e-3)
+    make_requests = lambda kind, args: [Instance(kind, {}, one, n) for n, one in enumerate(args)]
+    requests = make_requests("loglikelihood", pairs)
+    scores = zip(run_model.loglikelihood(requests), hf_model.loglikelihood(requests), strict=True)
+    for (score, is_greedy), (hf_score, hf_is_greedy) in scores:
+        assert score == pytest.approx(hf_score, abs=1e-4) and is_greedy == hf_is_greedy
+    requests = make_requests("loglikelihood_rolling", [(row["text"],) for row in rows])
+    without_bos = HFLM(**options, add_bos_token=False)  # it puts a prefix token before the text in any case
+    expected = without_bos.loglikelihood_rolling(requests)
+    assert run_model.loglikelihood_rolling(requests) == pytest.approx(expected, abs=1e-3)
     until = {"until": ["e"], "max_gen_toks": 12, "do_sample": False}
-    asked = [(row["question"], dict(until)) for row in rows]
-    written = ours.generate_until(ask("generate_until", asked))
-    assert written == theirs.generate_until(ask("generate_until", asked)) and any(written)
+    requests = make_requests("generate_until", [(row["question"], dict(until)) for row in rows])
+    texts = run_model.generate_until(requests)
+    assert texts == hf_model.generate_until(requests) and any(texts)
 
 
-def test_the_command_evaluates_tasks_of_files(exported, capsys):
+def test_the_command_evaluates_tasks_defined_in_files(exported, capsys):
     folder, _ = exported
     tasks = ",".join(f"{folder}/{name}.yaml" for name in ("pick", "roll", "write"))
     assert cli_main.main(["eval", f"{folder}/run", "--tasks", tasks, "--limit", "5"]) == 0
-    said = capsys.readouterr().out
-    assert all(word in said for word in ("pick", "acc_norm", "bits_per_byte", "exact_match"))
+    out = capsys.readouterr().out
+    assert all(word in out for word in ("pick", "acc_norm", "bits_per_byte", "exact_match"))
     assert cli_main.main(["eval", f"{folder}/run", "--tasks", "no_such_task"]) == 2
     assert "found no_such_task" in capsys.readouterr().err
     assert cli_main.main(["eval", f"{folder}/run", "--limit", "5"]) == 2
     with pytest.raises(UserError, match="no such file"):
-        lm_eval.evaluate(exported[1], ["x.yaml"], limit=None, batch=2)
+        lm_eval.evaluate_tasks(exported[1], ["x.yaml"], limit=None, batch_size=2)

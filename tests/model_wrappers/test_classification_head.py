@@ -258,7 +258,7 @@ def test_a_decoder_that_tells_labels_is_refused_where_text_is_to_be_continued(tm
     )
     for attempt in (
         lambda: generate.generate(run, "the", 3, Sampling()),
-        lambda: serve_http.serve(run, host="127.0.0.1", port=0, slots=1, length=8),
+        lambda: serve_http.serve(run, host="127.0.0.1", port=0, slots=1, length=8, report=print),
         lambda: gguf.export(run, str(tmp_path / "x.gguf"), "float32"),
     ):
         with pytest.raises(UserError, match=r"objective.use: .*decoder was trained by classify"):

@@ -68,13 +68,14 @@ class GenerationJob:
         """Add a generated token. Finishes the job if it is the last one."""
         self.last_token = token
         if self.is_unwanted:
-            return self.finish("cancelled")
-        if token in self.stop_ids:
-            return self.finish("stop")
-        self.generated += 1
-        self.output.put(token)
-        if self.generated == self.max_tokens:
-            self.finish("length")
+            self.finish("cancelled")
+        elif token in self.stop_ids:
+            self.finish("stop")
+        else:
+            self.generated += 1
+            self.output.put(token)
+            if self.generated == self.max_tokens:
+                self.finish("length")
 
     def finish(self, reason: FinishReason) -> None:
         """End the job's iteration."""
@@ -196,7 +197,8 @@ class BatchEngine:
         try:
             token, cache = self._prefill(job)
         except Exception as error:  # e.g. not enough memory; the other slots are intact
-            return job.fail(error)
+            job.fail(error)
+            return
         with jax.set_mesh(self.run.mesh):
             self.caches = _write_slot(self.caches, cache, slot)
         job.push(token)

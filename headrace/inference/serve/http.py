@@ -41,31 +41,32 @@ class Server(ThreadingHTTPServer):
 
 
 def serve(
-    run: LoadedRun, *, host: str, port: int, slots: int, length: int | None, log: Callable[[str], None]
+    run: LoadedRun, *, host: str, port: int, slots: int, length: int | None, report: Callable[[str], None]
 ) -> None:
     """Serve a run's model until it is interrupted (Ctrl-C).
 
     `slots` is the number of texts that are generated at once; `length` the most tokens of a prompt and its
-    continuation together, by default the sequence length of training. `log` is called with lines for the
-    user."""
+    continuation together, by default the sequence length of training. `report` receives lines
+    for the user."""
     check_can_generate(run)
     if slots < 1:
         raise UserError(f"--slots: found {slots}, expected 1 or more")
     length = run.recipe.data.sequence_length if length is None else length
     if length < 2:
         raise UserError(f"--length: found {length}, expected 2 or more")
-    engine = BatchEngine(run, slots=slots, length=length, on_failure=lambda error: log(failure_text(error)))
+    report_failure = lambda error: report(failure_text(error))
+    engine = BatchEngine(run, slots=slots, length=length, on_failure=report_failure)
     server = Server(engine, Path(run.recipe.run_dir).name, (host, port))
     engine.start()
     url = f"http://{f'[{host}]' if ':' in host else host}:{server.server_port}"
-    log(f"headrace {__version__}: {run.recipe.run_dir} at {url}, {NOTICE}")
-    log(f"OpenAI clients: base_url={url}/v1, with any API key; Ctrl-C stops the server")
+    report(f"headrace {__version__}: {run.recipe.run_dir} at {url}, {NOTICE}")
+    report(f"OpenAI clients: base_url={url}/v1, with any API key; Ctrl-C stops the server")
     if host not in ("127.0.0.1", "localhost", "::1"):
-        log("warning: API keys are not checked; anyone who can reach this address can use the server")
+        report("warning: API keys are not checked; anyone who can reach this address can use the server")
     try:
         server.serve_forever()
     except KeyboardInterrupt:
-        log("stopped")
+        report("stopped")
     finally:
         server.server_close()
         engine.close()
@@ -128,7 +129,8 @@ class RequestHandler(BaseHTTPRequestHandler):
                 )
             text = StreamedText(self.server.engine, request, self.is_disconnected)
         except BadRequest as error:
-            return self.send_bad_request(error)
+            self.send_bad_request(error)
+            return
         response = ResponseFormat(self.server.model, is_chat)
         if request.stream:
             self.send_stream(response, text, with_usage=request.stream_usage)
@@ -160,7 +162,8 @@ class RequestHandler(BaseHTTPRequestHandler):
         try:
             complete_text = "".join(text)
         except Exception as error:  # from the engine: any
-            return self.send_bad_request(BadRequest(f"the model failed: {error}", status=500))
+            self.send_bad_request(BadRequest(f"the model failed: {error}", status=500))
+            return
         self.send_json(200, response.completion(complete_text, text))
 
     def send_stream(self, response: "ResponseFormat", text: StreamedText, *, with_usage: bool) -> None:
