@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from headrace.checkpoint.open_run import LoadedRun
-from headrace.errors import UserError
+from headrace.errors import InvalidArgument, UserError
 from headrace.inference.cast_weights import cast_weights, make_execution
 from headrace.inference.sampling import Sampling, sample_token, soft_cap_logits
 from headrace.models import Model, ModelConfig
@@ -45,9 +45,9 @@ class UnmaskSchedule:
     def __post_init__(self) -> None:
         for name, value in (("steps", self.steps), ("block", self.block)):
             if value < 0:
-                raise UserError(f"{name}: expected 1 or more, or 0 for the default")
+                raise InvalidArgument(name, "expected 1 or more, or 0 for the default")
         if self.order not in ORDERS:
-            raise UserError(f"order: found {self.order}, expected one of {', '.join(ORDERS)}")
+            raise InvalidArgument("order", f"found {self.order}, expected one of {', '.join(ORDERS)}")
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> "UnmaskSchedule":
@@ -55,7 +55,7 @@ class UnmaskSchedule:
         names = [field.name for field in dataclasses.fields(cls)]
         for name in options:
             if name not in names:
-                raise UserError(f"{name}: no option of a diffusion model, expected one of {', '.join(names)}")
+                raise InvalidArgument(name, f"no option of diffusion, expected one of {', '.join(names)}")
         return cls(**options)
 
     def changed_options(self) -> list[str]:
@@ -97,7 +97,7 @@ def sample(
         raise UserError("diffusion needs a tokenizer with a mask token; the one in the run folder has none")
     blocks = math.ceil(count / (schedule.block or count))
     if 0 < schedule.steps < blocks:
-        raise UserError(f"steps: found {schedule.steps}, expected {blocks} or more, one for each block")
+        raise InvalidArgument("steps", f"found {schedule.steps}, expected {blocks} or more, one per block")
     return _sample(run, prompt_ids, count, sampling, schedule)
 
 

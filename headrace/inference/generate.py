@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from headrace.checkpoint.open_run import LoadedRun
 from headrace.data.pause_tokens import find_pause_id
 from headrace.data.tokenizer.tokenizer import Tokenizer
-from headrace.errors import UserError
+from headrace.errors import InvalidArgument, UserError
 from headrace.inference import diffusion
 from headrace.inference.cast_weights import cast_weights, make_execution
 from headrace.inference.diffusion import UnmaskSchedule
@@ -48,11 +48,11 @@ def generate(
     tokenizer = check_can_generate(run, allow_diffusion=True)
     if unmask is not None and not is_diffusion:
         options = ", ".join(unmask.changed_options())
-        raise UserError(f"{options}: expected nothing, since the run is no diffusion model")
+        raise InvalidArgument(options, "expected nothing, since the run is no diffusion model")
     if exit_share and run.recipe.recurrence is None:
-        raise UserError("exit: expected nothing, since the run has no recurrent depth (recurrence.rounds)")
+        raise InvalidArgument("exit_share", "expected nothing: the run has no recurrent depth")
     if max_tokens < 1:
-        raise UserError("tokens: expected 1 or more")
+        raise InvalidArgument("tokens", "expected 1 or more")
     prompt_ids = _encode_prompt(tokenizer, prompt, pause_tokens)
     if is_diffusion:
         ids = diffusion.sample(run, prompt_ids, max_tokens, sampling, unmask or UnmaskSchedule())
@@ -88,13 +88,13 @@ def _encode_prompt(tokenizer: Tokenizer, prompt: str, pause_tokens: int) -> list
     try:
         prompt.encode()
     except UnicodeEncodeError:  # bytes of the command line that Python could not decode
-        raise UserError("prompt: found bytes that are not UTF-8, expected text in UTF-8") from None
+        raise InvalidArgument("prompt", "found bytes that are not UTF-8, expected text in UTF-8") from None
     bos = tokenizer.special.bos
     prompt_ids = ([] if bos is None else [bos]) + tokenizer.encode(prompt)
     if pause_tokens:
         prompt_ids += [find_pause_id(tokenizer, "pause_tokens")] * pause_tokens
     if not prompt_ids:
-        raise UserError("prompt: expected some text, since this tokenizer has no begin-of-text token")
+        raise InvalidArgument("prompt", "expected some text, since this tokenizer has no begin-of-text token")
     return prompt_ids
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import jax
 import jax.numpy as jnp
 
-from headrace.errors import UserError
+from headrace.errors import InvalidArgument
 from headrace.nn.module import Array
 
 MAX_TEMPERATURE = 100  # far below it, all tokens are about equally likely
@@ -23,13 +23,13 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not 0 <= self.seed < 2**32:
-            raise UserError(f"seed: expected a number from 0 to {2**32 - 1}")
+            raise InvalidArgument("seed", f"expected a number from 0 to {2**32 - 1}")
         if not 0 <= self.temperature <= MAX_TEMPERATURE:
-            raise UserError(f"temperature: expected a number from 0 to {MAX_TEMPERATURE}")
+            raise InvalidArgument("temperature", f"expected a number from 0 to {MAX_TEMPERATURE}")
         if not 0 <= self.top_k < 2**31:  # an int32 on devices
-            raise UserError(f"top_k: expected a number from 0 to {2**31 - 1}")
+            raise InvalidArgument("top_k", f"expected a number from 0 to {2**31 - 1}")
         if not 0 < self.top_p <= 1:
-            raise UserError("top_p: expected a number above 0 and at most 1")
+            raise InvalidArgument("top_p", "expected a number above 0 and at most 1")
 
 
 def sample_token(logits: Array, key: Array, sampling: Sampling) -> Array:

@@ -273,13 +273,13 @@ def test_tokens_are_sampled_by_their_probabilities(oracle):
 
 def test_invalid_schedules_and_schedules_for_other_models_are_refused(oracle):
     run, _ = oracle([20, *PREDICTED], [9.0, *CONFIDENCE])
-    with pytest.raises(UserError, match="steps: found 2, expected 3 or more, one for each block"):
+    with pytest.raises(UserError, match="steps: found 2, expected 3 or more, one per block"):
         generate.generate(run, "the", 10, GREEDY, unmask=UnmaskSchedule(block=4, steps=2))
     with pytest.raises(UserError, match="block: expected 1 or more"):
         UnmaskSchedule(block=-1)
     with pytest.raises(UserError, match="order: found any, expected one of confident, random, ancestral"):
         UnmaskSchedule.from_options(dict(order="any"))
-    with pytest.raises(UserError, match="blocks: no option of a diffusion model, expected one of steps"):
+    with pytest.raises(UserError, match="blocks: no option of diffusion, expected one of steps"):
         UnmaskSchedule.from_options(dict(blocks=2))
     decoder = SimpleNamespace(use="llama", causal=True)
     cfg = SimpleNamespace(model=decoder, objective=SimpleNamespace(use="causal"))

@@ -192,7 +192,7 @@ def test_a_run_or_prompt_that_cannot_be_continued_is_refused(run, tmp_path):
         LoadedRun(recipe=run.recipe, tokenizer=without_bos, **parts),
         prompt="",
     )
-    with pytest.raises(UserError, match="exit: expected nothing, since the run has no recurrent depth"):
+    with pytest.raises(UserError, match="exit_share: expected nothing: the run has no recurrent depth"):
         generate.generate(run, "the", 3, GREEDY, exit_share=0.1)
 
 
@@ -223,7 +223,7 @@ def test_an_invalid_seed_is_refused(seed):
 def test_the_command_prints_an_error_without_the_prompt(run, capsys):
     assert main(["generate", run.recipe.run_dir, "--prompt", "the mill", "--tokens", "0"]) == 2
     out, err = capsys.readouterr()
-    assert (out, err) == ("", "headrace: tokens: expected 1 or more\n")
+    assert (out, err) == ("", "headrace: --tokens: expected 1 or more\n")
 
 
 PROBABILITIES = np.array([0.05, 0.4, 0.1, 0.25, 0.2])  # of tokens 0 to 4
