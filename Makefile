@@ -109,11 +109,11 @@ mutants: .venv/test
 	@touch $@
 
 test-all: .venv/libtpu .venv/sky .venv/wandb .venv/eval lint
-	$(BIN)/python -m pytest -n auto --dist worksteal --quiet --slow
+	$(BIN)/python -m pytest -n auto --dist worksteal --quiet --slow -o faulthandler_timeout=3600
 
 # Two at a time: many of the faults are timed, and a busy machine would miss the moment.
 chaos: .venv/wandb
-	$(BIN)/python -m pytest -n 2 --dist worksteal --quiet --slow -m fault
+	$(BIN)/python -m pytest -n 2 --dist worksteal --quiet --slow -o faulthandler_timeout=3600 -m fault
 
 .venv/gpu: .venv/test
 	@$(INSTALL) --constraint constraints.txt --editable '.[gpu]'

@@ -24,6 +24,9 @@ os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 
 import pytest
 
+from tests.support.compilation_cache import no_compilation_cache as no_compilation_cache
+from tests.support.compilation_cache import use_compilation_cache
+from tests.support.cpu_time import CpuTimes
 from tests.support.faults import FAULTS
 
 if TYPE_CHECKING:
@@ -32,6 +35,13 @@ if TYPE_CHECKING:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="run the tests marked slow as well")
+    parser.addoption("--cpu-times", metavar="FILE", help="write the CPU seconds of every test to a JSON file")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(CpuTimes(config.getoption("--cpu-times")))
+    if config.pluginmanager.has_plugin("cacheprovider"):
+        use_compilation_cache(config.cache, is_worker=hasattr(config, "workerinput"))
 
 
 def quarantined() -> set[str]:

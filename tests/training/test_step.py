@@ -244,7 +244,7 @@ def test_the_mesh_does_not_change_the_loss_of_any_family(tiny, alone, name, size
 
 
 @pytest.mark.parametrize("sizes", [(1, 2, 2, 2), (2, 2, 2, 1)], ids=str)
-def test_no_mesh_makes_the_compiler_copy_every_row_to_every_device(tiny, capfd, sizes):
+def test_no_mesh_makes_the_compiler_copy_every_row_to_every_device(tiny, capfd, no_compilation_cache, sizes):
     """It says so, across the display, when it finds no better way."""
     Bench(tiny("model.tie_embeddings=false"), dict(zip(sharding.AXES, sizes, strict=False)))
     assert "Involuntary full rematerialization" not in capfd.readouterr().err
