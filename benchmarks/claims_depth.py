@@ -157,7 +157,7 @@ def plot(found: dict[str, Any], target: Path) -> None:
                 places, shares, "o-" if looped else "s--", label=label, color=colour, markersize=3, alpha=0.8
             )
     panel.axvline(TRAINED, color="grey", linewidth=0.8)
-    panel.set(xlabel=f"position in the row (trained on {TRAINED})", ylabel="right answers", ylim=(0.4, 1.02))
+    panel.set(xlabel=f"position in the row (trained on {TRAINED})", ylabel="correct answers", ylim=(0.4, 1.02))
     panel.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
     target.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(target, dpi=120)
