@@ -59,7 +59,7 @@ class PackJob:
 class SplitSummary(TypedDict):
     """Sizes of one split of a group, as in packed/NUMBER.json.
 
-    `documents`, `bytes` and `lengths` are of the documents that begin in its rows."""
+    `documents` and `lengths` are of the documents that begin in its rows."""
 
     documents: int
     tokens: int
@@ -323,11 +323,13 @@ def summarize_split(
     """Compute the sizes of a split from its plan. `labels` is left empty."""
     first_pieces = plan.document[plan.begin == 0]
     tokens = int(plan.size.sum())
+    # Of a document that is cut between the splits, each has the bytes of its own tokens, about.
+    piece_bytes = doc_bytes[plan.document] * (plan.size / np.maximum(doc_lengths[plan.document], 1))
     row_fills = np.bincount(plan.row, plan.size, plan.rows) / length
     return {
         "documents": len(first_pieces),
         "tokens": tokens,
-        "bytes": int(doc_bytes[first_pieces].sum()),
+        "bytes": round(float(piece_bytes.sum())),
         "rows": plan.rows,
         "fill": tokens / (plan.rows * length) if plan.rows else 0.0,
         "fills": np.histogram(row_fills, FILL_BINS, (0, 1))[0].tolist(),

@@ -17,7 +17,7 @@ from headrace.data import pack_job, token_buffer
 from headrace.data.clean import normalize
 from headrace.data.clean.normalize import SourcePart
 from headrace.data.documents import SCHEMA, FilePart, Ragged, is_held_out
-from headrace.data.pack import plan_rows
+from headrace.data.pack import PackPlan, plan_rows
 from headrace.data.shards import read_rows, unpack_bits
 from headrace.data.tokenizer import tokenizer as tokenizer_io
 from tests.data.test_pack import MODES, pieces_in
@@ -156,11 +156,28 @@ def test_rows_can_be_held_out_instead_of_documents(job: pack_job.PackJob, tmp_pa
     (whole,) = pack_job.run_pack_job(none)["groups"]
     assert whole["evaluation"]["shard"] is None
     assert not (tmp_path / "packed" / "00004-0-evaluation.npy").exists()
-    for key in ("documents", "tokens", "bytes"):
+    for key in ("documents", "tokens"):
         assert summary["train"][key] + summary["evaluation"][key] == whole["train"][key]
+    assert abs(summary["train"]["bytes"] + summary["evaluation"]["bytes"] - whole["train"]["bytes"]) <= 1
     assert whole["train"]["documents"] == len(TEXTS)
     rows = summary["train"]["rows"] + summary["evaluation"]["rows"]
     assert abs(summary["evaluation"]["rows"] - 0.1 * rows) < 1
+
+
+def test_a_document_that_is_cut_between_the_splits_counts_in_each_by_its_tokens() -> None:
+    plan = PackPlan(
+        document=np.array([0, 0, 1]),
+        begin=np.array([0, 30, 0]),
+        size=np.array([30, 10, 24]),
+        row=np.array([0, 1, 1]),
+        column=np.array([0, 0, 10]),
+        rows=2,
+    )
+    doc_lengths, doc_bytes = np.array([40, 24]), np.array([400, 60])
+    for row, tokens, expected in ((0, 30, 300), (1, 34, 160)):
+        rows = plan.select_rows(np.arange(2) == row)
+        summary = pack_job.summarize_split(rows, doc_lengths, doc_bytes, length=34, shard=None)
+        assert (summary["tokens"], summary["bytes"]) == (tokens, expected)
 
 
 def test_a_group_done_twice_has_the_same_bytes(job: pack_job.PackJob, tmp_path: Path) -> None:
