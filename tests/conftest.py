@@ -4,6 +4,7 @@ import importlib.util
 import os
 import shutil
 import signal
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,9 @@ from tests.support import xla_flags
 # Tests close terminals and press Ctrl-C, also where they run in the background or under nohup.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# Hundreds of processes are started: each would compile all modules, and pytest would rewrite all asserts.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = xla_flags.flags(8)
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")  # torch's bf16 dies on CPUs that lie about AMX

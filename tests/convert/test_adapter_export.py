@@ -6,7 +6,6 @@ import json
 import jax
 import jax.numpy as jnp
 import numpy as np
-import peft
 import pytest
 import torch
 import transformers
@@ -99,6 +98,8 @@ def base_of(run):
     ],
 )
 def test_merged_adapters_in_transformers_and_adapters_in_peft_give_our_logits(tmp_path, name, keys):
+    import peft  # takes seconds
+
     run = make_run(name, tmp_path, **keys)
     causal, expected = run.recipe.model.causal, logits(run)
     to_huggingface.export(run, f"{tmp_path}/merged", "float32")
