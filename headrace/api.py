@@ -4,6 +4,7 @@ Functions return values and raise UserError; none of them prints or ends the pro
 logs its progress to the terminal. JAX is imported by the functions that need it, after the recipe has been
 read and checked."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -226,7 +227,9 @@ def generate(
     top_p: float = 1.0,
     seed: int = 0,
     pause_tokens: int = 0,
-    unmask: dict[str, int | str] | None = None,
+    steps: int = 0,
+    block: int = 0,
+    order: Literal["confident", "random", "ancestral"] = "confident",
     exit_share: float = 0.0,
 ) -> Iterator[str]:
     """Generate text that continues a prompt.
@@ -240,7 +243,10 @@ def generate(
         top_p: Sample from the most likely tokens whose probabilities add up to `top_p`.
         seed: The same seed gives the same text.
         pause_tokens: Pause tokens after the prompt, for models trained with them.
-        unmask: For diffusion models: `steps`, `block` and `order`, as in `headrace generate --help`.
+        steps: For diffusion models: the number of denoising steps; 0 means one per token.
+        block: For diffusion models: finish so many tokens before the next are started; 0 means all at once.
+        order: For diffusion models: unmask the most certain tokens first, random ones, or each at a random
+            step.
         exit_share: With recurrent depth: stop after a round that changes the states by less than this share.
 
     Returns:
@@ -257,12 +263,15 @@ def generate(
     from headrace.inference.generate import generate
     from headrace.inference.sampling import Sampling
 
+    if not 0 <= exit_share < math.inf:
+        raise InvalidArgument("exit_share", f"found {exit_share:g}, expected a share such as 0.03")
+    schedule = UnmaskSchedule(steps, block, order)
     return generate(
         run,
         prompt,
         tokens,
         Sampling(temperature, top_k, top_p, seed),
-        unmask=UnmaskSchedule.from_options(unmask) if unmask else None,
+        unmask=None if schedule == UnmaskSchedule() else schedule,
         exit_share=exit_share,
         pause_tokens=pause_tokens,
     )

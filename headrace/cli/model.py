@@ -5,7 +5,6 @@ Recipes and options are checked before JAX is imported, so that a mistake is rep
 import argparse
 import functools
 import importlib.util
-import math
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -38,10 +37,9 @@ def evaluate(args: argparse.Namespace) -> None:
 def generate(args: argparse.Namespace) -> None:
     """Print a prompt and the text that continues it, as it is generated."""
     overrides = [] if args.recurrence is None else [f"recurrence.rounds={args.recurrence}"]
-    if args.recurrence is not None or args.exit is not None:
-        check_recurrence_options(args)
+    if args.recurrence is not None:
+        check_recurrence(args.run, args.recurrence)
     run = api.open_run(args.run, overrides, ema=args.ema)
-    unmask = {name: getattr(args, name) for name in ("steps", "block", "order")}
     pieces = api.generate(
         run,
         args.prompt,
@@ -50,9 +48,11 @@ def generate(args: argparse.Namespace) -> None:
         top_k=args.top_k,
         top_p=args.top_p,
         seed=args.seed,
-        pause_tokens=args.pause,
-        unmask={name: value for name, value in unmask.items() if value is not None},
-        exit_share=args.exit or 0.0,
+        pause_tokens=args.pause_tokens,
+        steps=args.steps,
+        block=args.block,
+        order=args.order,
+        exit_share=args.exit_share,
     )
     print(args.prompt, end="", flush=True)
     for piece in pieces:
@@ -60,17 +60,14 @@ def generate(args: argparse.Namespace) -> None:
     print()
 
 
-def check_recurrence_options(args: argparse.Namespace) -> None:
-    """Refuse --recurrence and --exit for a run without recurrent depth, and numbers out of range."""
+def check_recurrence(run_dir: str, rounds: int) -> None:
+    """Raise UserError for --recurrence if it is below 1, or the run has no recurrent depth."""
     from headrace.config import recipe
 
-    option = "--exit" if args.recurrence is None else "--recurrence"
-    if recipe.load_run(args.run).recurrence is None:
-        raise UserError(f"{option} has no effect: the run has no recurrent depth (recurrence.rounds)")
-    if args.recurrence is not None and args.recurrence < 1:
-        raise UserError(f"--recurrence: found {args.recurrence}, expected 1 or more")
-    if args.exit is not None and not 0 <= args.exit < math.inf:
-        raise UserError(f"--exit: found {args.exit:g}, expected a share such as 0.03")
+    if recipe.load_run(run_dir).recurrence is None:
+        raise UserError("--recurrence: expected nothing: the run has no recurrent depth")
+    if rounds < 1:
+        raise UserError(f"--recurrence: found {rounds}, expected 1 or more")
 
 
 def serve(args: argparse.Namespace) -> None:

@@ -81,7 +81,7 @@ def add_generate(commands: "Commands") -> None:
     text = "seed of the sampling (default: 0)"
     parser.add_argument("--seed", type=int, default=0, metavar="N", help=text)
     text = "pause tokens after the prompt, for models trained with them (pack.pause_tokens)"
-    parser.add_argument("--pause", type=int, default=0, metavar="N", help=text)
+    parser.add_argument("--pause-tokens", type=int, default=0, metavar="N", help=text)
     add_diffusion_options(parser)
     add_recurrence_options(parser)
 
@@ -89,13 +89,14 @@ def add_generate(commands: "Commands") -> None:
 def add_diffusion_options(parser: "Parser") -> None:
     """Add the options of `generate` for diffusion models."""
     group = parser.add_argument_group("diffusion models")
-    text = "number of denoising steps (default: one per token)"
-    group.add_argument("--steps", type=int, metavar="N", help=text)
-    text = "finish N tokens before the next N are started (default: all at once)"
-    group.add_argument("--block", type=int, metavar="N", help=text)
+    text = "number of denoising steps (default: 0, one per token)"
+    group.add_argument("--steps", type=int, default=0, metavar="N", help=text)
+    text = "finish N tokens before the next N are started (default: 0, all at once)"
+    group.add_argument("--block", type=int, default=0, metavar="N", help=text)
     text = "which tokens to unmask first: the most certain, random ones, or each at a random step "
     text += "(default: confident)"
-    group.add_argument("--order", choices=["confident", "random", "ancestral"], help=text)
+    orders = ["confident", "random", "ancestral"]
+    group.add_argument("--order", choices=orders, default="confident", help=text)
 
 
 def add_recurrence_options(parser: "Parser") -> None:
@@ -104,7 +105,7 @@ def add_recurrence_options(parser: "Parser") -> None:
     text = "rounds of the middle layers (default: recurrence.rounds of the run)"
     group.add_argument("--recurrence", type=int, metavar="N", help=text)
     text = "stop after a round that changes the states by less than this share, e.g. 0.03"
-    group.add_argument("--exit", type=float, metavar="SHARE", help=text)
+    group.add_argument("--exit-share", type=float, default=0.0, metavar="SHARE", help=text)
 
 
 def add_conversion_commands(commands: "Commands") -> None:

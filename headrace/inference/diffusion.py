@@ -9,9 +9,9 @@ is not changed again once it is unmasked."""
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -48,15 +48,6 @@ class UnmaskSchedule:
                 raise InvalidArgument(name, "expected 1 or more, or 0 for the default")
         if self.order not in ORDERS:
             raise InvalidArgument("order", f"found {self.order}, expected one of {', '.join(ORDERS)}")
-
-    @classmethod
-    def from_options(cls, options: Mapping[str, Any]) -> "UnmaskSchedule":
-        """Make a schedule from options by name. Raises UserError for an option that does not exist."""
-        names = [field.name for field in dataclasses.fields(cls)]
-        for name in options:
-            if name not in names:
-                raise InvalidArgument(name, f"no option of diffusion, expected one of {', '.join(names)}")
-        return cls(**options)
 
     def changed_options(self) -> list[str]:
         """The names of the options that are not at their defaults; all names if none is."""

@@ -278,9 +278,7 @@ def test_invalid_schedules_and_schedules_for_other_models_are_refused(oracle):
     with pytest.raises(UserError, match="block: expected 1 or more"):
         UnmaskSchedule(block=-1)
     with pytest.raises(UserError, match="order: found any, expected one of confident, random, ancestral"):
-        UnmaskSchedule.from_options(dict(order="any"))
-    with pytest.raises(UserError, match="blocks: no option of diffusion, expected one of steps"):
-        UnmaskSchedule.from_options(dict(blocks=2))
+        UnmaskSchedule(order="any")
     decoder = SimpleNamespace(use="llama", causal=True)
     cfg = SimpleNamespace(model=decoder, objective=SimpleNamespace(use="causal"))
     decoder_run = dataclasses.replace(run, recipe=cfg)

@@ -271,7 +271,12 @@ def test_a_run_learns_is_evaluated_and_continues_at_any_depth(tiny, capsys, tmp_
         said.append(float(capsys.readouterr().out.split()[2]))
     assert said[1] < said[0] - 0.05 and said[2] == pytest.approx(said[1], abs=0.05)
     texts = []
-    for options in ([], ["--recurrence", "4"], ["--recurrence", "1"], ["--recurrence", "6", "--exit", "0.1"]):
+    for options in (
+        [],
+        ["--recurrence", "4"],
+        ["--recurrence", "1"],
+        ["--recurrence", "6", "--exit-share", "0.1"],
+    ):
         assert main(["generate", cfg.run_dir, "--prompt", "Text", "--tokens", "12", *options]) == 0
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1]
