@@ -1,67 +1,80 @@
-"""BitNet b1.58's products (arXiv 2402.17764): weights of -1, 0 and 1 times the mean size of their matrix,
-activations in 8 bits with a scale for each token. Gradients go straight through both roundings and are made
-of the rounded numbers, in the compute dtype: training sees the model that will be stored."""
+"""The products of BitNet b1.58 (arXiv 2402.17764): weights of -1, 0 and 1 times the mean absolute value of
+their matrix, and activations in 8 bits with a scale for each token.
+
+Gradients pass straight through both roundings and are computed from the rounded numbers, in the compute
+dtype: the model in training is the one that will be stored."""
 
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from headrace.low_precision.dot import MatmulSpec, dot, first, kept, largest, last
+from headrace.low_precision.dot import (
+    MatmulSpec,
+    Scaled,
+    absmax,
+    append_axes,
+    dot,
+    first_dims,
+    last_dims,
+    mark_saved,
+)
 from headrace.nn.module import Axes
 
 Array = jax.Array
 
-LEAST = 1e-5  # of a scale's mean or maximum, as in the paper's formulas
-MOST = 127
+MIN_SIZE = 1e-5  # of the mean or the largest absolute value that sets a scale, as in the paper's formulas
+MAX_VALUE = 127
 
 
-def round_weight(w: Array, axes: Axes) -> tuple[Array, Array]:
-    """-1, 0 and 1, and the scale of each layer's matrix. From the master weights, not from what is left of
-    them in bfloat16: rounded first, one in several hundred would fall on the other side."""
-    w, own = w.astype(jnp.float32), tuple(range(axes.stacked, w.ndim))
-    scale = _at_least(jnp.mean(jnp.abs(w), axis=own, keepdims=True))
+def round_weight(w: Array, axes: Axes) -> Scaled:
+    """Round stacked weights to -1, 0 and 1, with one scale for each layer.
+
+    They are rounded from the master weights: one in several hundred would be rounded differently from a copy
+    in bfloat16."""
+    w, matrix_dims = w.astype(jnp.float32), tuple(range(axes.stacked, w.ndim))
+    scale = _bound_below(jnp.mean(jnp.abs(w), axis=matrix_dims, keepdims=True))
     return jnp.clip(jnp.round(w / scale), -1, 1).astype(jnp.int8), scale.reshape(w.shape[: axes.stacked])
 
 
-def round_input(x: Array, inputs: int) -> tuple[Array, Array]:
-    """In 8 bits, and the scale of each token."""
-    size = _at_least(largest(x, last(x, inputs)))
-    values = jnp.round(x.astype(jnp.float32) * (MOST / size)).astype(jnp.int8)
-    return values, kept((size / MOST).squeeze(last(x, inputs)))
+def round_input(x: Array, num_input_axes: int) -> Scaled:
+    """Round an activation to 8 bits, with one scale for each token."""
+    size = _bound_below(absmax(x, last_dims(x, num_input_axes)))
+    values = jnp.round(x.astype(jnp.float32) * (MAX_VALUE / size)).astype(jnp.int8)
+    return values, mark_saved((size / MAX_VALUE).squeeze(last_dims(x, num_input_axes)))
 
 
-def _at_least(size: Array) -> Array:
-    """Not by a maximum, which may pass over NaN."""
-    return jnp.where(size < LEAST, LEAST, size)
+def _bound_below(size: Array) -> Array:
+    """Replace sizes below MIN_SIZE. NaN stays: jnp.maximum may skip it."""
+    return jnp.where(size < MIN_SIZE, MIN_SIZE, size)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def multiply(spec: MatmulSpec, x: Array, w: Array, x8: tuple[Array, Array], w8: tuple[Array, Array]) -> Array:
-    """x and w are here for their gradients alone; what is multiplied is x8 and w8, whose sums are exact."""
+def multiply(spec: MatmulSpec, x: Array, w: Array, x8: Scaled, w8: Scaled) -> Array:
+    """Multiply x8 by w8, the rounded x and w, with exact sums. x and w themselves only receive the
+    gradients."""
     (x_values, x_scale), (w_values, w_scale) = x8, w8
-    product = dot(spec, x_values, w_values, (last(x_values, spec.inputs), first(spec.inputs)), x.dtype)
-    return (product * _widened(x_scale, product.ndim) * w_scale).astype(x.dtype)
+    contract = last_dims(x_values, spec.num_input_axes), first_dims(spec.num_input_axes)
+    product = dot(spec, x_values, w_values, contract, x.dtype)
+    return (product * append_axes(x_scale, product.ndim) * w_scale).astype(x.dtype)
 
 
-def _forward(spec: MatmulSpec, x: Array, w: Array, x8: Any, w8: Any) -> tuple[Array, Any]:
+def _forward(
+    spec: MatmulSpec, x: Array, w: Array, x8: Scaled, w8: Scaled
+) -> tuple[Array, tuple[Scaled, Scaled]]:
     return multiply(spec, x, w, x8, w8), (x8, w8)
 
 
-def _backward(spec: MatmulSpec, held: Any, d: Array) -> tuple[Array, Array, None, None]:
-    (x_values, x_scale), (w_values, w_scale) = held
-    outputs = w_values.ndim - spec.inputs
-    over = last(d, outputs), last(w_values, outputs)
-    d_x = jnp.tensordot(d, w_values.astype(d.dtype), over) * w_scale.astype(d.dtype)
-    tokens = first(d.ndim - outputs)
-    x = (x_values * _widened(x_scale, x_values.ndim)).astype(d.dtype)
+def _backward(
+    spec: MatmulSpec, residuals: tuple[Scaled, Scaled], d: Array
+) -> tuple[Array, Array, None, None]:
+    (x_values, x_scale), (w_values, w_scale) = residuals
+    num_outputs = w_values.ndim - spec.num_input_axes
+    outputs = last_dims(d, num_outputs), last_dims(w_values, num_outputs)
+    d_x = jnp.tensordot(d, w_values.astype(d.dtype), outputs) * w_scale.astype(d.dtype)
+    tokens = first_dims(d.ndim - num_outputs)
+    x = (x_values * append_axes(x_scale, x_values.ndim)).astype(d.dtype)
     return d_x, jnp.tensordot(x, d, (tokens, tokens)), None, None
-
-
-def _widened(scale: Array, ndim: int) -> Array:
-    """A number for each token, to be multiplied with what each token has."""
-    return scale.reshape(*scale.shape, *(1,) * (ndim - scale.ndim))
 
 
 multiply.defvjp(_forward, _backward)

@@ -41,12 +41,12 @@ def store(numbers: Array, scales: Array, bits: int, group: int) -> GPTQMatrix:
     """Of numbers [inputs outputs] of the grid and scales [groups outputs]."""
     inputs, outputs = numbers.shape
     for name, size in (("inputs", inputs), ("outputs", outputs)):
-        if size * bits % bitpack.WORD:
+        if size * bits % bitpack.WORD_BITS:
             raise UserError(
-                f"quantize: found a matrix of {size} {name}, expected a multiple of {bitpack.turn(bits)}, "
+                f"quantize: found a matrix of {size} {name}, expected a multiple of {bitpack.numbers_per_period(bits)}, "
                 f"since in GPTQ's files {bits} bits of each fill whole words; vptq has no such bound"
             )
-    zero = -grid.ends(bits)[0]
+    zero = -grid.limits(bits)[0]
     zeros = jnp.full((scales.shape[0], outputs), zero - 1, jnp.uint32)
     return GPTQMatrix(
         qweight=_int32(bitpack.pack((numbers.astype(jnp.int32) + zero).T, bits)).T,
@@ -79,7 +79,7 @@ def read(tensors: dict[str, Any], bits: int) -> GPTQMatrix:
 def size(inputs: int, outputs: int, *, bits: int, group: int) -> int:
     """Bits of a file that such a matrix takes: each weight's, a scale and a zero for each group, and to which
     an input belongs."""
-    groups = grid.groups(inputs, group)
+    groups = grid.num_groups(inputs, group)
     return bits * inputs * outputs + groups * outputs * (16 + bits) + 32 * inputs
 
 

@@ -42,7 +42,7 @@ class VPTQShape:
         """Of a file that such a matrix takes: indices, in whole words for each row of vectors, codebooks of
         16 bits, and the order of the inputs."""
         rows = -(-self.outputs // self.vector)
-        words = bitpack.words(self.inputs - self.outliers, self.index + self.residual)
+        words = bitpack.num_words(self.inputs - self.outliers, self.index + self.residual)
         total = 32 * rows * words + 16 * self.vector * 2**self.index + 16 * self.inputs
         total += 16 * self.vector * 2**self.residual if self.residual else 0
         if self.outliers:

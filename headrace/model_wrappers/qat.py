@@ -86,11 +86,11 @@ def _(w: LRQATWeight, x: Array, spec: str) -> Array:
 def round_ste(bits: int, x: Array) -> Array:
     """Round to the grid's integers. Straight-through: the gradient passes unchanged, but is zero for entries
     outside of the grid's range."""
-    return grid.integers(x, bits)
+    return grid.round_to_grid(x, bits)
 
 
 def _round_forward(bits: int, x: Array) -> tuple[Array, Array]:
-    low, high = grid.ends(bits)
+    low, high = grid.limits(bits)
     return round_ste(bits, x), (x >= low) & (x <= high)
 
 
@@ -104,7 +104,7 @@ round_ste.defvjp(_round_forward, _round_backward)
 @jax.custom_vjp
 def float16_scale_ste(scale: Array) -> Array:
     """Round scales to float16, as files store them. Straight-through: they are trained in float32."""
-    return grid.store_scales(scale)
+    return grid.round_scales(scale)
 
 
 float16_scale_ste.defvjp(lambda scale: (float16_scale_ste(scale), None), lambda _, d: (d,))
@@ -147,7 +147,7 @@ def declare(cfg: ModelConfig, matrix: MatrixSpec, init: Initializer) -> PyTree:
     if not layout.rank:
         return matrix.leaf(matrix.path, replace(matrix.axes, qat_grid=layout), matrix.shape, init)
     inputs, outputs = matrix.inputs, matrix.outputs
-    groups = ("groups",), (grid.groups(math.prod(inputs[1]), layout.group),)
+    groups = ("groups",), (grid.num_groups(math.prod(inputs[1]), layout.group),)
     rank = ("rank",), (layout.rank,)
     return LRQATWeight(
         fixed=matrix.part("fixed", inputs, outputs, frozen=True, keep_float32=True, dtype=jnp.int8),
@@ -207,7 +207,7 @@ def to_fixed_point(x: Array, bits: int) -> Array:
     The result stays within half a step of x's nearest integer: rounding to fixed point first and to an
     integer afterwards would give another integer for one number in 32 with 4 bits."""
     steps = 2 ** (8 - bits)
-    nearest = grid.integers(x, bits) * steps
+    nearest = grid.round_to_grid(x, bits) * steps
     fixed = jnp.clip(jnp.round(x * steps), nearest - steps / 2 + 1, nearest + steps / 2 - 1)
     return jnp.clip(fixed, -128, 127).astype(jnp.int8)
 

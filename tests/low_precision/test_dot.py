@@ -121,10 +121,10 @@ def test_scales_of_fp8_are_the_next_powers_of_two():
 def test_no_size_of_numbers_makes_rounding_fail(largest):
     x = jnp.array([largest, -largest / 2, 0.0], jnp.float32)
     for dtype in (fp8.FORWARD, fp8.GRADIENT):
-        values, scale = fp8.rounded(x, dtype, axis=(0,))
+        values, scale = fp8.round_tensor(x, dtype, axis=(0,))
         back = values.astype(jnp.float32) * scale
         np.testing.assert_allclose(back, x, atol=1e-17, rtol=E5M2)
-    values, scale = int8.rounded(x, axis=(0,))
+    values, scale = int8.round_tensor(x, axis=(0,))
     np.testing.assert_allclose(values * scale, x, atol=max(1e-17, largest / 127), rtol=0)
 
 

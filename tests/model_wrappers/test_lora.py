@@ -110,7 +110,7 @@ def test_the_16_numbers_of_4_bits_are_quantiles_of_a_normal_distribution():
     above = [at(p) for p in np.linspace(last, 0.5, 9)[:-1]]
     below = [-at(p) for p in np.linspace(last, 0.5, 8)[:-1]]
     wanted = np.sort([*above, 0.0, *below]) / max(above)
-    np.testing.assert_allclose(nf4.NORMAL, wanted, atol=1e-6)
+    np.testing.assert_allclose(nf4.LEVELS, wanted, atol=1e-6)
 
 
 @pytest.mark.parametrize("shape, inputs", [((2, 128, 4, 8), 1), ((2, 4, 40, 16), 2)])
@@ -124,7 +124,7 @@ def test_frozen_weights_are_the_nearest_that_their_bits_allow(shape, inputs):
             for first in range(0, len(flat), 64):
                 group = flat[first : first + 64]
                 largest = np.abs(group).max(axis=0)
-                numbers = np.asarray(nf4.NORMAL) if bits == 4 else np.arange(-127, 128) / 127
+                numbers = np.asarray(nf4.LEVELS) if bits == 4 else np.arange(-127, 128) / 127
                 every = largest[:, None] * numbers
                 nearest = np.abs(group[..., None] - every).min(axis=-1)
                 found = np.abs(group - whole[first : first + 64])
@@ -138,7 +138,7 @@ def test_quantiles_are_nearer_to_normal_weights_than_even_steps():
     w = drawn((1, 256, 256))
     even = grid.absmax_scales(w[0], 4, 64)
     spread = grid.expand_scales(even, 256, 64)
-    steps = spread * grid.integers(w[0] / spread, 4)
+    steps = spread * grid.round_to_grid(w[0] / spread, 4)
     normal = one_layer(nf4.from_dense(w, 4, 1)).to_dense()
     error = lambda found: float(jnp.mean((found - w[0]) ** 2))
     assert error(normal) < 0.85 * error(steps), (error(normal), error(steps))

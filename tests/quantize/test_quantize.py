@@ -47,7 +47,7 @@ def a_matrix(inputs=64, outputs=32, seed=0):
 def test_packed_numbers_come_back_and_lie_end_to_end(width):
     values = np.random.default_rng(width).integers(0, 2**width, (3, 37), dtype=np.uint64).astype(np.uint32)
     packed = bitpack.pack(values, width)
-    assert packed.shape == (3, bitpack.words(37, width))
+    assert packed.shape == (3, bitpack.num_words(37, width))
     text = "".join(format(int(word), "032b")[::-1] for word in packed[1])  # lowest bit first
     assert [int(text[n * width : (n + 1) * width][::-1], 2) for n in range(37)] == values[1].tolist()
     np.testing.assert_array_equal(bitpack.unpack(packed, width, 37), values)

@@ -7,18 +7,18 @@ import jax.numpy as jnp
 
 from headrace.kernels.linear_cross_entropy.stats import Array, LogitMatmul, Stats
 from headrace.low_precision.dot import MatmulSpec, dot
-from headrace.low_precision.fp8 import FORWARD, GRADIENT, power_of_two, rounded
+from headrace.low_precision.fp8 import FORWARD, GRADIENT, power_of_two, round_tensor
 from headrace.low_precision.support import has_fast_matmul
 from headrace.nn.compile_target import device
 
 
 class Fp8Logits(LogitMatmul):
     def __init__(self, hidden: Array, matrix: Array) -> None:
-        self.rows, scale = rounded(hidden, FORWARD, axis=(0, 1, 2))
-        self.matrix, matrix_scale = rounded(matrix, FORWARD, axis=(0, 1))
+        self.rows, scale = round_tensor(hidden, FORWARD, axis=(0, 1, 2))
+        self.matrix, matrix_scale = round_tensor(matrix, FORWARD, axis=(0, 1))
         self.scale, self.matrix_scale = scale.reshape(()), matrix_scale.reshape(())
         self.dtype = hidden.dtype
-        self.how = MatmulSpec("fp8", has_fast_matmul(device(), "fp8"), inputs=1)
+        self.how = MatmulSpec("fp8", has_fast_matmul(device(), "fp8"), num_input_axes=1)
 
     def scores(self, x: Array) -> Array:
         # In the hidden states' dtype: what was rounded to 8 bits is not made better by more of them, and half

@@ -41,7 +41,7 @@ def quantize(cfg: Any, w: jax.Array, hessian: jax.Array | None, key: jax.Array) 
 
 def _nearest(bits: int) -> Any:
     def nearest(given: None, scale: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
-        number = grid.integers(w / scale, bits)
+        number = grid.round_to_grid(w / scale, bits)
         return number * scale, number.astype(jnp.int8)
 
     return nearest

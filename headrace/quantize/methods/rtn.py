@@ -28,7 +28,7 @@ def quantize(cfg: Any, w: jax.Array, hessian: jax.Array | None, key: jax.Array) 
     """A matrix [inputs outputs]."""
     scales = grid.search_scales(w, cfg.bits, cfg.group_size)
     each = grid.expand_scales(scales, w.shape[0], cfg.group_size)
-    return gptq.store(grid.integers(w / each, cfg.bits), scales, cfg.bits, cfg.group_size)
+    return gptq.store(grid.round_to_grid(w / each, cfg.bits), scales, cfg.bits, cfg.group_size)
 
 
 def settings(cfg: Any, layers: dict[str, Any]) -> dict[str, Any]:
