@@ -1,5 +1,5 @@
-"""Functions that all 8-bit formats share: the largest absolute value of a tensor, which sets its scale, and the
-product of two arrays of 8 bits, summed in 32 bits."""
+"""Functions that all 8-bit formats share: the largest absolute value of a tensor, which sets its scale, and
+the product of two arrays of 8 bits, summed in 32 bits."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

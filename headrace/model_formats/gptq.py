@@ -43,8 +43,8 @@ def store(numbers: Array, scales: Array, bits: int, group: int) -> GPTQMatrix:
     for name, size in (("inputs", inputs), ("outputs", outputs)):
         if size * bits % bitpack.WORD_BITS:
             raise UserError(
-                f"quantize: found a matrix of {size} {name}, expected a multiple of {bitpack.numbers_per_period(bits)}, "
-                f"since in GPTQ's files {bits} bits of each fill whole words; vptq has no such bound"
+                f"quantize: found a matrix of {size} {name}, expected a multiple of "
+                f"{bitpack.numbers_per_period(bits)}, since in GPTQ's files {bits} bits of each fill whole words; vptq has no such bound"
             )
     zero = -grid.limits(bits)[0]
     zeros = jnp.full((scales.shape[0], outputs), zero - 1, jnp.uint32)
