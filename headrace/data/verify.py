@@ -94,7 +94,7 @@ def verify(path: str | Path, report: Callable[[str], None]) -> None:
         report(line)
     size = sum(shard_report.bytes for shard_report in reports.values()) / 1e6
     speed = f"{size / bar.seconds:,.0f} MB/s"
-    report(f"{folder}: {len(shards)} shards, {size:,.1f} MB, all as written ({speed})")
+    report(f"{folder}: {len(shards)} shards, {size:,.1f} MB, all checksums match ({speed})")
 
 
 def combine_reports(reports: list[ShardReport]) -> ShardReport:
