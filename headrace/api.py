@@ -66,6 +66,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> "TrainRecipe
     """
     from headrace.config import recipe
 
+    check_overrides(overrides)
     return recipe.load_train(path, overrides)
 
 
@@ -101,6 +102,7 @@ def prepare_data(
     from headrace.config import recipe
     from headrace.data.pipeline.prepare import prepare
 
+    check_overrides(overrides)
     data_recipe = recipe.load_data(path, overrides)
     prepare(data_recipe, report or (lambda line: None), until=until, replace=replace)
     return Path(data_recipe.path)
@@ -132,6 +134,7 @@ def train(
         >>> result = hr.train(hr.load_recipe("recipes/demo.yaml"))
         >>> assert result.exit_code == 0
     """
+    refuse_path("recipe", recipe, "load_recipe")
     from headrace.checkpoint import inventory
     from headrace.training import run
 
@@ -161,6 +164,7 @@ def open_run(run_dir: str | Path, overrides: Sequence[str] = (), *, ema: bool | 
     """
     from headrace.config import recipe
 
+    check_overrides(overrides)
     run_recipe = recipe.load_run(run_dir, overrides)
     from headrace.checkpoint import open_run
 
@@ -210,6 +214,7 @@ def evaluate(run: "LoadedRun") -> EvalResult:
         >>> result = hr.evaluate(hr.open_run("runs/demo"))
         >>> result["loss"], result["perplexity"]
     """
+    refuse_path("run", run, "open_run")
     from headrace.training import evaluate
 
     metrics = evaluate.evaluate_run(run)
@@ -259,6 +264,7 @@ def generate(
         >>> run = hr.open_run("runs/demo")
         >>> print("".join(hr.generate(run, "def ", tokens=80)))
     """
+    refuse_path("run", run, "open_run")
     from headrace.inference.diffusion import UnmaskSchedule
     from headrace.inference.generate import generate
     from headrace.inference.sampling import Sampling
@@ -297,6 +303,7 @@ def logits(run: "LoadedRun", tokens: "Sequence[int] | np.ndarray | jax.Array") -
         >>> tokens = run.tokenizer.encode("def main(")
         >>> hr.logits(run, tokens)[-1].argmax()
     """
+    refuse_path("run", run, "open_run")
     from headrace.inference.logits import logits
 
     return logits(run, tokens)
@@ -329,6 +336,7 @@ def export(
         >>> hr.export(hr.open_run("runs/demo"), "exported")
         >>> transformers.AutoModelForCausalLM.from_pretrained("exported")
     """
+    refuse_path("run", run, "open_run")
     target = str(target)
     check_export(target, dtype, packed=packed, adapter=adapter)
     from headrace.convert import gguf, peft, to_huggingface
@@ -338,6 +346,18 @@ def export(
     if adapter:
         return peft.export(run, target)
     return to_huggingface.export(run, target, dtype, packed=packed)
+
+
+def check_overrides(overrides: Sequence[str]) -> None:
+    """Raise InvalidArgument for a text in place of a list of texts."""
+    if isinstance(overrides, str):
+        raise InvalidArgument("overrides", f"found a text, expected a list of settings: [{overrides!r}]")
+
+
+def refuse_path(name: str, value: object, loader: str) -> None:
+    """Raise InvalidArgument for a path in place of what the function `loader` reads from it."""
+    if isinstance(value, str | Path):
+        raise InvalidArgument(name, f"found a path, expected hr.{loader}({str(value)!r})")
 
 
 def check_export(target: str, dtype: str, *, packed: bool, adapter: bool) -> None:
@@ -388,6 +408,7 @@ def quantize(
         >>> hr.quantize(hr.open_run("runs/demo"), "q4", method="gptq", bits=4)
         >>> hr.evaluate(hr.open_run("q4"))
     """
+    refuse_path("run", run, "open_run")
     from headrace.quantize.run import QuantizeRequest, quantize
 
     name, config = choose_quantization(run.recipe, method, bits, settings)
@@ -426,6 +447,7 @@ def plan(
         >>> outcome = hr.plan(hr.load_recipe("recipes/llama3-8b.yaml"), "v5p-32", fast=True)
         >>> outcome.fits, outcome.step_seconds, outcome.dollars
     """
+    refuse_path("recipe", recipe, "load_recipe")
     from headrace.hardware import chips
     from headrace.hardware.slices import parse_slice
     from headrace.plan import planner

@@ -21,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from headrace.config import synonyms
 from headrace.config.wrappers import ModelWrappers, at_least
-from headrace.config.yaml_tree import COMMAND_LINE, RecipeTree, Tree, did_you_mean, nearest, short
+from headrace.config.yaml_tree import OVERRIDE, RecipeTree, Tree, did_you_mean, nearest, short
 from headrace.errors import UserError
 
 PACKAGE = Path(__file__).parent.parent
@@ -290,7 +290,7 @@ class RecipeReader:
     def _part(self, f: Field, key: str, node: Any) -> Any:
         folder = f.metadata.get("folder")
         if not isinstance(node, dict):
-            written = f"{key}.use={node}" if self.location(key) == COMMAND_LINE else f"{key}: {{use: {node}}}"
+            written = f"{key}.use={node}" if self.location(key) == OVERRIDE else f"{key}: {{use: {node}}}"
             hint = did_you_mean(written) if folder and node in part_names(folder) else ""
             self.error(key, "expected `key: value` pairs or the path of a .yaml file", hint=hint)
         cls = self._class_of_part(f, key, node) if folder else f.metadata["section"]

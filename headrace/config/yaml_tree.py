@@ -14,7 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from headrace.errors import UserError
 
-COMMAND_LINE = "command line"  # location of an override
+OVERRIDE = "override"  # location of a key=value setting
 BAD_VALUES = (
     ValueError,
     KeyError,
@@ -34,7 +34,7 @@ class RecipeTree:
     """Contents of a recipe before its keys are checked."""
 
     def __init__(self, path: str | Path | None, overrides: Sequence[str] = ()):
-        self.path, self.overrides = COMMAND_LINE if path is None else str(path), tuple(overrides)
+        self.path, self.overrides = OVERRIDE if path is None else str(path), tuple(overrides)
         self.locations: dict[str, str] = {}  # file:line of each key
         self.texts: dict[str, str] = {}  # values as they were written
         self.tree: Tree = {} if path is None else self._read_file(Path(path), "")
@@ -69,7 +69,7 @@ class RecipeTree:
         """file:line of a key, or of the nearest section above it that was written."""
         while key and key not in self.locations:
             key = key.rpartition(".")[0]
-        return self.locations.get(key, self.path if self.path == COMMAND_LINE else f"{self.path}:1")
+        return self.locations.get(key, self.path if self.path == OVERRIDE else f"{self.path}:1")
 
     def _read_file(self, path: Path, prefix: str) -> Tree:
         try:
@@ -126,13 +126,13 @@ class RecipeTree:
         key, _, text = item.partition("=")
         *parents, last = key.split(".")
         if "=" not in item or not all((*parents, last)):
-            raise UserError(f"{COMMAND_LINE}: found {cut(item)}, expected key=value, e.g. schedule.steps=100")
-        if self.locations.get(key) == COMMAND_LINE:
-            raise UserError(f"{COMMAND_LINE}: {key}: found a second time, expected once")
+            raise UserError(f"{OVERRIDE}: found {cut(item)}, expected key=value, e.g. schedule.steps=100")
+        if self.locations.get(key) == OVERRIDE:
+            raise UserError(f"{OVERRIDE}: {key}: found a second time, expected once")
         try:
             value = OmegaConf.to_container(OmegaConf.from_dotlist([f"x={text}"]))["x"]  # type: ignore[call-overload,index]
         except (yaml.YAMLError, OmegaConfBaseException, RecursionError, *BAD_VALUES):
-            raise UserError(f"{COMMAND_LINE}: {key}: found {cut(text)}, expected a value in YAML") from None
+            raise UserError(f"{OVERRIDE}: {key}: found {cut(text)}, expected a value in YAML") from None
         node = self.tree
         for depth, name in enumerate(parents, 1):
             if not isinstance(node.get(name), dict):
@@ -146,7 +146,7 @@ class RecipeTree:
     def _replaced(self, key: str, text: str) -> None:
         for old in [other for other in self.locations if other.startswith(key + ".")]:
             del self.locations[old]
-        self.locations[key], self.texts[key] = COMMAND_LINE, text
+        self.locations[key], self.texts[key] = OVERRIDE, text
 
     def _bad_reference(self, error: OmegaConfBaseException) -> NoReturn:
         suspect = next((key for key, text in self.texts.items() if "${" in text), "")

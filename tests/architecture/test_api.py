@@ -67,3 +67,20 @@ def test_type_checkers_find_the_annotations_of_the_installed_package():
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert (ROOT / "headrace/py.typed").is_file()
     assert "py.typed" in settings["tool"]["setuptools"]["package-data"]["headrace"]
+
+
+@pytest.mark.parametrize("name", ["evaluate", "generate", "logits", "export", "quantize"])
+def test_a_path_in_place_of_a_run_is_answered_with_how_to_open_it(name: str):
+    required = {"export": ["exported"], "logits": [[1]]}.get(name, [])
+    with pytest.raises(headrace.UserError, match=r"run: found a path, expected hr\.open_run\('runs/demo'\)"):
+        getattr(headrace, name)("runs/demo", *required)
+
+
+def test_a_path_in_place_of_a_recipe_is_answered_with_how_to_load_it():
+    message = r"recipe: found a path, expected hr\.load_recipe\('demo.yaml'\)"
+    with pytest.raises(headrace.UserError, match=message):
+        headrace.train("demo.yaml")  # type: ignore[arg-type]
+    with pytest.raises(headrace.UserError, match=message):
+        headrace.plan(Path("demo.yaml"), "v5p-32")  # type: ignore[arg-type]
+    with pytest.raises(headrace.UserError, match=r"expected a list of settings: \['seed=1'\]"):
+        headrace.load_recipe("demo.yaml", "seed=1")

@@ -67,9 +67,9 @@ def error_line(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
         (b"", ["train", "bad.yaml"], "bad.yaml:1: found an empty file"),
         (bytes(range(256)), ["train", "bad.yaml"], "bad.yaml: found a file that is not text"),
         (b"", ["train", "missing.yaml"], "missing.yaml: found no file"),
-        (b"", ["train", "recipe.yaml", "model.layer=3"], "command line: model.layer: unknown key"),
-        (b"", ["train", "recipe.yaml", "mesh.fsdp=0"], "command line: mesh.fsdp: found 0"),
-        (b"", ["recipe", "check", "recipe.yaml", "optimizer.use=adam"], "command line: optimizer.use: found"),
+        (b"", ["train", "recipe.yaml", "model.layer=3"], "override: model.layer: unknown key"),
+        (b"", ["train", "recipe.yaml", "mesh.fsdp=0"], "override: mesh.fsdp: found 0"),
+        (b"", ["recipe", "check", "recipe.yaml", "optimizer.use=adam"], "override: optimizer.use: found"),
         (b"sources: 3", ["data", "prepare", "bad.yaml"], "bad.yaml:1: path: found nothing"),
         (b"", ["trian", "recipe.yaml"], "command line: found trian"),
     ],
@@ -91,7 +91,7 @@ def test_the_module_runs_as_a_program() -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "recipe.yaml: ok\n", "")
     done = subprocess.run([*command, "seed=x"], capture_output=True, text=True)
-    message = 'headrace: command line: seed: found "x", expected a whole number\n'
+    message = 'headrace: override: seed: found "x", expected a whole number\n'
     assert (done.returncode, done.stdout, done.stderr) == (2, "", message)
 
 
@@ -127,7 +127,7 @@ def test_the_error_of_a_mistyped_command_has_the_closest_one(capsys: pytest.Capt
     [
         (["train"], "required: RECIPE (see `headrace train --help`)"),
         (["train", "recipe.yaml", "--steps", "3"], "settings are given as key=value"),
-        (["train", "recipe.yaml", "more"], "command line: found more, expected key=value"),
+        (["train", "recipe.yaml", "more"], "override: found more, expected key=value"),
         (["generate", "run", "--tokens", "x"], "--tokens: invalid int value: 'x'"),
         (["recipe", "list", "nowhere"], "nowhere: found no .yaml file in it, expected a folder of recipes"),
     ],
@@ -141,22 +141,22 @@ def test_an_incomplete_or_too_long_command_is_refused(
 @pytest.mark.parametrize(
     "overrides, message",
     [
-        (["schedule.steps=-4"], "command line: schedule.steps: found -4, expected a whole number of steps"),
-        (["model.layer=4"], "command line: model.layer: unknown key; did you mean model.layers?"),
-        (["model.layers.deep=4"], 'command line: model.layers: found {"deep": 4}, expected a whole number'),
-        (["optimizer=lion"], 'command line: optimizer: found "lion", expected `key: value` pairs'),
-        (["optimizer=null"], "command line: optimizer: found null, expected `key: value` pairs"),
+        (["schedule.steps=-4"], "override: schedule.steps: found -4, expected a whole number of steps"),
+        (["model.layer=4"], "override: model.layer: unknown key; did you mean model.layers?"),
+        (["model.layers.deep=4"], 'override: model.layers: found {"deep": 4}, expected a whole number'),
+        (["optimizer=lion"], 'override: optimizer: found "lion", expected `key: value` pairs'),
+        (["optimizer=null"], "override: optimizer: found null, expected `key: value` pairs"),
         (
             ["model={use: llama, layers: 2}"],
-            "command line: model.embed: found nothing, expected a whole number",
+            "override: model.embed: found nothing, expected a whole number",
         ),
-        (["attention=nothing.yaml"], 'command line: attention: found "nothing.yaml", expected a file'),
-        (["schedule.steps"], "command line: found schedule.steps, expected key=value, e.g."),
-        (["=4"], "command line: found =4, expected key=value, e.g."),
-        (["model..layers=4"], "command line: found model..layers=4, expected key=value, e.g."),
-        (["loss={"], "command line: loss: found {, expected a value in YAML"),
-        (["seed=1", "seed=2"], "command line: seed: found a second time, expected once"),
-        (["run_dir="], "command line: run_dir: found nothing, expected text"),
+        (["attention=nothing.yaml"], 'override: attention: found "nothing.yaml", expected a file'),
+        (["schedule.steps"], "override: found schedule.steps, expected key=value, e.g."),
+        (["=4"], "override: found =4, expected key=value, e.g."),
+        (["model..layers=4"], "override: found model..layers=4, expected key=value, e.g."),
+        (["loss={"], "override: loss: found {, expected a value in YAML"),
+        (["seed=1", "seed=2"], "override: seed: found a second time, expected once"),
+        (["run_dir="], "override: run_dir: found nothing, expected text"),
     ],
 )
 def test_the_error_of_an_override_names_its_key(

@@ -137,7 +137,7 @@ def test_what_the_weights_do_not_fit_is_refused_with_both_values() -> None:
 def test_an_error_about_an_inherited_key_says_where_it_is_from() -> None:
     assert "model.heads, 4" in message("mesh.tensor=3")
     found = message("model.heads=8", "model.kv_heads=3")
-    assert re.search(r"command line: model.kv_heads: found 3, expected a divisor of heads, 8", found)
+    assert re.search(r"override: model.kv_heads: found 3, expected a divisor of heads, 8", found)
     loop = message("recurrence.rounds=2")
     assert (
         "recurrence.prelude: found 1, the default, expected prelude + coda to be less than layers, 2" in loop
