@@ -36,7 +36,7 @@ Leaves = dict[str, Array]  # arrays, or their shapes and shardings, by dotted pa
 
 
 class ArrayMetadata(Protocol):
-    """What Orbax stores about an array, next to its values."""
+    """Shape and dtype of a stored array, as Orbax describes it."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...

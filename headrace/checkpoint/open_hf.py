@@ -29,9 +29,10 @@ def find_family(settings: HFSettings) -> Family:
     return load_base_family(find_hf_family(settings))
 
 
-def model_sections(settings: HFSettings) -> tuple[dict[str, Any], ClassifierKeys | None]:
-    """Translate config.json to a recipe's sections `model` and `classifier`, which is None if the model
-    predicts tokens."""
+def to_recipe_sections(settings: HFSettings) -> tuple[dict[str, Any], ClassifierKeys | None]:
+    """Translate a config.json to the sections `model` and `classifier` of a recipe.
+
+    The latter is None if the model predicts tokens."""
     family = find_family(settings)
     head = classification_head.section_from_hf_config(family, settings)
     return family.hf_naming.from_config(settings), head

@@ -56,7 +56,7 @@ def make_recipe_tree(settings: HFSettings, run_dir: str) -> dict[str, Any]:
 
     The model's sections are those of config.json. The others are a start: `data.path` must be replaced."""
     family = open_hf.find_family(settings)
-    model, classifier = open_hf.model_sections(settings)
+    model, classifier = open_hf.to_recipe_sections(settings)
     objective = "causal" if family.Config.causal else "masked"
     max_length = hf_config.get_int(settings, "max_position_embeddings", MAX_SEQUENCE_LENGTH)
     tree: dict[str, Any] = {

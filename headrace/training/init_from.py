@@ -124,7 +124,7 @@ def model_of(path: str, wanted: Any = None) -> Any:
         if own is not None and own.hf is not None and not own.hf.types:
             section, head = own.hf.from_config(settings), None
         else:
-            section, head = open_hf.model_sections(settings)
+            section, head = open_hf.to_recipe_sections(settings)
         return reader.part_class("models", section.pop("use"))(**section, classifier=head)
     if not files.is_url(path) and quantized_folder.read_quant_config(path) is not None:
         raise UserError(f"init_from: {path} holds a quantised model, expected the run that it was made of")

@@ -1,5 +1,5 @@
-"""GGUF files: read back by the gguf package tensor for tensor, computed by transformers, which reads them by
-code of its own, and by llama.cpp where it is installed."""
+"""Export to GGUF: files are read back by the gguf package, and run by transformers, which has a reader of its
+own, and by llama.cpp."""
 
 import dataclasses
 import json
@@ -65,17 +65,17 @@ def tokenizer() -> tokenizer_io.Tokenizer:
 @pytest.fixture(scope="module")
 def make(tmp_path_factory, tokenizer):
     """Run folders as training leaves them, with weights large enough for logits of several units."""
-    made: dict[str, LoadedRun] = {}
+    opened_runs: dict[str, LoadedRun] = {}
 
-    def run(name: str, own: tokenizer_io.Tokenizer = tokenizer) -> LoadedRun:
-        if name in made and own is tokenizer:
-            return made[name]
+    def run(name: str, run_tokenizer: tokenizer_io.Tokenizer = tokenizer) -> LoadedRun:
+        if name in opened_runs and run_tokenizer is tokenizer:
+            return opened_runs[name]
         folder = tmp_path_factory.mktemp("runs") / name
         folder.mkdir()
         cap = {"soft_cap": CAPS[name]} if name in CAPS else {}
         tree = {
             "run_dir": str(folder),
-            "model": MODELS[name] | {"vocab": own.vocab_size + 3},
+            "model": MODELS[name] | {"vocab": run_tokenizer.vocab_size + 3},
             "data": {"path": "data/none", "sequence_length": 64},
             "loss": {"use": "cross_entropy"} | cap,
             "optimizer": {"learning_rate": 1e-3},
@@ -83,14 +83,14 @@ def make(tmp_path_factory, tokenizer):
             "compute": {"dtype": "float32"},
         }
         (folder / "recipe.yaml").write_text(reader.dump(tree))
-        tokenizer_io.save(own, folder)
+        tokenizer_io.save(run_tokenizer, folder)
         cfg = load_run(folder)
         rng = np.random.default_rng(0)
-        around = 0.0 if "gemma" in cfg.model.use else 1.0
+        norm_mean = 0.0 if "gemma" in cfg.model.use else 1.0
 
-        def leaf(path: Any, wanted: Any) -> np.ndarray:
+        def leaf(path: Any, spec: Any) -> np.ndarray:
             is_norm = module.path_name(path).endswith("_norm")
-            return rng.normal(around if is_norm else 0.0, 0.12, wanted.shape).astype(np.float32)
+            return rng.normal(norm_mean if is_norm else 0.0, 0.12, spec.shape).astype(np.float32)
 
         params = jax.tree_util.tree_map_with_path(
             leaf, module.shapes(load_family(cfg.model).Model, cfg.model)
@@ -100,8 +100,8 @@ def make(tmp_path_factory, tokenizer):
         checkpoints.close()
         opened = open_run(cfg)
         opened = dataclasses.replace(opened, params=jax.device_get(opened.params))
-        if own is tokenizer:
-            made[name] = opened
+        if run_tokenizer is tokenizer:
+            opened_runs[name] = opened
         return opened
 
     return run
@@ -122,40 +122,40 @@ def keys_of(reader: gguf.GGUFReader) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "olmo2"])
-def test_what_is_read_back_is_what_transformers_gets_bit_for_bit(name, make, tmp_path):
+def test_tensors_equal_those_for_transformers_bit_for_bit(name, make, tmp_path):
     run = make(name)
     path = convert_gguf.export(run, str(tmp_path / "model.gguf"), "float32")
     to_huggingface.export(run, str(tmp_path / "folder"), "float32")
-    theirs = load_file(tmp_path / "folder" / "model.safetensors")
+    hf_tensors = load_file(tmp_path / "folder" / "model.safetensors")
     cfg, reader = run.recipe.model, gguf.GGUFReader(path)
     kind = dict(llama="llama", qwen3="qwen3", gemma2="gemma2", olmo2="olmo2")[name]
-    arch = next(arch for arch, its in gguf.MODEL_ARCH_NAMES.items() if its == kind)
+    arch = next(arch for arch, arch_name in gguf.MODEL_ARCH_NAMES.items() if arch_name == kind)
     names = gguf.get_tensor_name_map(arch, cfg.layers)
-    found = {tensor.name: np.asarray(tensor.data) for tensor in reader.tensors}
-    for its, wanted in theirs.items():
-        tensor = found.pop(names.get_name(its, try_suffixes=(".weight",)))
-        if name == "llama" and ("q_proj" in its or "k_proj" in its):
-            heads = cfg.heads if "q_proj" in its else cfg.kv_heads
-            # Row 2i of a head is its row i of the first half, row 2i + 1 its row i of the second.
+    tensors = {tensor.name: np.asarray(tensor.data) for tensor in reader.tensors}
+    for hf_name, expected in hf_tensors.items():
+        tensor = tensors.pop(names.get_name(hf_name, try_suffixes=(".weight",)))
+        if name == "llama" and ("q_proj" in hf_name or "k_proj" in hf_name):
+            heads = cfg.heads if "q_proj" in hf_name else cfg.kv_heads
+            # Row 2i of a head is row i of the first half there, row 2i + 1 row i of the second.
             by_head = tensor.reshape(heads, cfg.head_dim, -1)
-            tensor = np.concatenate([by_head[:, 0::2], by_head[:, 1::2]], axis=1).reshape(wanted.shape)
-        if name == "gemma2" and its.endswith("norm.weight"):
-            wanted = wanted + np.float32(1)
-        if name == "gemma2" and "q_proj" in its:
-            wanted = wanted * np.float32((32 / 24) ** 0.5)
-        np.testing.assert_array_equal(tensor, wanted, err_msg=its)
-    left = {"llama": {"rope_freqs.weight"}, "olmo2": {"output.weight"}}
-    assert set(found) == left.get(name, set())
+            tensor = np.concatenate([by_head[:, 0::2], by_head[:, 1::2]], axis=1).reshape(expected.shape)
+        if name == "gemma2" and hf_name.endswith("norm.weight"):
+            expected = expected + np.float32(1)
+        if name == "gemma2" and "q_proj" in hf_name:
+            expected = expected * np.float32((32 / 24) ** 0.5)
+        np.testing.assert_array_equal(tensor, expected, err_msg=hf_name)
+    extra = {"llama": {"rope_freqs.weight"}, "olmo2": {"output.weight"}}
+    assert set(tensors) == extra.get(name, set())
 
 
-def test_sizes_positions_caps_and_windows_are_told(make, tmp_path):
+def test_metadata_has_sizes_positions_caps_and_windows(make, tmp_path):
     read = lambda name: keys_of(
         gguf.GGUFReader(convert_gguf.export(make(name), str(tmp_path / f"{name}.gguf"), "float32"))
     )
     llama = read("llama")
     assert llama["general.architecture"] == "llama" and llama["general.name"] == "llama"
-    wanted = dict(block_count=2, embedding_length=64, feed_forward_length=96, context_length=128)
-    assert {key: llama[f"llama.{key}"] for key in wanted} == wanted
+    expected = dict(block_count=2, embedding_length=64, feed_forward_length=96, context_length=128)
+    assert {key: llama[f"llama.{key}"] for key in expected} == expected
     assert llama["llama.attention.head_count"] == 4 and llama["llama.attention.head_count_kv"] == 2
     assert llama["llama.attention.key_length"] == 16 and llama["llama.rope.freq_base"] == 100.0
     assert llama["llama.attention.layer_norm_rms_epsilon"] == pytest.approx(1e-5)
@@ -184,9 +184,9 @@ def test_llama3_factors_are_those_of_transformers(make, tmp_path):
 
 def test_the_tokenizer_and_its_template_are_in_the_file(make, tokenizer, tmp_path):
     template = encode.PLAIN_TEMPLATE.read_text()
-    own = tokenizer_io.Tokenizer(tokenizer.inner, tokenizer.special, chat_template=template)
+    with_template = tokenizer_io.Tokenizer(tokenizer.inner, tokenizer.special, chat_template=template)
     keys = keys_of(
-        gguf.GGUFReader(convert_gguf.export(make("tied", own), str(tmp_path / "m.gguf"), "float32"))
+        gguf.GGUFReader(convert_gguf.export(make("tied", with_template), str(tmp_path / "m.gguf"), "float32"))
     )
     assert keys["tokenizer.ggml.model"] == "gpt2" and keys["tokenizer.ggml.pre"] == "gpt-2"
     tokens, kinds = keys["tokenizer.ggml.tokens"], keys["tokenizer.ggml.token_type"]
@@ -204,8 +204,8 @@ def test_the_tokenizer_and_its_template_are_in_the_file(make, tokenizer, tmp_pat
     plain = jinja2.Environment(trim_blocks=True, lstrip_blocks=True).from_string(
         keys["tokenizer.chat_template"]
     )
-    wanted = encode.make_encoder(own).template.render_text(messages, None, True)
-    assert plain.render(messages=messages, **variables) == extract_marked_spans(wanted).text
+    expected = encode.make_encoder(with_template).template.render_text(messages, None, True)
+    assert plain.render(messages=messages, **variables) == extract_marked_spans(expected).text
 
 
 @pytest.mark.parametrize(
@@ -217,12 +217,12 @@ def test_the_tokenizer_and_its_template_are_in_the_file(make, tokenizer, tmp_pat
         ("q4_0", {"Q4_0", "Q8_0", "F32"}, 1 / 8),
     ],
 )
-def test_weights_in_few_bits_are_near(dtype, kinds, most, make, tmp_path):
+def test_quantized_weights_are_close(dtype, kinds, most, make, tmp_path):
     run = make("tied")
     reader = gguf.GGUFReader(convert_gguf.export(run, str(tmp_path / "model.gguf"), dtype))
-    whole = gguf.GGUFReader(convert_gguf.export(run, str(tmp_path / "whole.gguf"), "float32"))
+    float32 = gguf.GGUFReader(convert_gguf.export(run, str(tmp_path / "float32.gguf"), "float32"))
     assert {tensor.tensor_type.name for tensor in reader.tensors} == kinds
-    for rounded, exact in zip(reader.tensors, whole.tensors, strict=True):
+    for rounded, exact in zip(reader.tensors, float32.tensors, strict=True):
         assert rounded.name == exact.name
         values = gguf.quants.dequantize(rounded.data, rounded.tensor_type)
         assert np.abs(values - exact.data).max() <= most * np.abs(exact.data).max()
@@ -230,19 +230,19 @@ def test_weights_in_few_bits_are_near(dtype, kinds, most, make, tmp_path):
 
 @pytest.mark.parametrize("name", ["plain", "tied"])
 def test_transformers_reads_the_file_and_computes_the_same(name, make, tmp_path):
-    """Of these alone: of the others it leaves out soft caps, stretched positions or the size of heads."""
+    """It ignores the soft caps, scaled positions or head sizes of the other models."""
     run = make(name)
     convert_gguf.export(run, str(tmp_path / "model.gguf"), "float32")
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+    hf_model = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path, gguf_file="model.gguf", dtype=torch.float32
     )
     ids = [1, *range(20, 50)]
     with torch.no_grad():
-        found = theirs(torch.tensor([ids])).logits[0].numpy()
-    np.testing.assert_allclose(logits_of(run, ids), found, atol=2e-4)
+        logits = hf_model(torch.tensor([ids])).logits[0].numpy()
+    np.testing.assert_allclose(logits_of(run, ids), logits, atol=2e-4)
 
 
-def test_what_llama_cpp_cannot_compute_or_cut_is_refused_in_words(make, tokenizer, tmp_path, capsys):
+def test_models_and_tokenizers_that_llama_cpp_lacks_are_refused(make, tokenizer, tmp_path, capsys):
     target = str(tmp_path / "model.gguf")
     run = make("tied")
     change = lambda run, **keys: dataclasses.replace(
@@ -260,18 +260,18 @@ def test_what_llama_cpp_cannot_compute_or_cut_is_refused_in_words(make, tokenize
     with pytest.raises(UserError, match="no name for"):
         convert_gguf.export(make("tied", tokenizer_io.Tokenizer(other, tokenizer.special)), target, "float32")
     assert not list(tmp_path.iterdir())
-    (tmp_path / "model.gguf").write_bytes(b"mine")
+    (tmp_path / "model.gguf").write_bytes(b"notes")
     assert main(["export", run.recipe.run_dir, target]) == 2
     assert main(["export", run.recipe.run_dir, str(tmp_path / "folder"), "--dtype", "q8_0"]) == 2
     assert main(["export", run.recipe.run_dir, target, "--packed"]) == 2
-    said = capsys.readouterr().err
-    assert "already exists" in said and "only .gguf files" in said and "--packed" in said
-    assert (tmp_path / "model.gguf").read_bytes() == b"mine"
+    errors = capsys.readouterr().err
+    assert "already exists" in errors and "only .gguf files" in errors and "--packed" in errors
+    assert (tmp_path / "model.gguf").read_bytes() == b"notes"
 
 
 @pytest.fixture(scope="module")
 def pieces(tmp_path_factory) -> tokenizer_io.Tokenizer:
-    """A tokenizer of sentencepiece, as Llama 2 and Gemma have them."""
+    """A tokenizer of sentencepiece, as in Llama 2 and Gemma."""
     folder = tmp_path_factory.mktemp("pieces")
     (folder / "text").write_text(f"{WORDS}\n" * 3)
     sentencepiece.SentencePieceTrainer.Train(
@@ -287,7 +287,7 @@ def pieces(tmp_path_factory) -> tokenizer_io.Tokenizer:
     return tokenizer_io.load(folder / "tokenizer.model")
 
 
-def test_pieces_are_told_with_the_order_of_their_merges(make, pieces, tmp_path):
+def test_pieces_of_sentencepiece_are_scored_in_the_order_of_merges(make, pieces, tmp_path):
     keys = keys_of(
         gguf.GGUFReader(convert_gguf.export(make("tied", pieces), str(tmp_path / "m.gguf"), "float32"))
     )
@@ -301,50 +301,53 @@ def test_pieces_are_told_with_the_order_of_their_merges(make, pieces, tmp_path):
 
 
 class LlamaCpp:
-    """llama.cpp itself, asked over HTTP."""
+    """A server of llama.cpp, over HTTP."""
 
     def __init__(self, path: Path) -> None:
         params = xllamacpp.CommonParams()
         params.model.path, params.n_ctx, params.n_parallel, params.warmup = str(path), 128, 1, False
         self.server = xllamacpp.Server(params)
 
-    def ask(self, where: str, **what: Any) -> Any:
+    def request(self, endpoint: str, **body: Any) -> Any:
         request = urllib.request.Request(
-            f"{self.server.listening_address}/{where}",
-            json.dumps(what).encode(),
+            f"{self.server.listening_address}/{endpoint}",
+            json.dumps(body).encode(),
             {"Content-Type": "application/json"},
         )
         with urllib.request.urlopen(request, timeout=600) as response:
             return json.load(response)
 
     def tokens(self, text: str) -> list[int]:
-        return self.ask("tokenize", content=text, add_special=False, parse_special=False)["tokens"]
+        return self.request("tokenize", content=text, add_special=False, parse_special=False)["tokens"]
 
-    def after(self, ids: list[int], vocab: int, letter: int) -> np.ndarray:
-        """The log-probabilities of all tokens that may come next. It is made to say a letter: it says nothing
-        at all after half of one, and probabilities are those before it was made to."""
-        how = dict(n_predict=1, n_probs=vocab, temperature=0.0, logit_bias=[[letter, 1000.0]])
-        (told,) = self.ask("completion", prompt=ids, cache_prompt=False, **how)["completion_probabilities"]
-        found = {one["id"]: one["logprob"] for one in told["top_logprobs"]}
-        return np.array([found.get(id, -np.inf) for id in range(vocab)])
+    def next_log_probs(self, ids: list[int], vocab: int, letter: int) -> np.ndarray:
+        """The log-probabilities of the next token.
+
+        A bias forces the token `letter`, since the server returns nothing for half a character. The
+        probabilities are those without the bias."""
+        options = dict(n_predict=1, n_probs=vocab, temperature=0.0, logit_bias=[[letter, 1000.0]])
+        response = self.request("completion", prompt=ids, cache_prompt=False, **options)
+        (completion,) = response["completion_probabilities"]
+        log_probs = {entry["id"]: entry["logprob"] for entry in completion["top_logprobs"]}
+        return np.array([log_probs.get(token, -np.inf) for token in range(vocab)])
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_llama_cpp_computes_the_same_and_cuts_texts_alike(name, make, tokenizer, tmp_path):
+def test_llama_cpp_computes_and_tokenizes_the_same(name, make, tokenizer, tmp_path):
     run = make(name)
-    theirs = LlamaCpp(convert_gguf.export(run, str(tmp_path / "model.gguf"), "float32"))
+    llama_cpp = LlamaCpp(convert_gguf.export(run, str(tmp_path / "model.gguf"), "float32"))
     for text in (WORDS, "a", "  two  spaces\n\n\nthree", "don't WON'T 12345 <|eos|> é"):
-        assert theirs.tokens(text) == tokenizer.encode(text)
+        assert llama_cpp.tokens(text) == tokenizer.encode(text)
     ids = [tokenizer.special.bos, *tokenizer.encode("the mill turns, the stone falls, It's 12 o'clock")]
-    ours = logits_of(run, ids)
-    assert np.ptp(ours) > 2  # a model that says something
+    logits = logits_of(run, ids)
+    assert np.ptp(logits) > 2  # small logits would agree whatever the model
     for count in (3, len(ids)):
-        wanted = ours[count - 1] - np.logaddexp.reduce(ours[count - 1])
-        found = theirs.after(ids[:count], run.recipe.model.vocab, tokenizer.encode("a")[0])
-        np.testing.assert_allclose(found, wanted, atol=5e-3)
+        expected = logits[count - 1] - np.logaddexp.reduce(logits[count - 1])
+        log_probs = llama_cpp.next_log_probs(ids[:count], run.recipe.model.vocab, tokenizer.encode("a")[0])
+        np.testing.assert_allclose(log_probs, expected, atol=5e-3)
 
 
-def test_llama_cpp_cuts_texts_into_the_same_pieces(make, pieces, tmp_path):
-    theirs = LlamaCpp(convert_gguf.export(make("tied", pieces), str(tmp_path / "m.gguf"), "float32"))
+def test_llama_cpp_splits_texts_into_the_same_pieces(make, pieces, tmp_path):
+    llama_cpp = LlamaCpp(convert_gguf.export(make("tied", pieces), str(tmp_path / "m.gguf"), "float32"))
     for text in (WORDS, "a", "  two  spaces\n\n\nthree", "don't WON'T 12345 é"):
-        assert theirs.tokens(text) == pieces.encode(text)
+        assert llama_cpp.tokens(text) == pieces.encode(text)

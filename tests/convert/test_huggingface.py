@@ -1,4 +1,4 @@
-"""Models to Hugging Face and back: transformers judges what is written, and makes what is read."""
+"""Export to Hugging Face folders and import: transformers reads the exports and writes the imports."""
 
 import functools
 import json
@@ -85,9 +85,9 @@ def runs(tmp_path_factory, tokenizer) -> Callable[[str], LoadedRun]:
         rng = np.random.default_rng(0)
         checkpoints = Checkpoints(str(folder))
 
-        def leaf(path: Any, wanted: Any) -> np.ndarray:
+        def leaf(path: Any, spec: Any) -> np.ndarray:
             is_norm = module.path_name(path).endswith("_norm")
-            return rng.normal(*((1.0, 0.2) if is_norm else (0.0, 0.12)), wanted.shape).astype(np.float32)
+            return rng.normal(*((1.0, 0.2) if is_norm else (0.0, 0.12)), spec.shape).astype(np.float32)
 
         checkpoints.save_params(jax.tree_util.tree_map_with_path(leaf, shapes), {})
         checkpoints.close()
@@ -105,13 +105,13 @@ def our_logits(run: LoadedRun, tokens: np.ndarray) -> np.ndarray:
     return np.asarray(project(params.unembed, hidden, "bsd,vd->bsv"))
 
 
-def their_logits(model: Any, tokens: np.ndarray) -> np.ndarray:
+def hf_logits(model: Any, tokens: np.ndarray) -> np.ndarray:
     with torch.no_grad():
         return model(torch.tensor(tokens)).logits.float().numpy()
 
 
 def load(folder: Path) -> Any:
-    """By the automatic class, as a user of the folder would; every weight must find its place."""
+    """Load a folder by its AutoModel class, as a user would. All weights of model and folder must match."""
     masked = "MaskedLM" in json.loads((folder / "config.json").read_text())["architectures"][0]
     auto = transformers.AutoModelForMaskedLM if masked else transformers.AutoModelForCausalLM
     model, info = auto.from_pretrained(folder, output_loading_info=True)
@@ -135,18 +135,18 @@ def test_transformers_loads_an_export_and_computes_the_same(name, runs, tokenize
         "tokenizer.json",
         "tokenizer_config.json",
     ]
-    theirs = load(target)
+    hf_model = load(target)
     classes = {"qwen3": "Qwen3ForCausalLM", "eurobert": "EuroBertForMaskedLM"}
-    assert type(theirs).__name__ == classes.get(name, "LlamaForCausalLM")
-    assert theirs.dtype == torch.float32
+    assert type(hf_model).__name__ == classes.get(name, "LlamaForCausalLM")
+    assert hf_model.dtype == torch.float32
     special = tokenizer.special
-    assert theirs.config.bos_token_id == special.bos
-    assert theirs.config.eos_token_id == special.eos
-    assert theirs.config.pad_token_id == special.pad
+    assert hf_model.config.bos_token_id == special.bos
+    assert hf_model.config.eos_token_id == special.eos
+    assert hf_model.config.pad_token_id == special.pad
     tokens = some_tokens(tokenizer.vocab_size)
-    wanted = our_logits(run, tokens)
-    assert np.abs(wanted).max() > 3  # small logits would agree whatever the model
-    assert np.abs(their_logits(theirs, tokens) - wanted).max() <= 2e-5
+    expected = our_logits(run, tokens)
+    assert np.abs(expected).max() > 3  # small logits would agree whatever the model
+    assert np.abs(hf_logits(hf_model, tokens) - expected).max() <= 2e-5
 
     loaded = transformers.AutoTokenizer.from_pretrained(target)
     text = "the wheel falls, écluse"
@@ -162,11 +162,11 @@ def test_transformers_loads_an_export_and_computes_the_same(name, runs, tokenize
 def test_an_export_in_bfloat16_holds_the_rounded_weights(runs, tmp_path):
     run, target = runs("llama"), tmp_path / "out"
     to_huggingface.export(run, str(target), "bfloat16")
-    theirs = load(target)
-    assert theirs.dtype == torch.bfloat16
-    wanted = np.asarray(jax.device_get(run.params.blocks.w_gate))[1].T.astype(ml_dtypes.bfloat16)
-    found = theirs.model.layers[1].mlp.gate_proj.weight.detach().float().numpy()
-    assert (found == wanted.astype(np.float32)).all()
+    hf_model = load(target)
+    assert hf_model.dtype == torch.bfloat16
+    expected = np.asarray(jax.device_get(run.params.blocks.w_gate))[1].T.astype(ml_dtypes.bfloat16)
+    exported = hf_model.model.layers[1].mlp.gate_proj.weight.detach().float().numpy()
+    assert (exported == expected.astype(np.float32)).all()
 
 
 def test_a_large_export_is_split_over_files(runs, tmp_path, monkeypatch):
@@ -179,13 +179,13 @@ def test_a_large_export_is_split_over_files(runs, tmp_path, monkeypatch):
     sizes = {path.name: path.stat().st_size for path in target.glob("*.safetensors")}
     assert max(sizes.values()) < 110_000  # a header more; no tensor here is larger than a file
     tokens = some_tokens(run.recipe.model.vocab)
-    assert np.abs(their_logits(load(target), tokens) - our_logits(run, tokens)).max() <= 2e-5
+    assert np.abs(hf_logits(load(target), tokens) - our_logits(run, tokens)).max() <= 2e-5
     # And back: an import reads all of the files.
     from_huggingface.import_model(str(target), str(tmp_path / "back"))
-    same(run.params, open_run(load_run(tmp_path / "back")).params)
+    assert_same_weights(run.params, open_run(load_run(tmp_path / "back")).params)
 
 
-def test_a_reader_of_the_older_spelling_finds_the_same_positions(runs, tmp_path):
+def test_rope_settings_agree_in_both_spellings(runs, tmp_path):
     for name in ("llama", "qwen3", "eurobert"):
         to_huggingface.export(runs(name), str(tmp_path / name), "float32")
         settings = json.loads((tmp_path / name / "config.json").read_text())
@@ -194,18 +194,20 @@ def test_a_reader_of_the_older_spelling_finds_the_same_positions(runs, tmp_path)
         assert {"rope_type": "default"} | old == {key: new[key] for key in new if key != "rope_theta"}
 
 
-def test_an_export_without_a_tokenizer_names_no_tokens_of_others(runs, tmp_path):
+def test_an_export_without_a_tokenizer_names_no_special_tokens(runs, tmp_path):
     run = runs("eurobert")
     bare = LoadedRun(run.recipe, run.params, run.step, run.mesh, tokenizer=None, tokenizer_sha256=None)
     to_huggingface.export(bare, str(tmp_path / "out"), "float32")
-    theirs = load(tmp_path / "out")
-    assert theirs.config.bos_token_id is theirs.config.eos_token_id is theirs.config.pad_token_id is None
+    hf_model = load(tmp_path / "out")
+    assert (
+        hf_model.config.bos_token_id is hf_model.config.eos_token_id is hf_model.config.pad_token_id is None
+    )
     assert not (tmp_path / "out" / "tokenizer.json").exists()
 
 
 @pytest.mark.parametrize("use", ["modernbert", "modernbert_decoder"])
-def test_no_token_is_named_that_the_vocabulary_has_not(use, tokenizer, tmp_path):
-    """transformers' own ids for what begins and ends a text are above 50,000."""
+def test_special_tokens_are_within_the_vocabulary(use, tokenizer, tmp_path):
+    """The default ids of transformers' special tokens are above 50,000."""
     tree = {
         "run_dir": str(tmp_path / "run"),
         "model": dict(use=use, layers=2, embed=32, heads=2, mlp=32, window=8, vocab=tokenizer.vocab_size),
@@ -221,8 +223,8 @@ def test_no_token_is_named_that_the_vocabulary_has_not(use, tokenizer, tmp_path)
     devices = sharding.make_mesh(dict.fromkeys(sharding.AXES, 1), jax.devices()[:1])
     run = LoadedRun(cfg, params, 0, devices, tokenizer, None)
     to_huggingface.export(run, str(tmp_path / "out"), "float32")
-    theirs = transformers.AutoConfig.from_pretrained(tmp_path / "out")
-    ids = {name: id for name, id in theirs.to_dict().items() if name.endswith("_token_id")}
+    hf_model = transformers.AutoConfig.from_pretrained(tmp_path / "out")
+    ids = {name: id for name, id in hf_model.to_dict().items() if name.endswith("_token_id")}
     assert all(id < tokenizer.vocab_size for id in ids.values())
     assert (ids["cls_token_id"], ids["sep_token_id"]) == (tokenizer.special.bos, tokenizer.special.eos)
 
@@ -242,7 +244,7 @@ def test_a_run_folder_that_was_moved_is_exported_with_its_tokenizer(runs, tokeni
 
 
 @pytest.mark.parametrize("mask", [0o022, 0o077])
-def test_the_files_of_an_export_are_for_whom_other_files_are(mask, runs, tmp_path):
+def test_exported_files_have_the_usual_permissions(mask, runs, tmp_path):
     before = os.umask(mask)
     try:
         files = to_huggingface.export(runs("eurobert"), str(tmp_path / "out"), "float32")
@@ -252,7 +254,7 @@ def test_the_files_of_an_export_are_for_whom_other_files_are(mask, runs, tmp_pat
 
 
 def test_an_export_overwrites_nothing(runs, tmp_path):
-    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "notes.txt").write_text("notes")
     with pytest.raises(UserError, match="already exists; name a new folder"):
         to_huggingface.export(runs("llama"), str(tmp_path), "float32")
     with pytest.raises(UserError, match="already exists"):
@@ -260,7 +262,7 @@ def test_an_export_overwrites_nothing(runs, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
-def test_what_transformers_cannot_compute_is_not_exported(runs, tmp_path):
+def test_models_that_transformers_cannot_compute_are_not_exported(runs, tmp_path):
     run = runs("llama")
     capped = open_run(load_run(run.recipe.run_dir, ["loss.soft_cap=30.0"]))
     with pytest.raises(UserError, match=r"loss.soft_cap: found 30.0, which transformers does not support"):
@@ -292,7 +294,7 @@ SCALED = {
 
 
 def save_llama(folder: Path, dtype: torch.dtype = torch.float32, **settings: Any) -> Any:
-    """A random Llama of transformers, saved, and as it is read back in float32."""
+    """Save a random Llama of transformers. Returns it as it is read back in float32."""
     saving = {"max_shard_size": settings.pop("max_shard_size", "1GB")}
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA | settings)).eval()
@@ -300,7 +302,7 @@ def save_llama(folder: Path, dtype: torch.dtype = torch.float32, **settings: Any
         for weight in model.parameters():
             weight.normal_(0.0, 0.12) if weight.ndim > 1 else weight.normal_(1.0, 0.2)
     model.to(dtype).save_pretrained(folder, **saving)
-    # Anew: `to` has rounded the rotary frequencies as well.
+    # Read again: `to` has rounded the rotary frequencies as well.
     return transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
@@ -324,11 +326,11 @@ def copy(saved: Path, folder: Path) -> Path:
     return folder
 
 
-def same(ours: Any, others: Any) -> None:
-    ours, others = dict(module.named_leaves(ours)), dict(module.named_leaves(others))
-    assert ours.keys() == others.keys()
-    for path, weight in ours.items():
-        assert (np.asarray(weight) == np.asarray(others[path])).all(), path
+def assert_same_weights(weights: Any, other_weights: Any) -> None:
+    weights, other_weights = dict(module.named_leaves(weights)), dict(module.named_leaves(other_weights))
+    assert weights.keys() == other_weights.keys()
+    for path, weight in weights.items():
+        assert (np.asarray(weight) == np.asarray(other_weights[path])).all(), path
 
 
 def as_in_transformers_4(settings: dict[str, Any]) -> None:
@@ -345,11 +347,11 @@ def as_in_transformers_4(settings: dict[str, Any]) -> None:
         ({"dtype": torch.bfloat16}, None),
         ({"tie_word_embeddings": True, "rope_parameters": SCALED}, as_in_transformers_4),
     ],
-    ids=["whole", "in shards", "bfloat16", "tied, transformers 4"],
+    ids=["one file", "in shards", "bfloat16", "tied, transformers 4"],
 )
 def test_an_imported_model_computes_the_same(settings, change, tmp_path):
     source, target = tmp_path / "source", tmp_path / "run"
-    theirs = save_llama(source, **settings)
+    hf_model = save_llama(source, **settings)
     if change:
         rewrite(source, change)
     assert len(list(source.glob("*.safetensors"))) == (12 if "max_shard_size" in settings else 1)
@@ -358,22 +360,22 @@ def test_an_imported_model_computes_the_same(settings, change, tmp_path):
     run = open_run(load_run(target))
     assert (run.step, run.recipe, run.tokenizer) == (0, cfg, None)
     tokens = some_tokens(96)
-    wanted = their_logits(theirs, tokens)
-    assert np.abs(wanted).max() > 3
-    assert np.abs(our_logits(run, tokens) - wanted).max() <= 2e-5
+    expected = hf_logits(hf_model, tokens)
+    assert np.abs(expected).max() > 3
+    assert np.abs(our_logits(run, tokens) - expected).max() <= 2e-5
 
 
 def test_import_export_import_loses_nothing(tmp_path, tokenizer):
     source = tmp_path / "source"
     save_llama(source, vocab_size=tokenizer.vocab_size)
     tokenizer_io.save(tokenizer, source)
-    (tmp_path / "first").mkdir()  # an empty folder is as good as none
+    (tmp_path / "first").mkdir()  # an empty folder may exist
     from_huggingface.import_model(str(source), str(tmp_path / "first"))
     first = open_run(load_run(tmp_path / "first"))
     to_huggingface.export(first, str(tmp_path / "out"), "float32")
     from_huggingface.import_model(str(tmp_path / "out"), str(tmp_path / "second"))
     second = open_run(load_run(tmp_path / "second"))
-    same(first.params, second.params)
+    assert_same_weights(first.params, second.params)
     assert first.recipe.model == second.recipe.model
     assert first.tokenizer_sha256 == second.tokenizer_sha256 == tokenizer_io.file_sha256(source)
     before, after = load_file(source / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
@@ -385,7 +387,7 @@ def test_an_encoder_is_imported_with_its_objective(runs, tmp_path):
     to_huggingface.export(runs("eurobert"), str(tmp_path / "out"), "float32")
     cfg = from_huggingface.import_model(str(tmp_path / "out"), str(tmp_path / "run"))
     assert (cfg.model, cfg.objective.use) == (runs("eurobert").recipe.model, "masked")
-    same(runs("eurobert").params, open_run(load_run(tmp_path / "run")).params)
+    assert_same_weights(runs("eurobert").params, open_run(load_run(tmp_path / "run")).params)
 
 
 def rope(**values: Any) -> dict[str, Any]:
@@ -448,12 +450,12 @@ def rope(**values: Any) -> dict[str, Any]:
     ],
     ids=str,
 )
-def test_a_model_that_cannot_be_imported_is_refused_in_words(changes, message, saved, tmp_path):
+def test_a_model_that_cannot_be_imported_is_refused(changes, message, saved, tmp_path):
     source = copy(saved, tmp_path / "source")
     rewrite(source, lambda settings: settings.update(changes))
     with pytest.raises(UserError, match=message):
         from_huggingface.import_model(str(source), str(tmp_path / "run"))
-    assert [path.name for path in tmp_path.iterdir()] == ["source"]  # nothing half-made is left
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]  # nothing unfinished is left
 
 
 def test_yarn_with_another_magnitude_is_refused(saved, tmp_path):
@@ -468,7 +470,7 @@ def test_yarn_with_another_magnitude_is_refused(saved, tmp_path):
     assert from_huggingface.import_model(str(source), str(tmp_path / "run")).model.rope_scaling == "yarn"
 
 
-def test_a_folder_that_is_no_model_is_refused_in_words(saved, tmp_path):
+def test_a_folder_without_a_model_is_refused(saved, tmp_path):
     source, target = tmp_path / "source", str(tmp_path / "run")
     source.mkdir()
 
@@ -488,14 +490,14 @@ def test_a_folder_that_is_no_model_is_refused_in_words(saved, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
-def test_a_model_folder_in_the_place_of_a_run_folder_is_told_how_to_become_one(saved, tmp_path, capsys):
+def test_a_model_folder_instead_of_a_run_folder_is_refused_with_the_import_command(saved, tmp_path, capsys):
     assert main(["eval", str(saved)]) == 2
     assert f"`headrace import {saved} RUN` makes one of this Hugging Face folder" in capsys.readouterr().err
     assert main(["eval", str(tmp_path)]) == 2
     assert "`headrace train RECIPE` makes one" in capsys.readouterr().err
 
 
-def test_a_tensor_too_many_is_refused(saved, tmp_path):
+def test_an_unknown_tensor_is_refused(saved, tmp_path):
     source = copy(saved, tmp_path / "source")
     tensors = load_file(source / "model.safetensors")
     save_file(tensors | {"score.weight": np.zeros((2, 64), np.float32)}, source / "model.safetensors")
@@ -505,10 +507,10 @@ def test_a_tensor_too_many_is_refused(saved, tmp_path):
 
 
 def test_an_import_overwrites_nothing(saved, tmp_path):
-    (tmp_path / "recipe.yaml").write_text("mine")
+    (tmp_path / "recipe.yaml").write_text("notes")
     with pytest.raises(UserError, match="already exists; name a new folder"):
         from_huggingface.import_model(str(saved), str(tmp_path))
-    assert (tmp_path / "recipe.yaml").read_text() == "mine"
+    assert (tmp_path / "recipe.yaml").read_text() == "notes"
     assert len(list(tmp_path.iterdir())) == 1
 
 

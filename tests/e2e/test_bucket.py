@@ -30,7 +30,7 @@ from tests.e2e.test_train import rows
 from tests.support import xla_flags
 from tests.support.fake_gcs import Store
 
-EXPIRED = dict(status=401, said="Invalid Credentials")  # a token that ran out on its way
+EXPIRED = dict(status=401, said="Invalid Credentials")  # a token that has expired
 BUSY = [dict(status=503), dict(status=429), dict(how="drop"), dict(how="cut"), dict(how="lost")]
 
 
@@ -41,7 +41,7 @@ def upload(server: Store, folder: str | Path, prefix: str) -> str:
 
 
 def test_files_of_a_bucket_are_like_those_of_a_disk(bucket: Store, tmp_path: Path) -> None:
-    found = []
+    results = []
     for folder in ("gs://bucket/some", str(tmp_path / "some")):
         files.write(f"{folder}/a.txt", b"one")
         files.write(f"{folder}/a.txt", b"two")
@@ -49,7 +49,7 @@ def test_files_of_a_bucket_are_like_those_of_a_disk(bucket: Store, tmp_path: Pat
         listed = files.list_files(folder)
         with pytest.raises(FileNotFoundError):
             files.read(f"{folder}/none")
-        seen = (files.list_names(folder), {name: entry.size for name, entry in listed.items()})
+        before = (files.list_names(folder), {name: entry.size for name, entry in listed.items()})
         files.move(f"{folder}/b", f"{folder}/d/e")
         after = (
             files.list_names(f"{folder}/b"),
@@ -61,16 +61,16 @@ def test_files_of_a_bucket_are_like_those_of_a_disk(bucket: Store, tmp_path: Pat
             fetched = (near / "a.txt").read_bytes(), (near / "none").exists()
         files.remove(f"{folder}/d")
         files.remove(f"{folder}/d")
-        found.append(
-            (*seen, *after, kinds, fetched, files.list_names(folder), files.list_names(f"{folder}/d"))
+        results.append(
+            (*before, *after, kinds, fetched, files.list_names(folder), files.list_names(f"{folder}/d"))
         )
-    assert found[0] == found[1]
-    assert found[0][1] == {"a.txt": 3, "b/c d#?.txt": 0}
+    assert results[0] == results[1]
+    assert results[0][1] == {"a.txt": 3, "b/c d#?.txt": 0}
 
 
 @pytest.mark.parametrize("how", [*BUSY, EXPIRED], ids=lambda how: str(next(iter(how.values()))))
 @pytest.mark.fault(20)
-def test_a_busy_bucket_is_asked_again(bucket: Store, how: dict) -> None:
+def test_requests_to_a_busy_bucket_are_repeated(bucket: Store, how: dict) -> None:
     content = os.urandom(3000)
     faults = [bucket.fail(match, **how) for match in ("POST /upload", "GET /download", "GET .*delimiter=")]
     files.write("gs://bucket/x/file", content)
@@ -79,9 +79,7 @@ def test_a_busy_bucket_is_asked_again(bucket: Store, how: dict) -> None:
     assert all(fault.met > 1 for fault in faults)
 
 
-def test_a_connection_on_which_nothing_comes_is_given_up(
-    bucket: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_silent_connection_is_given_up(bucket: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "RESPONSE_TIMEOUT", 0.3)
     bucket.put("bucket", "x", b"slow")
     bucket.fail("GET", delay=2.0)
@@ -91,7 +89,7 @@ def test_a_connection_on_which_nothing_comes_is_given_up(
 
 
 @pytest.mark.fault(20)
-def test_what_is_refused_is_told_at_once_and_what_fails_for_long_in_the_end(bucket: Store) -> None:
+def test_refusals_are_reported_at_once_and_transient_errors_after_retries(bucket: Store) -> None:
     started = time.perf_counter()
     for refused in (401, 403):
         bucket.fail("x", status=refused, times=99)
@@ -102,9 +100,9 @@ def test_what_is_refused_is_told_at_once_and_what_fails_for_long_in_the_end(buck
         files.write("gs://nowhere/x", b"")
     assert time.perf_counter() - started < 1
     bucket.fail("x", status=503, times=999)
-    with pytest.raises(Unreachable, match=r"gs://bucket/x could not be read in 6 tries; .*503") as told:
+    with pytest.raises(Unreachable, match=r"gs://bucket/x could not be read in 6 tries; .*503") as raised:
         files.read("gs://bucket/x")
-    assert told.value.exit_code == 74
+    assert raised.value.exit_code == 74
 
 
 def saving(run: str, *numbers: int, keep: int = 9) -> Checkpoints:
@@ -116,7 +114,7 @@ def saving(run: str, *numbers: int, keep: int = 9) -> Checkpoints:
 
 
 @pytest.mark.fault(20)
-def test_checkpoints_in_a_busy_bucket_are_whole_and_sealed_without_being_read(bucket: Store) -> None:
+def test_checkpoints_in_a_busy_bucket_are_intact_and_sealed_without_being_read(bucket: Store) -> None:
     faults = [
         bucket.fail("POST .*d/[0-9a-f]{32}", status=503, times=2),
         bucket.fail("POST .*manifest.ocdbt", how="drop"),
@@ -129,9 +127,9 @@ def test_checkpoints_in_a_busy_bucket_are_whole_and_sealed_without_being_read(bu
     assert all(fault.met > 1 for fault in faults)
     assert inventory.step_numbers("gs://bucket/run") == [2, 3]
     assert not bucket.names("bucket", "run/checkpoints/1/")
-    asked = len(bucket.requests)
+    num_requests = len(bucket.requests)
     assert inventory.find_resume_point("gs://bucket/run") == inventory.ResumePoint(3, {})
-    contents = [line for line in bucket.requests[asked:] if "alt=media" in line]
+    contents = [line for line in bucket.requests[num_requests:] if "alt=media" in line]
     assert len(contents) == 1 and "manifest.txt" in contents[0]
     restored = checkpoints.restore(3, state(0))
     np.testing.assert_array_equal(restored.params["w"], state(3).params["w"])
@@ -139,7 +137,7 @@ def test_checkpoints_in_a_busy_bucket_are_whole_and_sealed_without_being_read(bu
 
 
 @pytest.mark.fault(9)
-def test_a_damaged_step_of_a_bucket_is_put_aside_and_nothing_of_it_is_lost(bucket: Store) -> None:
+def test_a_damaged_step_in_a_bucket_is_quarantined_and_no_file_of_it_is_lost(bucket: Store) -> None:
     saving("gs://bucket/run", 1, 2).close()
     name = next(name for name in bucket.names("bucket", "run/checkpoints/2/") if "/d/" in name)
     content = bytearray(bucket.buckets["bucket"][name].data)
@@ -162,8 +160,8 @@ def test_a_damaged_step_of_a_bucket_is_put_aside_and_nothing_of_it_is_lost(bucke
     assert inventory.find_resume_point("gs://bucket/run") == inventory.ResumePoint(1, {})
 
 
-def test_a_step_that_was_cut_off_in_a_bucket_is_none(bucket: Store) -> None:
-    """By a save or by a removal: both leave a folder of that name without the mark that it is all there."""
+def test_an_interrupted_save_or_removal_in_a_bucket_leaves_no_step(bucket: Store) -> None:
+    """Both leave a folder with the step's number, but with neither a manifest nor commit_success.txt."""
     saving("gs://bucket/run", 1, 2, 3).close()
     del bucket.buckets["bucket"]["run/checkpoints/3/commit_success.txt"]
     del bucket.buckets["bucket"]["run/checkpoints/3/manifest.txt"]
@@ -178,7 +176,7 @@ def test_a_step_that_was_cut_off_in_a_bucket_is_none(bucket: Store) -> None:
 
 
 @pytest.mark.fault(10)
-def test_a_step_of_a_bucket_that_was_whole_once_is_damaged_and_not_half_written(bucket: Store) -> None:
+def test_a_sealed_step_in_a_bucket_that_lost_a_file_is_damaged_and_not_unfinished(bucket: Store) -> None:
     saving("gs://bucket/run", 1, 2).close()
     for number in (1, 2):
         del bucket.buckets["bucket"][f"run/checkpoints/{number}/commit_success.txt"]
@@ -188,13 +186,13 @@ def test_a_step_of_a_bucket_that_was_whole_once_is_damaged_and_not_half_written(
         Checkpoints("gs://bucket/run", keep=1).find_resume_step()
 
 
-def test_a_save_that_a_bucket_refuses_is_told_and_the_run_goes_on(bucket: Store) -> None:
+def test_a_save_that_a_bucket_refuses_is_reported_and_training_continues(bucket: Store) -> None:
     checkpoints = Checkpoints("gs://bucket/run", keep=2)
     bucket.fail("POST .*commit_success", status=403, times=9)
     checkpoints.save(1, state(1), about(1))
     assert not checkpoints.wait()
-    (told,) = checkpoints.drain_problems()
-    assert "step 1: the checkpoint could not be written" in told and "Forbidden" in told
+    (problem,) = checkpoints.drain_problems()
+    assert "step 1: the checkpoint could not be written" in problem and "Forbidden" in problem
     bucket.faults.clear()
     assert checkpoints.save(2, state(2), about(2)) and checkpoints.wait()
     assert inventory.step_numbers("gs://bucket/run") == [2]
@@ -204,36 +202,36 @@ def test_a_save_that_a_bucket_refuses_is_told_and_the_run_goes_on(bucket: Store)
 def test_changed_files_of_a_run_are_uploaded(bucket: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bucket_sync, "UPLOAD_SECONDS", 0.05)
     bucket.put("bucket", "run/log.txt", b"before\n")
-    with bucket_sync.Mirror("gs://bucket/run").open(download=True) as found:
-        log = found.local_dir / "log.txt"
+    with bucket_sync.Mirror("gs://bucket/run").open(download=True) as mirror:
+        log = mirror.local_dir / "log.txt"
         with log.open("a") as file:
             file.write("after\n")
-        (found.local_dir / "tensorboard").mkdir()
-        (found.local_dir / "tensorboard/events").write_bytes(b"x" * 100)
-        (found.local_dir / "wandb").mkdir()
-        (found.local_dir / "wandb/cache").write_bytes(b"x")
+        (mirror.local_dir / "tensorboard").mkdir()
+        (mirror.local_dir / "tensorboard/events").write_bytes(b"x" * 100)
+        (mirror.local_dir / "wandb").mkdir()
+        (mirror.local_dir / "wandb/cache").write_bytes(b"x")
         while "run/tensorboard/events" not in bucket.names("bucket"):
             time.sleep(0.01)
-        assert found.upload() and bucket.buckets["bucket"]["run/log.txt"].data == b"before\nafter\n"
+        assert mirror.upload() and bucket.buckets["bucket"]["run/log.txt"].data == b"before\nafter\n"
         refusal = bucket.fail("POST", status=403, times=99)
-        (found.local_dir / "metrics.jsonl").write_bytes(b"{}\n")
-        assert not found.upload() and not found.upload()
-        assert len(told := found.drain_problems()) == 1 and "training continues" in told[0]
+        (mirror.local_dir / "metrics.jsonl").write_bytes(b"{}\n")
+        assert not mirror.upload() and not mirror.upload()
+        assert len(problems := mirror.drain_problems()) == 1 and "training continues" in problems[0]
         bucket.faults.remove(refusal)
     assert bucket.buckets["bucket"]["run/metrics.jsonl"].data == b"{}\n"
     assert bucket.names("bucket") == ["run/log.txt", "run/metrics.jsonl", "run/tensorboard/events"]
-    assert not found.local_dir.exists()
+    assert not mirror.local_dir.exists()
 
 
 def test_a_large_file_that_grows_is_not_uploaded_each_time(
     bucket: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bucket_sync, "MAX_BYTES_PER_SECOND", 1e3)
-    with bucket_sync.Mirror("gs://bucket/run").open(download=False) as found:
-        events = found.local_dir / "events"
+    with bucket_sync.Mirror("gs://bucket/run").open(download=False) as mirror:
+        events = mirror.local_dir / "events"
         for size in (3000, 3001, 3002):
             events.write_bytes(b"x" * size)
-            found.upload(due=True)
+            mirror.upload(due=True)
         assert len(bucket.buckets["bucket"]["run/events"].data) == 3000
     assert len(bucket.buckets["bucket"]["run/events"].data) == 3002
 
@@ -241,19 +239,19 @@ def test_a_large_file_that_grows_is_not_uploaded_each_time(
 def test_files_that_cannot_be_uploaded_at_the_end_stay_on_this_machine(
     bucket: Store, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with bucket_sync.Mirror("gs://bucket/run").open(download=False) as found:
-        (found.local_dir / "metrics.jsonl").write_bytes(b"{}\n")
+    with bucket_sync.Mirror("gs://bucket/run").open(download=False) as mirror:
+        (mirror.local_dir / "metrics.jsonl").write_bytes(b"{}\n")
         bucket.fail("POST", status=403, times=99)
-    said = capsys.readouterr().err
-    assert f"files that could not be uploaded are in {found.local_dir}" in said
-    assert (found.local_dir / "metrics.jsonl").read_bytes() == b"{}\n"
+    output = capsys.readouterr().err
+    assert f"files that could not be uploaded are in {mirror.local_dir}" in output
+    assert (mirror.local_dir / "metrics.jsonl").read_bytes() == b"{}\n"
     bucket.faults.clear()
     bucket.put("bucket", "run/recipe.yaml", b"run: x\n")
-    (found.local_dir / "log.txt").write_bytes(b"of another run\n")
+    (mirror.local_dir / "log.txt").write_bytes(b"of another run\n")
     bucket.put("bucket", "run/log.txt", b"there\n")
-    with bucket_sync.Mirror("gs://bucket/run").open(download=True) as found:  # the next attempt uploads it
-        assert (found.local_dir / "metrics.jsonl").read_bytes() == b"{}\n"
-        assert (found.local_dir / "log.txt").read_bytes() == b"there\n"
+    with bucket_sync.Mirror("gs://bucket/run").open(download=True) as mirror:  # the next attempt uploads it
+        assert (mirror.local_dir / "metrics.jsonl").read_bytes() == b"{}\n"
+        assert (mirror.local_dir / "log.txt").read_bytes() == b"there\n"
 
 
 RUN = "gs://bucket/run"
@@ -261,7 +259,7 @@ RUN = "gs://bucket/run"
 
 @pytest.mark.fault(23)
 def test_only_one_of_many_processes_gets_the_lock(bucket: Store) -> None:
-    """Also where the answer to the one who got it is lost, so that it asks again."""
+    """Even if the response to the process that got it is lost, so that it repeats the request."""
     bucket.fail("POST .*lock", how="lost", times=3)
     inside, most, refused = 0, 0, 0
     turn = threading.Lock()
@@ -301,7 +299,7 @@ def owner(bucket: Store, age: float, **about: object) -> None:
 
 def test_a_lock_that_was_not_renewed_for_long_is_taken_over(bucket: Store) -> None:
     owner(bucket, lock.EXPIRY_SECONDS + 5)
-    bucket.clock = 7200.0  # the clocks of machines say nothing
+    bucket.clock = 7200.0  # the clocks of machines do not count
     bucket.buckets["bucket"]["run/.lock"].updated += 7200.0
     with lock.lock(RUN):
         held = json.loads(bucket.buckets["bucket"]["run/.lock"].data)
@@ -342,7 +340,7 @@ def test_the_lock_of_a_dead_process_of_this_machine_is_taken_over_at_once(bucket
 
 
 def test_a_process_that_lost_its_lock_ends_without_touching_the_new_one(bucket: Store) -> None:
-    """For example one that was suspended for minutes while another took over."""
+    """One that was suspended for minutes, for example, while another took over."""
     program = (
         "import time\nfrom headrace.storage import lock\nlock.RENEW_SECONDS = 0.2\n"
         f"with lock.lock({RUN!r}):\n    print('held', flush=True)\n    time.sleep(60)\n"
@@ -355,8 +353,8 @@ def test_a_process_that_lost_its_lock_ends_without_touching_the_new_one(bucket: 
     time.sleep(1.5)
     assert process.poll() is None
     owner(bucket, 0.0)
-    _, said = process.communicate(timeout=20)
-    assert process.returncode == lock.LEASE_LOST and "another process took this run over" in said
+    _, output = process.communicate(timeout=20)
+    assert process.returncode == lock.LEASE_LOST and "another process took this run over" in output
     assert json.loads(bucket.buckets["bucket"]["run/.lock"].data)["pid"] == 7
 
 
@@ -365,7 +363,9 @@ def test_a_run_folder_at_another_kind_of_url_is_refused(tiny) -> None:
         training_run.run(tiny("run_dir=memory://x"))
 
 
-def test_a_short_run_in_a_bucket_leaves_all_that_one_on_a_disk_does(bucket: Store, tiny, packed: str) -> None:
+def test_a_short_run_in_a_bucket_writes_the_files_of_a_run_on_a_disk(
+    bucket: Store, tiny, packed: str
+) -> None:
     data = upload(bucket, packed, "data")
     cfg = tiny("run_dir=gs://bucket/run", f"data.path={data}", "log.tensorboard=true", "schedule.steps=2")
     assert training_run.run(cfg) == 0
@@ -386,8 +386,8 @@ def test_a_short_run_in_a_bucket_leaves_all_that_one_on_a_disk_does(bucket: Stor
 
 
 @pytest.mark.slow
-def test_a_run_in_a_bucket_is_the_run_on_a_disk(bucket: Store, tiny, tmp_path: Path, packed: str) -> None:
-    """Stopped and gone on with in between; its losses, its records, and what is made of it."""
+def test_a_run_in_a_bucket_equals_the_run_on_a_disk(bucket: Store, tiny, tmp_path: Path, packed: str) -> None:
+    """Stopped and resumed: its losses, its records and its evaluation are equal."""
     data = upload(bucket, packed, "data")
     for match in ("POST", "GET .*alt=media", "GET .*delimiter"):
         for at, how in enumerate(BUSY):
@@ -420,7 +420,7 @@ def test_a_run_in_a_bucket_is_the_run_on_a_disk(bucket: Store, tiny, tmp_path: P
     assert sum(fault.met > fault.skip for fault in bucket.faults) > 9
 
 
-def test_the_commands_take_a_run_in_a_bucket(
+def test_checkpoint_commands_on_a_run_in_a_bucket(
     bucket: Store, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saving("gs://bucket/run", 1, 2, 3).close()
@@ -459,7 +459,7 @@ def test_the_commands_take_a_run_in_a_bucket(
         ),
     ],
 )
-def test_a_bucket_that_is_not_there_or_not_for_us_is_told_in_a_line(
+def test_a_missing_or_forbidden_bucket_is_reported_in_one_line(
     bucket: Store, tiny, tmp_path: Path, argv: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bucket.fail("secret", status=403, times=99)
@@ -467,37 +467,37 @@ def test_a_bucket_that_is_not_there_or_not_for_us_is_told_in_a_line(
     argv = [str(tmp_path / "recipe.yaml") if word == "RECIPE" else word for word in argv]
     started = time.perf_counter()
     assert cli_main.main(argv) == 2
-    said = capsys.readouterr().err.strip().splitlines()[-1]
-    assert said.startswith("headrace: ") and re.search(says, said)
+    output = capsys.readouterr().err.strip().splitlines()[-1]
+    assert output.startswith("headrace: ") and re.search(says, output)
     assert time.perf_counter() - started < 4
 
 
 @pytest.mark.fault(20)
-def test_a_save_that_a_bucket_refuses_is_told_in_a_line_and_the_next_is_tried(
+def test_a_save_that_a_bucket_refuses_is_reported_and_the_next_is_tried(
     bucket: Store, tiny, tmp_path: Path, packed: str
 ) -> None:
-    """As tensorstore takes a token that ran out: it does not ask again."""
+    """An expired token, for example, which tensorstore does not refresh."""
     cfg = tiny("run_dir=gs://bucket/run", f"data.path={upload(bucket, packed, 'data')}", "checkpoint.every=4")
     (tmp_path / "recipe.yaml").write_text(reader.to_yaml(cfg))
     fault = bucket.fail("checkpoints/4/params/ocdbt.process_0/d/", **EXPIRED)
     command = [sys.executable, "-m", "headrace", "train", str(tmp_path / "recipe.yaml")]
     env = os.environ | {"XLA_FLAGS": xla_flags.flags(1)}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
-    said = done.stdout + done.stderr
-    assert done.returncode == 0 and fault.met, said
-    assert "step 4: the checkpoint could not be written" in said and "ERROR:absl" not in said
+    output = done.stdout + done.stderr
+    assert done.returncode == 0 and fault.met, output
+    assert "step 4: the checkpoint could not be written" in output and "ERROR:absl" not in output
     assert inventory.find_resume_point("gs://bucket/run").step == 12
 
 
 @pytest.mark.slow
 @pytest.mark.fault(20)
-def test_a_process_killed_in_a_busy_bucket_goes_on_to_the_same_weights(
+def test_a_process_killed_with_a_busy_bucket_resumes_to_the_same_weights(
     bucket: Store, tiny, tmp_path: Path, packed: str
 ) -> None:
-    """Supervised: its worker is killed in the middle, and started again, and takes over its own lock."""
+    """The worker of a supervised run is killed and restarted, and takes over its lock."""
     data = upload(bucket, packed, "data")
     long = ("schedule.steps=60", "checkpoint.every=5", "log.tensorboard=true", f"data.path={data}")
-    for name in ("whole", "broken"):
+    for name in ("uninterrupted", "killed"):
         cfg = tiny(f"run_dir=gs://bucket/{name}", *long)
         (tmp_path / f"{name}.yaml").write_text(reader.to_yaml(cfg))
 
@@ -510,30 +510,30 @@ def test_a_process_killed_in_a_busy_bucket_goes_on_to_the_same_weights(
             text=True,
         )
 
-    whole = start("whole")
-    said, _ = whole.communicate(timeout=300)
-    assert whole.returncode == 0, said
+    uninterrupted = start("uninterrupted")
+    output, _ = uninterrupted.communicate(timeout=300)
+    assert uninterrupted.returncode == 0, output
     for number in range(60):
-        bucket.fail("broken", skip=40 * number, delay=0.05 * (number % 7), **BUSY[number % 5])
-    broken = start("broken")
-    while broken.poll() is None and not any(
-        name.endswith("/10/manifest.txt") for name in bucket.names("bucket", "broken/")
+        bucket.fail("killed", skip=40 * number, delay=0.05 * (number % 7), **BUSY[number % 5])
+    killed = start("killed")
+    while killed.poll() is None and not any(
+        name.endswith("/10/manifest.txt") for name in bucket.names("bucket", "killed/")
     ):
         time.sleep(0.01)
-    workers = subprocess.run(["pgrep", "-P", str(broken.pid)], capture_output=True, text=True).stdout.split()
-    assert workers, broken.communicate(timeout=60)[0]
+    workers = subprocess.run(["pgrep", "-P", str(killed.pid)], capture_output=True, text=True).stdout.split()
+    assert workers, killed.communicate(timeout=60)[0]
     os.kill(int(workers[0]), signal.SIGKILL)
-    said, _ = broken.communicate(timeout=300)
-    assert broken.returncode == 0, said
-    assert "was ended by SIGKILL" in said and "starts again from step" in said
-    assert cli_main.main(["checkpoint", "diff", "gs://bucket/whole", "gs://bucket/broken"]) == 1
-    one, other = (
+    output, _ = killed.communicate(timeout=300)
+    assert killed.returncode == 0, output
+    assert "was ended by SIGKILL" in output and "starts again from step" in output
+    assert cli_main.main(["checkpoint", "diff", "gs://bucket/uninterrupted", "gs://bucket/killed"]) == 1
+    first, second = (
         dict(open_run(recipe.load_run(f"gs://bucket/{name}"), item="params").params.__dict__)
-        for name in ("whole", "broken")
+        for name in ("uninterrupted", "killed")
     )
-    for name, value in training_run.module.named_leaves(one):
+    for name, value in training_run.module.named_leaves(first):
         np.testing.assert_array_equal(
-            value, dict(training_run.module.named_leaves(other))[name], err_msg=name
+            value, dict(training_run.module.named_leaves(second))[name], err_msg=name
         )
     records = [
         {
@@ -541,10 +541,10 @@ def test_a_process_killed_in_a_busy_bucket_goes_on_to_the_same_weights(
             for row in map(json.loads, bucket.buckets["bucket"][f"{name}/metrics.jsonl"].data.splitlines())
             if "loss" in row
         }
-        for name in ("whole", "broken")
+        for name in ("uninterrupted", "killed")
     ]
     assert records[0] == records[1] and len(records[0]) == 60
-    assert "was ended by SIGKILL" in bucket.buckets["bucket"]["broken/log.txt"].data.decode()
+    assert "was ended by SIGKILL" in bucket.buckets["bucket"]["killed/log.txt"].data.decode()
 
 
 READ_ONLY = """
@@ -554,7 +554,7 @@ touch {folder}/x 2>/dev/null && exit 90
 
 
 def read_only(folder: Path, *commands: list[str]) -> subprocess.CompletedProcess[str]:
-    """Runs commands that see a folder as a disk mounted read-only."""
+    """Run commands that see a folder as a disk that is mounted read-only."""
     if shutil.which("unshare") is None:
         pytest.skip("needs unshare")
     lines = [
@@ -568,38 +568,38 @@ def read_only(folder: Path, *commands: list[str]) -> subprocess.CompletedProcess
         text=True,
     )
     if done.returncode == 90 or "unshare" in done.stderr:
-        pytest.skip("mounts are not for us")
+        pytest.skip("needs permission to mount")
     return done
 
 
 @pytest.mark.slow
-def test_data_and_runs_on_a_disk_that_cannot_be_written_are_of_use(tiny, tmp_path: Path, packed: str) -> None:
+def test_data_and_runs_on_a_read_only_disk_can_be_used(tiny, tmp_path: Path, packed: str) -> None:
     disk = tmp_path / "disk"
     shutil.copytree(packed, disk / "data")
     assert training_run.run(tiny(f"run_dir={disk}/run", f"data.path={disk}/data", "schedule.steps=2")) == 0
     cfg = tiny(f"data.path={disk}/data", f"init_from={disk}/run", "schedule.steps=2")
-    (tmp_path / "own.yaml").write_text(reader.to_yaml(cfg))
+    (tmp_path / "recipe2.yaml").write_text(reader.to_yaml(cfg))
     headrace = [sys.executable, "-m", "headrace"]
     done = read_only(
         disk,
-        [*headrace, "train", str(tmp_path / "own.yaml"), "--once"],
+        [*headrace, "train", str(tmp_path / "recipe2.yaml"), "--once"],
         [*headrace, "eval", f"{disk}/run"],
         [*headrace, "checkpoint", "verify", f"{disk}/run"],
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "weights from" in done.stdout and "evaluation loss" in done.stdout and "whole" in done.stdout
+    assert "weights from" in done.stdout and "evaluation loss" in done.stdout and "intact" in done.stdout
 
 
 @pytest.mark.fault(25)
-def test_a_run_folder_that_cannot_be_written_is_told(tiny, tmp_path: Path) -> None:
+def test_a_read_only_run_folder_is_reported(tiny, tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
-    (tmp_path / "own.yaml").write_text(reader.to_yaml(tiny(f"run_dir={tmp_path}/disk/run")))
-    command = [sys.executable, "-m", "headrace", "train", str(tmp_path / "own.yaml"), "--once"]
+    (tmp_path / "recipe2.yaml").write_text(reader.to_yaml(tiny(f"run_dir={tmp_path}/disk/run")))
+    command = [sys.executable, "-m", "headrace", "train", str(tmp_path / "recipe2.yaml"), "--once"]
     done = read_only(tmp_path / "disk", command)
     assert done.returncode == 2 and f"headrace: {tmp_path}/disk/run: Read-only file system" in done.stderr
 
 
-def test_a_manifest_is_the_same_wherever_the_step_lies(bucket: Store, tmp_path: Path) -> None:
+def test_a_manifest_is_the_same_on_a_disk_and_in_a_bucket(bucket: Store, tmp_path: Path) -> None:
     for number, content in enumerate((b"", b"abc", os.urandom(5000))):
         (tmp_path / "step" / f"{number}").mkdir(parents=True)
         (tmp_path / "step" / f"{number}" / "f").write_bytes(content)
@@ -625,15 +625,15 @@ def test_two_hosts_share_a_run_in_a_bucket_and_a_second_launch_is_refused(
         assert all(process.poll() is None for process in both)
         time.sleep(0.05)
     (tmp_path / "second.yaml").write_text(reader.to_yaml(cfg))
-    (code,), said = hosts_finish(hosts_start(tmp_path / "second.yaml", count=1), tmp_path / "second.yaml")
-    assert code == 2 and "another process trains in this folder (pid" in said
+    (code,), output = hosts_finish(hosts_start(tmp_path / "second.yaml", count=1), tmp_path / "second.yaml")
+    assert code == 2 and "another process trains in this folder (pid" in output
     both[1].send_signal(signal.SIGTERM)
-    codes, said = hosts_finish(both, tmp_path / "both.yaml")
-    assert codes == [ExitCode.PREEMPTED] * 2, said
+    codes, output = hosts_finish(both, tmp_path / "both.yaml")
+    assert codes == [ExitCode.PREEMPTED] * 2, output
     stopped = max(inventory.step_numbers("gs://bucket/run"))
     assert ".lock" not in " ".join(bucket.names("bucket", "run/"))
-    codes, said = hosts_finish(
+    codes, output = hosts_finish(
         hosts_start(tmp_path / "both.yaml", f"schedule.steps={stopped + 3}"), tmp_path / "both.yaml"
     )
-    assert codes == [0, 0] and f"from step {stopped} to {stopped + 3}" in said
+    assert codes == [0, 0] and f"from step {stopped} to {stopped + 3}" in output
     assert inventory.find_resume_point("gs://bucket/run").step == stopped + 3

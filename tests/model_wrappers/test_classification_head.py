@@ -87,7 +87,7 @@ def test_logits_are_those_of_transformers_and_tensors_come_back(name: str, tmp_p
     theirs = parity.fill(kind(kind.config_class(**SIZES | HEADS[name])), norm=1.0)
     theirs.save_pretrained(tmp_path)
     settings = source_model.read_hf_config(tmp_path)
-    section, head = open_hf.model_sections(settings)
+    section, head = open_hf.to_recipe_sections(settings)
     cfg = reader.part_class("models", section.pop("use"))(**section, classifier=head)
     assert cfg.classifier == ClassifierKeys(3, pooling)
     family = load_family(cfg)
