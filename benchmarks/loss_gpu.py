@@ -172,7 +172,7 @@ def jax_rows(tokens: int, embed: int, vocab: int, unembed_dtype: str) -> list[Ro
     import jax.numpy as jnp
 
     from headrace.kernels.linear_cross_entropy.dispatch import fused_cross_entropy
-    from headrace.kernels.linear_cross_entropy.stats import Stats
+    from headrace.kernels.linear_cross_entropy.stats import negative_log_likelihood
 
     device = jax.devices()[0].device_kind
     print(f"{device}, jax {jax.__version__}: {tokens} tokens, {embed} wide, vocabulary {vocab}")
@@ -181,21 +181,17 @@ def jax_rows(tokens: int, embed: int, vocab: int, unembed_dtype: str) -> list[Ro
     hidden, unembed, targets = hidden[None], unembed.astype(unembed_dtype), targets[None]
     weights = jnp.full((1, tokens), 1 / tokens)
 
-    def cross_entropy(stats: Stats) -> Any:
-        return stats.lse - stats.target
-
     def full(hidden: Any, unembed: Any, targets: Any, weights: Any) -> Any:
         matrix = unembed.astype(hidden.dtype)
         logits = jnp.einsum("bsd,vd->bsv", hidden, matrix, preferred_element_type=jnp.float32)
         target = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
         return (weights * (jax.nn.logsumexp(logits, axis=-1) - target)).sum()
 
-    def by(split: str, chunk: int | str = "auto", filter: float = 0.0) -> Row:
-        how = dict(split=split, chunk=chunk, filter=filter)
-        name = f"by {split}, " + (f"filter {filter:.1e}" if filter else str(chunk))
-        return attempt(
-            name, lambda: row(name, lambda *arrays: fused_cross_entropy(cross_entropy, *arrays, **how).loss)
-        )
+    def by(backend: str, chunk_size: int | str = "auto", filter_eps: float = 0.0) -> Row:
+        options = dict(backend=backend, chunk_size=chunk_size, filter_eps=filter_eps)
+        name = f"by {backend}, " + (f"filter {filter_eps:.1e}" if filter_eps else str(chunk_size))
+        loss = lambda *arrays: fused_cross_entropy(negative_log_likelihood, *arrays, **options).loss
+        return attempt(name, lambda: row(name, loss))
 
     arrays = hidden, unembed, targets, weights
 
@@ -212,7 +208,7 @@ def jax_rows(tokens: int, embed: int, vocab: int, unembed_dtype: str) -> list[Ro
     rows = [attempt("JAX full logits", lambda: row("JAX full logits", full))]
     rows += [by("tokens", size) for size in ("auto", 512, 2048, 4096)]
     rows += [by("vocabulary", size) for size in ("auto", 4096, 8192)]
-    return [*rows, by("kernel"), by("kernel", filter=2.0**-12)]
+    return [*rows, by("kernel"), by("kernel", filter_eps=2.0**-12)]
 
 
 def jax_truth(hidden: Any, unembed: Any, targets: Any) -> tuple[Any, Any]:

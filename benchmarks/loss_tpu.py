@@ -70,6 +70,7 @@ def compile_one(options: argparse.Namespace) -> None:
     from jax.sharding import SingleDeviceSharding
 
     from headrace.kernels.linear_cross_entropy.dispatch import fused_cross_entropy
+    from headrace.kernels.linear_cross_entropy.stats import negative_log_likelihood
     from headrace.nn import sharding
     from headrace.nn.compile import compile_fast
 
@@ -81,9 +82,7 @@ def compile_one(options: argparse.Namespace) -> None:
 
     def head(*arrays: Any) -> Any:
         def loss(*arrays: Any) -> Any:
-            return fused_cross_entropy(
-                lambda stats: stats.lse - stats.target, *arrays, split=options.way
-            ).loss
+            return fused_cross_entropy(negative_log_likelihood, *arrays, backend=options.way).loss
 
         return jax.value_and_grad(loss, argnums=(0, 1))(*arrays)
 

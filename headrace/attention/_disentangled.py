@@ -116,7 +116,7 @@ def _attend_by_kernel(
     for_queries = _gather_vectors(max_distance, k_table, first + s - index, s + t)
     for_keys = _gather_vectors(max_distance, q_table, first + index - t, s + t)
     q_segments, kv_segments = segments or (None, None)
-    out = disentangled_tpu.attend(_scale(q), q, k, v, for_queries, for_keys, q_segments, kv_segments)
+    out = disentangled_tpu.attend(q, k, v, for_queries, for_keys, q_segments, kv_segments, scale=_scale(q))
     return checkpoint_name(out, SAVED_ATTENTION)
 
 

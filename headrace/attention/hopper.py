@@ -12,19 +12,19 @@ from jax.ad_checkpoint import checkpoint_name
 
 from headrace.attention import AttentionCall, gradient_compile_error
 from headrace.kernels.flash_hopper import (
-    SIZES,
+    BLOCK_SIZES,
     TILE,
-    Bounds,
-    Shape,
-    forward,
-    gradient_of_keys,
-    gradient_of_queries,
+    FlashShape,
+    KeyBounds,
+    compute_key_value_gradients,
+    compute_output,
+    compute_query_gradient,
 )
 from headrace.nn.attention_mask import Mask
 from headrace.nn.remat import SAVED_ATTENTION
 
 Array = jax.Array
-Residuals = tuple[Array, Array, Array, Bounds, Array, Array]  # q, k, v, bounds, output, log-sum-exp
+Residuals = tuple[Array, Array, Array, KeyBounds, Array, Array]  # q, k, v, bounds, output, log-sum-exp
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def attend(
 ) -> Array:
     """Compute attention of rows that are multiples of a tile."""
     (b, s, n, h), (_, t, kv, _) = q.shape, k.shape
-    shape = Shape(b, s, t, n, kv, h, call.scale, call.soft_cap)
+    shape = FlashShape(b, s, t, n, kv, h, call.scale, call.soft_cap)
     flat = (x.reshape(x.shape[0] * x.shape[1], -1) for x in (q, k, v))
     return _flash(shape, *flat, key_bounds(call.mask, b, s, t, kv_segments, offset)).reshape(q.shape)
 
@@ -58,7 +58,7 @@ def unsupported_reason(cfg: Config, call: AttentionCall) -> str | None:
         return "its kernels are for Hopper GPUs"
     if q.dtype != jnp.bfloat16:
         return f"its kernels are for bfloat16, and these activations are {q.dtype}"
-    if q.shape[-1] not in SIZES:
+    if q.shape[-1] not in BLOCK_SIZES:
         return f"its kernels are for heads of 64, 128 or 256 numbers, and these have {q.shape[-1]}"
     if q.size >= 2**31:
         return f"its kernels are not known to count past 2**31, and the queries are {q.size:,} numbers"
@@ -79,7 +79,7 @@ def _compile_error(heads: int, kv_heads: int, head_dim: int, soft_cap: float | N
 
 def key_bounds(
     mask: Mask, batch: int, num_queries: int, num_keys: int, segments: Array | None, offset: int | Array
-) -> Bounds:
+) -> KeyBounds:
     """Find the range of keys that each query sees, by the mask and its document.
 
     `segments` are those of the keys [b t]; the tokens of a document lie side by side. Neither end of the
@@ -99,28 +99,28 @@ def key_bounds(
         doc_end = jax.lax.cummin(jnp.where(is_last, positions + 1, num_keys), axis=1, reverse=True)
         first, end = jnp.maximum(first, doc_first), jnp.minimum(end, doc_end)
     of_queries = (jax.lax.dynamic_slice_in_dim(x, offset, num_queries, axis=1) for x in (first, end))
-    return Bounds(*(jnp.broadcast_to(x, (batch, num_queries)) for x in of_queries))
+    return KeyBounds(*(jnp.broadcast_to(x, (batch, num_queries)) for x in of_queries))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _flash(shape: Shape, q: Array, k: Array, v: Array, bounds: Bounds) -> Array:
-    return forward(shape, q, k, v, bounds)[0]
+def _flash(shape: FlashShape, q: Array, k: Array, v: Array, bounds: KeyBounds) -> Array:
+    return compute_output(shape, q, k, v, bounds)[0]
 
 
-def _forward(shape: Shape, q: Array, k: Array, v: Array, bounds: Bounds) -> tuple[Array, Residuals]:
-    out, lse = checkpoint_name(forward(shape, q, k, v, bounds), SAVED_ATTENTION)
+def _forward(shape: FlashShape, q: Array, k: Array, v: Array, bounds: KeyBounds) -> tuple[Array, Residuals]:
+    out, lse = checkpoint_name(compute_output(shape, q, k, v, bounds), SAVED_ATTENTION)
     return out, (q, k, v, bounds, out, lse)
 
 
-def _backward(shape: Shape, residuals: Residuals, d_out: Array) -> tuple[Array, Array, Array, None]:
+def _backward(shape: FlashShape, residuals: Residuals, d_out: Array) -> tuple[Array, Array, Array, None]:
     q, k, v, bounds, out, lse = residuals
     # What the softmax subtracts from the gradient of every score: the product of its output and gradient.
     by_head = (
         x.reshape(shape.batch, shape.queries, shape.heads, -1).astype(jnp.float32) for x in (out, d_out)
     )
     delta = jnp.einsum("bsnh,bsnh->bns", *by_head).ravel()
-    d_k, d_v = gradient_of_keys(shape, q, k, v, d_out, lse, delta, bounds)
-    return gradient_of_queries(shape, q, k, v, d_out, lse, delta, bounds), d_k, d_v, None
+    d_k, d_v = compute_key_value_gradients(shape, q, k, v, d_out, lse, delta, bounds)
+    return compute_query_gradient(shape, q, k, v, d_out, lse, delta, bounds), d_k, d_v, None
 
 
 _flash.defvjp(_forward, _backward)

@@ -1,499 +1,604 @@
-"""Attention in kernels for Hopper GPUs, where every query sees an interval of the keys (FlashAttention 2 and
-3, arXiv 2307.08691 and 2407.08608): causal, within a window, within its document, all of it at once.
+"""Attention in Pallas kernels for Hopper GPUs, where each query sees an interval of the keys: causal, within
+a window, within its document, or all of these (FlashAttention 2 and 3, arXiv 2307.08691 and 2407.08608).
 
-The forward pass keeps the logarithm of each row's sum. Backward, one kernel makes the scores again for a tile
-of queries and sums their gradient, another for a tile of keys, over all the heads that share them. Every
-number is summed by one group of threads in a fixed order, without atomics: the same bits come every time. Of
-the keys a tile visits only those that one of its queries sees, and compares positions only where not all of
-them do. Heads lie side by side, [rows of the batch x positions, heads x width]. Pallas' interpreter cannot
-run these kernels: on a CPU they are only lowered."""
+The forward pass saves the logarithm of each row's sum. In the backward pass one kernel computes the scores
+again for a tile of queries and sums their gradient, another for a tile of keys, over all heads that share
+them. Every number is summed by one warpgroup in a fixed order, without atomics: the same bits every time. A
+tile visits only keys that one of its queries sees, and compares positions only in blocks that not all of them
+see. Heads are side by side: [rows of the batch x positions, heads x head_dim]. Pallas' interpreter cannot run
+these kernels: on a CPU they are only lowered."""
 
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.ref import AbstractRef
+
+from headrace.kernels.hopper_pipeline import (
+    WARPGROUPS,
+    Barrier,
+    Ref,
+    block_spec,
+    make_pipeline,
+    swizzle,
+    transpose,
+)
+from headrace.nn.module import PyTree
 
 Array = jax.Array
 
-GROUPS = 2  # of threads that multiply; a third feeds them
-ROWS = 64  # of a tile, for each of them: what an instruction multiplies at once
-TILE = GROUPS * ROWS
-WIDE = 128  # heads wider than this leave no room in the registers for two sums of ROWS
-HIDDEN = -1e30  # a score that is not seen; finite, so that differences of two are numbers
+ROWS = 64  # of a tile, per warpgroup: what one instruction multiplies
+TILE = WARPGROUPS * ROWS
+MAX_SPLIT_HEAD_DIM = 128  # larger heads leave no registers for two sums of ROWS
+HIDDEN = -1e30  # score of a key that is not seen; finite, so that differences of two are numbers
 LOG2E = math.log2(math.e)
 
 
-class Shape(NamedTuple):
-    """One device's arrays, and how they are scored."""
+class FlashShape(NamedTuple):
+    """The sizes of one device's arrays, and the settings of the scores."""
 
     batch: int
     queries: int
     keys: int
     heads: int
     kv_heads: int
-    width: int
+    head_dim: int
     scale: float
     soft_cap: float | None
 
     @property
     def group(self) -> int:
+        """Heads of queries that share a head of keys."""
         return self.heads // self.kv_heads
 
     @property
-    def sizes(self) -> "Sizes":
-        return SIZES[self.width]
+    def block_sizes(self) -> "BlockSizes":
+        """The sizes of blocks for this head dimension."""
+        return BLOCK_SIZES[self.head_dim]
 
     @property
-    def held(self) -> int:
-        """Keys of a tile in the backward pass: shared out to the groups of threads, or, of wide heads, all
-        for both, of which one makes the gradient of the keys and the other that of the values."""
-        return TILE if self.width <= WIDE else ROWS
+    def splits_keys(self) -> bool:
+        """Whether warpgroups share the keys of a tile in the backward pass. If heads are too large for that,
+        both have all keys: one computes the gradient of the keys, the other that of the values."""
+        return self.head_dim <= MAX_SPLIT_HEAD_DIM
+
+    @property
+    def key_tile(self) -> int:
+        """Keys of a tile in the backward pass."""
+        return TILE if self.splits_keys else ROWS
 
 
-class Sizes(NamedTuple):
-    """Of blocks of keys that meet a tile of queries, forward and backward, and of queries that meet a tile of
-    keys: how long they are, and how many there are in the shared memory."""
+class BlockSizes(NamedTuple):
+    """Lengths of the blocks that a tile meets one after the other, and how many of them are in shared
+    memory."""
 
-    forward: tuple[int, int]
-    queries: tuple[int, int]
-    keys: tuple[int, int]
+    forward: tuple[int, int]  # blocks of keys, in the forward pass
+    queries: tuple[int, int]  # blocks of keys, for the gradient of queries
+    keys: tuple[int, int]  # blocks of queries, for the gradients of keys and values
 
 
-# The fastest of some on an H200 (2026-11), by the width of a head.
-SIZES = {
-    64: Sizes(forward=(128, 2), queries=(128, 3), keys=(128, 2)),
-    128: Sizes(forward=(128, 2), queries=(128, 4), keys=(64, 2)),
-    256: Sizes(forward=(64, 2), queries=(64, 3), keys=(64, 2)),
+# By head dimension; the fastest of those tried on an H200 (2026-11).
+BLOCK_SIZES = {
+    64: BlockSizes(forward=(128, 2), queries=(128, 3), keys=(128, 2)),
+    128: BlockSizes(forward=(128, 2), queries=(128, 4), keys=(64, 2)),
+    256: BlockSizes(forward=(64, 2), queries=(64, 3), keys=(64, 2)),
 }
 
 
-class Bounds(NamedTuple):
-    """The keys that each query sees, from the first up to but not including the last, [b s] each."""
+class KeyBounds(NamedTuple):
+    """The keys that each query sees, [b s] each. Neither bound decreases from one query to the next."""
 
-    first: Array
-    last: Array
+    start: Array
+    end: Array  # the key after the last
 
 
-def forward(shape: Shape, q: Array, k: Array, v: Array, bounds: Bounds) -> tuple[Array, Array]:
-    """The values' means [b*s n*h], and the logarithms (of base 2) of the sums [b*n*s]."""
-    (block, stages), tiles = shape.sizes.forward, shape.queries // TILE
+class BlockSpan(NamedTuple):
+    """The blocks that a tile visits: from `start` to `end`. Those from `full_start` to `full_end` are seen in
+    full."""
+
+    start: Array
+    full_start: Array
+    full_end: Array
+    end: Array
+
+
+def compute_output(shape: FlashShape, q: Array, k: Array, v: Array, bounds: KeyBounds) -> tuple[Array, Array]:
+    """Compute attention of q [b*s n*h] over k and v [b*t k*h]. Returns the output [b*s n*h] and the base-2
+    logarithm of each query's sum of exponentials [b*n*s]."""
+    (block, stages), tiles = shape.block_sizes.forward, shape.queries // TILE
 
     def body(
-        q_ref: Any, k_ref: Any, v_ref: Any, known_ref: Any, spans_ref: Any, out_ref: Any, sum_ref: Any
+        q_ref: Ref, k_ref: Ref, v_ref: Ref, bounds_ref: Ref, spans_ref: Ref, out_ref: Ref, log_sum_ref: Ref
     ) -> None:
         head, tile, row, wg = (lax.axis_index(name) for name in ("head", "tile", "row", "wg"))
-        tile = tiles - 1 - tile  # where a row of tiles is long, it had better begin early
-        span = _span(spans_ref, row * tiles + tile)
+        tile = tiles - 1 - tile  # with a causal mask the last tiles take longest, so they start first
+        span = _read_span(spans_ref, row * tiles + tile)
 
         @partial(
             pl.run_scoped,
-            x=_matrix(GROUPS, ROWS, shape.width),
-            known=plgpu.SMEM((GROUPS, 2, ROWS), jnp.float32),
-            sums=plgpu.SMEM((GROUPS, ROWS), jnp.float32),
-            here=plgpu.Barrier(num_arrivals=2, num_barriers=GROUPS),
-            turn=plgpu.Barrier(num_arrivals=GROUPS),
+            fetched=plgpu.Barrier(num_arrivals=2, num_barriers=WARPGROUPS),
+            key_bounds=plgpu.SMEM((WARPGROUPS, 2, ROWS), jnp.float32),
+            log_sums=plgpu.SMEM((WARPGROUPS, ROWS), jnp.float32),
+            multiply_turn=plgpu.Barrier(num_arrivals=WARPGROUPS),
+            queries=_matrix(WARPGROUPS, ROWS, shape.head_dim),
             collective_axes="wg",
         )
-        def scope(x: Any, known: Any, sums: Any, here: Any, turn: Any) -> None:
-            mine = pl.ds(row * shape.queries + tile * TILE + wg * ROWS, ROWS)
-            place = mine, pl.ds(head * shape.width, shape.width)
+        def run(
+            fetched: Barrier, key_bounds: Ref, log_sums: Ref, multiply_turn: Barrier, queries: Ref
+        ) -> None:
+            rows = pl.ds(row * shape.queries + tile * TILE + wg * ROWS, ROWS)
+            place = rows, pl.ds(head * shape.head_dim, shape.head_dim)
 
-            def change() -> None:
-                """Lets the other group of threads multiply."""
-                plgpu.barrier_arrive(turn)
-                plgpu.barrier_wait(turn)
+            def change_turns() -> None:
+                """Let the other warpgroup multiply."""
+                plgpu.barrier_arrive(multiply_turn)
+                plgpu.barrier_wait(multiply_turn)
 
-            def context(run: Callable[[Any], Any]) -> None:
-                plgpu.copy_gmem_to_smem(q_ref.at[place], x.at[wg], here.at[wg])
-                plgpu.copy_gmem_to_smem(known_ref.at[:, mine], known.at[wg], here.at[wg])
-                plgpu.barrier_wait(here.at[wg])
-                pl.when(wg == 1)(change)
-                start = _full((ROWS, shape.width), 0.0), _row(HIDDEN), _row(0.0)
-                acc, top, total = run(start)
-                pl.when(wg == 0)(change)
-                x[wg] = (acc / _down(total, acc.shape)).astype(x.dtype)
-                sums[wg] = top + jnp.log(total) * LOG2E
+            def context(run_loop: Callable[[PyTree], PyTree]) -> None:
+                plgpu.copy_gmem_to_smem(q_ref.at[place], queries.at[wg], fetched.at[wg])
+                plgpu.copy_gmem_to_smem(bounds_ref.at[:, rows], key_bounds.at[wg], fetched.at[wg])
+                plgpu.barrier_wait(fetched.at[wg])
+                pl.when(wg == 1)(change_turns)
+                start = _full((ROWS, shape.head_dim), 0.0), _full_row(HIDDEN), _full_row(0.0)
+                out, largest, total = run_loop(start)
+                pl.when(wg == 0)(change_turns)
+                # The queries are no longer needed: their memory takes the output on its way.
+                queries[wg] = (out / _broadcast_rows(total, out.shape)).astype(queries.dtype)
+                log_sums[wg] = largest + jnp.log(total) * LOG2E
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(x.at[wg], out_ref.at[place])
-                at = (row * shape.heads + head) * shape.queries + tile * TILE + wg * ROWS
-                plgpu.copy_smem_to_gmem(sums.at[wg], sum_ref.at[pl.ds(at, ROWS)])
+                plgpu.copy_smem_to_gmem(queries.at[wg], out_ref.at[place])
+                first = (row * shape.heads + head) * shape.queries + tile * TILE + wg * ROWS
+                plgpu.copy_smem_to_gmem(log_sums.at[wg], log_sum_ref.at[pl.ds(first, ROWS)])
                 plgpu.wait_smem_to_gmem(0)
 
-            def step(at: Any, keys: Any, values: Any, k_done: Any, v_done: Any, carry: Any) -> Any:
-                acc, top, total = carry
-                number = span[0] + at[0]
+            def step(
+                index: tuple[Array, ...],
+                keys: Ref,
+                values: Ref,
+                keys_done: Barrier,
+                values_done: Barrier,
+                carry: tuple[Array, Array, Array],
+            ) -> tuple[Array, Array, Array]:
+                out, largest, total = carry
+                number = span.start + index[0]
 
-                def multiply(ref: Any) -> Array:
-                    plgpu.wgmma(ref, x.at[wg], _turned(keys))
-                    change()
-                    return ref[...]
+                def multiply(sums: Ref) -> Array:
+                    plgpu.wgmma(sums, queries.at[wg], transpose(keys))  # type: ignore[arg-type]
+                    change_turns()
+                    return sums[...]
 
                 products = pl.run_scoped(multiply, plgpu.ACC((ROWS, block), jnp.float32))
-                plgpu.barrier_arrive(k_done)
-                scores = _scores(shape, products)
-                scores = _masked(scores, known.at[wg], number, span, block)
-                higher = jnp.maximum(top, scores.max(axis=1))
-                fade = jnp.exp2(top - higher)
-                weights = jnp.exp2(scores - _down(higher, scores.shape))
-                acc *= _down(fade, acc.shape)
-                total *= fade
-                narrow = weights.astype(x.dtype)
-                change()
+                plgpu.barrier_arrive(keys_done)
+                scores = _to_scores(shape, products)
+                scores = _mask_keys(scores, key_bounds.at[wg], number, span, block)
+                new_largest = jnp.maximum(largest, scores.max(axis=1))
+                decay = jnp.exp2(largest - new_largest)
+                weights = jnp.exp2(scores - _broadcast_rows(new_largest, scores.shape))
+                out *= _broadcast_rows(decay, out.shape)
+                total *= decay
+                narrow = weights.astype(queries.dtype)
+                change_turns()
                 total += weights.sum(axis=1)
-                acc = _add(acc, narrow, values)
-                plgpu.barrier_arrive(v_done)
-                return acc, higher, total
+                out = _add_product(out, narrow, values)
+                plgpu.barrier_arrive(values_done)
+                return out, new_largest, total
 
             kv_head = lax.div(head, jnp.int32(shape.group))
-            keys = lambda n: (row * (shape.keys // block) + span[0] + n, kv_head)
-            specs = [_block((block, shape.width), keys)] * 2
-            _pipeline(span[3] - span[0], specs, step, context, stages)(k_ref, v_ref)
+            key_block = lambda n: (row * (shape.keys // block) + span.start + n, kv_head)
+            specs = [block_spec((block, shape.head_dim), key_block)] * 2
+            _run_pipeline(span.end - span.start, specs, step, context, stages, k_ref, v_ref)
 
     out = jax.ShapeDtypeStruct(q.shape, q.dtype)
-    sums = jax.ShapeDtypeStruct((shape.batch * shape.heads * shape.queries,), jnp.float32)
+    log_sums = jax.ShapeDtypeStruct((shape.batch * shape.heads * shape.queries,), jnp.float32)
     grid = (shape.heads, tiles, shape.batch)
-    spans = _spans(bounds, TILE, block)
-    return _kernel(body, (out, sums), grid)(q, k, v, _known(bounds), spans)
+    spans = spans_of_queries(bounds, TILE, block)
+    return _make_kernel(body, (out, log_sums), grid)(q, k, v, _to_floats(bounds), spans)
 
 
-def gradient_of_queries(
-    shape: Shape, q: Array, k: Array, v: Array, d_out: Array, sums: Array, shared: Array, bounds: Bounds
+def compute_query_gradient(
+    shape: FlashShape,
+    q: Array,
+    k: Array,
+    v: Array,
+    d_out: Array,
+    log_sums: Array,
+    delta: Array,
+    bounds: KeyBounds,
 ) -> Array:
-    """`sums` are the forward pass's, `shared` [b*n*s] what the softmax takes from all scores of a row."""
-    (block, stages), tiles = shape.sizes.queries, shape.queries // TILE
+    """Compute the gradient of the queries [b*s n*h] from that of the output.
+
+    `log_sums` are those of the forward pass. `delta` [b*n*s] is the product of the output and its gradient,
+    which the derivative of the softmax subtracts."""
+    (block, stages), tiles = shape.block_sizes.queries, shape.queries // TILE
 
     def body(
-        q_ref: Any,
-        d_ref: Any,
-        kv_ref: Any,
-        known_ref: Any,
-        sums_ref: Any,
-        spans_ref: Any,
-        out_ref: Any,
+        q_ref: Ref,
+        d_out_ref: Ref,
+        kv_ref: Ref,
+        bounds_ref: Ref,
+        per_query_ref: Ref,
+        spans_ref: Ref,
+        d_q_ref: Ref,
     ) -> None:
         head, tile, row, wg = (lax.axis_index(name) for name in ("head", "tile", "row", "wg"))
         tile = tiles - 1 - tile
-        span = _span(spans_ref, row * tiles + tile)
+        span = _read_span(spans_ref, row * tiles + tile)
 
         @partial(
             pl.run_scoped,
-            x=_matrix(GROUPS, ROWS, shape.width),
-            d=_matrix(GROUPS, ROWS, shape.width),
-            known=plgpu.SMEM((GROUPS, 2, ROWS), jnp.float32),
-            made=plgpu.SMEM((GROUPS, 2, ROWS), jnp.float32),
-            here=plgpu.Barrier(num_arrivals=4, num_barriers=GROUPS),
+            d_out=_matrix(WARPGROUPS, ROWS, shape.head_dim),
+            fetched=plgpu.Barrier(num_arrivals=4, num_barriers=WARPGROUPS),
+            key_bounds=plgpu.SMEM((WARPGROUPS, 2, ROWS), jnp.float32),
+            per_query=plgpu.SMEM((WARPGROUPS, 2, ROWS), jnp.float32),
+            queries=_matrix(WARPGROUPS, ROWS, shape.head_dim),
             collective_axes="wg",
         )
-        def scope(x: Any, d: Any, known: Any, made: Any, here: Any) -> None:
-            mine = pl.ds(row * shape.queries + tile * TILE + wg * ROWS, ROWS)
-            place = mine, pl.ds(head * shape.width, shape.width)
-            at = (row * shape.heads + head) * shape.queries + tile * TILE + wg * ROWS
+        def run(d_out: Ref, fetched: Barrier, key_bounds: Ref, per_query: Ref, queries: Ref) -> None:
+            rows = pl.ds(row * shape.queries + tile * TILE + wg * ROWS, ROWS)
+            place = rows, pl.ds(head * shape.head_dim, shape.head_dim)
+            first = (row * shape.heads + head) * shape.queries + tile * TILE + wg * ROWS
 
-            def context(run: Callable[[Any], Any]) -> None:
-                plgpu.copy_gmem_to_smem(q_ref.at[place], x.at[wg], here.at[wg])
-                plgpu.copy_gmem_to_smem(d_ref.at[place], d.at[wg], here.at[wg])
-                plgpu.copy_gmem_to_smem(known_ref.at[:, mine], known.at[wg], here.at[wg])
-                plgpu.copy_gmem_to_smem(sums_ref.at[:, pl.ds(at, ROWS)], made.at[wg], here.at[wg])
-                plgpu.barrier_wait(here.at[wg])
-                acc, _ = run((_full((ROWS, shape.width), 0.0), _full((ROWS, block), 0.0)))
-                x[wg] = (acc * shape.scale).astype(x.dtype)
+            def context(run_loop: Callable[[PyTree], PyTree]) -> None:
+                plgpu.copy_gmem_to_smem(q_ref.at[place], queries.at[wg], fetched.at[wg])
+                plgpu.copy_gmem_to_smem(d_out_ref.at[place], d_out.at[wg], fetched.at[wg])
+                plgpu.copy_gmem_to_smem(bounds_ref.at[:, rows], key_bounds.at[wg], fetched.at[wg])
+                numbers = per_query_ref.at[:, pl.ds(first, ROWS)]
+                plgpu.copy_gmem_to_smem(numbers, per_query.at[wg], fetched.at[wg])
+                plgpu.barrier_wait(fetched.at[wg])
+                d_q, _ = run_loop((_full((ROWS, shape.head_dim), 0.0), _full((ROWS, block), 0.0)))
+                queries[wg] = (d_q * shape.scale).astype(queries.dtype)
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(x.at[wg], out_ref.at[place])
+                plgpu.copy_smem_to_gmem(queries.at[wg], d_q_ref.at[place])
                 plgpu.wait_smem_to_gmem(0)
 
-            def step(at: Any, both: Any, done: Any, carry: Any) -> Any:
-                number = span[0] + lax.div(at[0], jnp.int32(2))
+            def step(
+                index: tuple[Array, ...], keys_or_values: Ref, block_done: Barrier, carry: tuple[Array, Array]
+            ) -> tuple[Array, Array]:
+                number = span.start + lax.div(index[0], jnp.int32(2))
 
-                def values(acc: Array, _: Array) -> tuple[Array, Array]:
-                    return acc, _product(d.at[wg], _turned(both), (ROWS, block))
+                def multiply_values(d_q: Array, _: Array) -> tuple[Array, Array]:
+                    return d_q, _multiply(d_out.at[wg], transpose(keys_or_values), (ROWS, block))
 
-                def keys(acc: Array, d_weights: Array) -> tuple[Array, Array]:
-                    scores = _scores(shape, _product(x.at[wg], _turned(both), (ROWS, block)))
-                    seen = _masked(scores, known.at[wg], number, span, block)
-                    weights = jnp.exp2(seen - _down(_load(made.at[wg], 0, 1), seen.shape))
-                    d_scores = weights * (d_weights - _down(_load(made.at[wg], 1, 1), seen.shape))
-                    narrow = _uncapped(shape, scores, d_scores).astype(x.dtype)
-                    return _add(acc, narrow, both), d_weights
+                def multiply_keys(d_q: Array, d_weights: Array) -> tuple[Array, Array]:
+                    products = _multiply(queries.at[wg], transpose(keys_or_values), (ROWS, block))
+                    scores = _to_scores(shape, products)
+                    masked = _mask_keys(scores, key_bounds.at[wg], number, span, block)
+                    log_sums = _load(per_query.at[wg], 0, 1)
+                    weights = jnp.exp2(masked - _broadcast_rows(log_sums, masked.shape))
+                    delta = _load(per_query.at[wg], 1, 1)
+                    d_scores = weights * (d_weights - _broadcast_rows(delta, masked.shape))
+                    narrow = _to_d_products(shape, scores, d_scores).astype(queries.dtype)
+                    return _add_product(d_q, narrow, keys_or_values), d_weights
 
-                carry = lax.cond(lax.rem(at[0], jnp.int32(2)) == 0, values, keys, *carry)
-                plgpu.barrier_arrive(done)
+                is_values = lax.rem(index[0], jnp.int32(2)) == 0
+                carry = lax.cond(is_values, multiply_values, multiply_keys, *carry)
+                plgpu.barrier_arrive(block_done)
                 return carry
 
             kv_head, blocks = lax.div(head, jnp.int32(shape.group)), shape.keys // block
             # A block of values, then the same of keys, and so on.
-            half = lambda n: (1 - lax.rem(n, jnp.int32(2))) * (shape.batch * blocks)
-            place_of = lambda n: (half(n) + row * blocks + span[0] + lax.div(n, jnp.int32(2)), kv_head)
-            specs = [_block((block, shape.width), place_of)]
-            _pipeline(2 * (span[3] - span[0]), specs, step, context, stages)(kv_ref)
+            first_block = lambda n: (1 - lax.rem(n, jnp.int32(2))) * (shape.batch * blocks)
+            kv_block = lambda n: (
+                first_block(n) + row * blocks + span.start + lax.div(n, jnp.int32(2)),
+                kv_head,
+            )
+            specs = [block_spec((block, shape.head_dim), kv_block)]
+            _run_pipeline(2 * (span.end - span.start), specs, step, context, stages, kv_ref)
 
     grid = (shape.heads, tiles, shape.batch)
-    spans = _spans(bounds, TILE, block)
-    made = jnp.stack([sums, shared])
-    out = jax.ShapeDtypeStruct(q.shape, q.dtype)
-    return _kernel(body, out, grid)(q, d_out, jnp.concatenate([k, v]), _known(bounds), made, spans)
+    spans = spans_of_queries(bounds, TILE, block)
+    per_query = jnp.stack([log_sums, delta])
+    d_q = jax.ShapeDtypeStruct(q.shape, q.dtype)
+    kernel = _make_kernel(body, d_q, grid)
+    return kernel(q, d_out, jnp.concatenate([k, v]), _to_floats(bounds), per_query, spans)
 
 
-def gradient_of_keys(
-    shape: Shape, q: Array, k: Array, v: Array, d_out: Array, sums: Array, shared: Array, bounds: Bounds
+def compute_key_value_gradients(
+    shape: FlashShape,
+    q: Array,
+    k: Array,
+    v: Array,
+    d_out: Array,
+    log_sums: Array,
+    delta: Array,
+    bounds: KeyBounds,
 ) -> tuple[Array, Array]:
-    """Of keys and values, [b*t k*h] each."""
-    held, tiles, (block, stages) = shape.held, shape.keys // shape.held, shape.sizes.keys
-    apart = held == TILE
+    """Compute the gradients of keys and values, [b*t k*h] each, from that of the output.
+
+    `log_sums` and `delta` are as in `compute_query_gradient`."""
+    key_tile, tiles, (block, stages) = shape.key_tile, shape.keys // shape.key_tile, shape.block_sizes.keys
 
     def body(
-        k_ref: Any,
-        v_ref: Any,
-        q_ref: Any,
-        d_ref: Any,
-        rows_ref: Any,
-        spans_ref: Any,
-        dk_ref: Any,
-        dv_ref: Any,
+        k_ref: Ref,
+        v_ref: Ref,
+        q_ref: Ref,
+        d_out_ref: Ref,
+        per_query_ref: Ref,
+        spans_ref: Ref,
+        d_k_ref: Ref,
+        d_v_ref: Ref,
     ) -> None:
         kv_head, tile, row, wg = (lax.axis_index(name) for name in ("head", "tile", "row", "wg"))
-        span = _span(spans_ref, row * tiles + tile)
-        count = span[3] - span[0]
-        mine = wg if apart else 0
+        span = _read_span(spans_ref, row * tiles + tile)
+        count = span.end - span.start
+        part = wg if shape.splits_keys else 0  # of the tile, which this warpgroup has
 
         @partial(
             pl.run_scoped,
-            x=_matrix(held // ROWS, ROWS, shape.width),
-            y=_matrix(held // ROWS, ROWS, shape.width),
-            here=plgpu.Barrier(num_arrivals=2, num_barriers=GROUPS),
-            turn=plgpu.Barrier(num_arrivals=GROUPS),
+            fetched=plgpu.Barrier(num_arrivals=2, num_barriers=WARPGROUPS),
+            finished=plgpu.Barrier(num_arrivals=WARPGROUPS),
+            keys=_matrix(key_tile // ROWS, ROWS, shape.head_dim),
+            values=_matrix(key_tile // ROWS, ROWS, shape.head_dim),
             collective_axes="wg",
         )
-        def scope(x: Any, y: Any, here: Any, turn: Any) -> None:
-            first = tile * held + mine * ROWS
-            place = pl.ds(row * shape.keys + first, ROWS), pl.ds(kv_head * shape.width, shape.width)
-            empty = _full((ROWS, shape.width), 0.0)
+        def run(fetched: Barrier, finished: Barrier, keys: Ref, values: Ref) -> None:
+            first_key = tile * key_tile + part * ROWS
+            rows = pl.ds(row * shape.keys + first_key, ROWS)
+            place = rows, pl.ds(kv_head * shape.head_dim, shape.head_dim)
+            zeros = _full((ROWS, shape.head_dim), 0.0)
 
             def fetch() -> None:
-                plgpu.copy_gmem_to_smem(k_ref.at[place], x.at[mine], here.at[mine])
-                plgpu.copy_gmem_to_smem(v_ref.at[place], y.at[mine], here.at[mine])
+                plgpu.copy_gmem_to_smem(k_ref.at[place], keys.at[part], fetched.at[part])
+                plgpu.copy_gmem_to_smem(v_ref.at[place], values.at[part], fetched.at[part])
 
-            def write(smem: Any, gmem: Any, sums: Array) -> None:
-                smem[mine] = sums.astype(smem.dtype)
+            def write(smem: Ref, gmem: Ref, gradient: Array) -> None:
+                smem[part] = gradient.astype(smem.dtype)
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(smem.at[mine], gmem.at[place])
+                plgpu.copy_smem_to_gmem(smem.at[part], gmem.at[place])
 
-            def context(run: Callable[[Any], Any]) -> None:
-                if apart:
+            def context(run_loop: Callable[[PyTree], PyTree]) -> None:
+                if shape.splits_keys:
                     fetch()
                 else:
                     pl.when(wg == 0)(fetch)
-                plgpu.barrier_wait(here.at[mine])
-                sums = run((empty, empty) if apart else empty)
-                if apart:
-                    write(x, dk_ref, sums[0] * shape.scale)
-                    write(y, dv_ref, sums[1])
+                plgpu.barrier_wait(fetched.at[part])
+                sums = run_loop((zeros, zeros) if shape.splits_keys else zeros)
+                if shape.splits_keys:
+                    write(keys, d_k_ref, sums[0] * shape.scale)
+                    write(values, d_v_ref, sums[1])
                 else:
-                    plgpu.barrier_arrive(turn)  # the other group may not be done with what we write to
-                    plgpu.barrier_wait(turn)
-                    pl.when(wg == 0)(lambda: write(x, dk_ref, sums * shape.scale))
-                    pl.when(wg == 1)(lambda: write(y, dv_ref, sums))
+                    plgpu.barrier_arrive(finished)  # the other warpgroup may still read what is overwritten
+                    plgpu.barrier_wait(finished)
+                    pl.when(wg == 0)(lambda: write(keys, d_k_ref, sums * shape.scale))
+                    pl.when(wg == 1)(lambda: write(values, d_v_ref, sums))
                 plgpu.wait_smem_to_gmem(0)
 
-            def weigh(at: Any, queries: Any, rows: Any) -> tuple[Array, Array]:
-                """Scores and weights, keys down and queries across."""
-                number = span[0] + lax.rem(at[0], count)
-                scores = _scores(shape, _product(x.at[mine], _turned(queries), (ROWS, block)))
-                seen = _masked_keys(scores, rows, first, number, span)
-                return scores, jnp.exp2(seen - _across(_load(rows, 0, 0), seen.shape))
+            def compute_weights(
+                index: tuple[Array, ...], queries: Ref, per_query: AbstractRef
+            ) -> tuple[Array, Array]:
+                """Compute scores and weights [keys queries]."""
+                number = span.start + lax.rem(index[0], count)
+                products = _multiply(keys.at[part], transpose(queries), (ROWS, block))
+                scores = _to_scores(shape, products)
+                masked = _mask_queries(scores, per_query, first_key, number, span)
+                log_sums = _load(per_query, 0, 0)
+                return scores, jnp.exp2(masked - _broadcast_columns(log_sums, masked.shape))
 
-            def narrowed(scores: Array, weights: Array, d_weights: Array, rows: Any) -> Array:
-                d_scores = weights * (d_weights - _across(_load(rows, 1, 0), scores.shape))
-                return _uncapped(shape, scores, d_scores).astype(x.dtype)
+            def compute_d_products(
+                scores: Array, weights: Array, d_weights: Array, per_query: AbstractRef
+            ) -> Array:
+                delta = _load(per_query, 1, 0)
+                d_scores = weights * (d_weights - _broadcast_columns(delta, scores.shape))
+                return _to_d_products(shape, scores, d_scores).astype(keys.dtype)
 
-            def both(at: Any, queries: Any, d: Any, rows: Any, *rest: Any) -> Any:
-                q_done, d_done, rows_done, (d_k, d_v) = rest
-                scores, weights = weigh(at, queries, rows)
-                narrow = weights.astype(x.dtype)
+            def step_both(
+                index: tuple[Array, ...],
+                queries: Ref,
+                d_out: Ref,
+                per_query: AbstractRef,
+                queries_done: Barrier,
+                d_out_done: Barrier,
+                per_query_done: Barrier,
+                carry: tuple[Array, Array],
+            ) -> tuple[Array, Array]:
+                """Add a block of queries to the gradients of this warpgroup's keys and values."""
+                d_k, d_v = carry
+                scores, weights = compute_weights(index, queries, per_query)
+                narrow = weights.astype(keys.dtype)
 
-                def multiply(refs: Any) -> None:
-                    plgpu.wgmma(refs[0], narrow, d)
-                    plgpu.wgmma(refs[1], y.at[mine], _turned(d))
+                def multiply(sums: tuple[Ref, Ref]) -> None:
+                    plgpu.wgmma(sums[0], narrow, d_out)  # type: ignore[arg-type]
+                    plgpu.wgmma(sums[1], values.at[part], transpose(d_out))  # type: ignore[arg-type]
 
                 start = plgpu.ACC.init(d_v), plgpu.ACC.init(_full((ROWS, block), 0.0))
                 d_v, d_weights = pl.run_state(multiply)(start)
-                plgpu.barrier_arrive(d_done)
-                d_scores = narrowed(scores, weights, d_weights, rows)
-                plgpu.barrier_arrive(rows_done)
-                d_k = _add(d_k, d_scores, queries)
-                plgpu.barrier_arrive(q_done)
+                plgpu.barrier_arrive(d_out_done)
+                d_products = compute_d_products(scores, weights, d_weights, per_query)
+                plgpu.barrier_arrive(per_query_done)
+                d_k = _add_product(d_k, d_products, queries)
+                plgpu.barrier_arrive(queries_done)
                 return d_k, d_v
 
-            def one(at: Any, queries: Any, d: Any, rows: Any, *rest: Any) -> Array:
-                *done, sums = rest
-                scores, weights = weigh(at, queries, rows)
+            def step_single(
+                index: tuple[Array, ...],
+                queries: Ref,
+                d_out: Ref,
+                per_query: AbstractRef,
+                queries_done: Barrier,
+                d_out_done: Barrier,
+                per_query_done: Barrier,
+                carry: Array,
+            ) -> Array:
+                """Add a block of queries to the gradient of the keys, or of the values."""
+                scores, weights = compute_weights(index, queries, per_query)
 
-                def of_keys(sums: Array) -> Array:
-                    d_weights = _product(y.at[mine], _turned(d), (ROWS, block))
-                    return _add(sums, narrowed(scores, weights, d_weights, rows), queries)
+                def add_to_keys(d_k: Array) -> Array:
+                    d_weights = _multiply(values.at[part], transpose(d_out), (ROWS, block))
+                    d_products = compute_d_products(scores, weights, d_weights, per_query)
+                    return _add_product(d_k, d_products, queries)
 
-                sums = lax.cond(wg == 0, of_keys, lambda sums: _add(sums, weights.astype(x.dtype), d), sums)
-                for barrier in done:
+                def add_to_values(d_v: Array) -> Array:
+                    return _add_product(d_v, weights.astype(keys.dtype), d_out)
+
+                carry = lax.cond(wg == 0, add_to_keys, add_to_values, carry)
+                for barrier in (queries_done, d_out_done, per_query_done):
                     plgpu.barrier_arrive(barrier)
-                return sums
+                return carry
 
             blocks = shape.queries // block
             head = lambda n: kv_head * shape.group + lax.div(n, count)
-            queries = lambda n: (row * blocks + span[0] + lax.rem(n, count), head(n))
-            facts = lambda n: (0, (row * shape.heads + head(n)) * blocks + span[0] + lax.rem(n, count))
-            specs = [_block((block, shape.width), queries)] * 2 + [plgpu.BlockSpec((4, block), facts)]
-            step = both if apart else one
-            _pipeline(count * shape.group, specs, step, context, stages)(q_ref, d_ref, rows_ref)
+            query_block = lambda n: (row * blocks + span.start + lax.rem(n, count), head(n))
+            per_query_block = lambda n: (
+                0,
+                (row * shape.heads + head(n)) * blocks + span.start + lax.rem(n, count),
+            )
+            specs = [block_spec((block, shape.head_dim), query_block)] * 2
+            specs.append(plgpu.BlockSpec((4, block), per_query_block))
+            step = step_both if shape.splits_keys else step_single
+            refs = q_ref, d_out_ref, per_query_ref
+            _run_pipeline(count * shape.group, specs, step, context, stages, *refs)
 
     grid = (shape.kv_heads, tiles, shape.batch)
-    spans = _spans_of_keys(bounds, block, shape.keys, held)
-    known = _known(bounds).reshape(2, shape.batch, 1, shape.queries)
-    known = jnp.broadcast_to(known, (2, shape.batch, shape.heads, shape.queries)).reshape(2, -1)
-    rows = jnp.concatenate([jnp.stack([sums, shared]), known])
-    out = jax.ShapeDtypeStruct(k.shape, k.dtype)
-    return _kernel(body, (out, out), grid)(k, v, q, d_out, rows, spans)
+    spans = spans_of_keys(bounds, block, shape.keys, key_tile)
+    by_row = _to_floats(bounds).reshape(2, shape.batch, 1, shape.queries)
+    by_head = jnp.broadcast_to(by_row, (2, shape.batch, shape.heads, shape.queries)).reshape(2, -1)
+    per_query = jnp.concatenate([jnp.stack([log_sums, delta]), by_head])
+    gradient = jax.ShapeDtypeStruct(k.shape, k.dtype)
+    return _make_kernel(body, (gradient, gradient), grid)(k, v, q, d_out, per_query, spans)
 
 
-def _known(bounds: Bounds) -> Array:
-    """As numbers beside which positions, of the same kind, can be put: exact up to 2**24."""
-    return jnp.stack([bounds.first.ravel(), bounds.last.ravel()]).astype(jnp.float32)
+def spans_of_queries(bounds: KeyBounds, tile: int, block: int) -> Array:
+    """The blocks of keys that each tile of queries visits: the numbers of a `BlockSpan` per tile, in one
+    array."""
+    starts, ends = (x.reshape(x.shape[0], -1, tile) for x in bounds)
+    start, end = starts.min(-1) // block, -(-ends.max(-1) // block)
+    full_start, full_end = -(-starts.max(-1) // block), ends.min(-1) // block
+    full_start = jnp.clip(full_start, start, end)
+    span = start, full_start, jnp.clip(full_end, full_start, end), end
+    return jnp.stack(span, -1).astype(jnp.int32).ravel()
 
 
-def _spans(bounds: Bounds, tile: int, block: int) -> Array:
-    """Of the blocks of keys that each tile of queries visits: the first, the first that all of it sees whole,
-    the first that it no longer does, and the end; one after the other."""
-    firsts, lasts = (x.reshape(x.shape[0], -1, tile) for x in bounds)
-    low, high = firsts.min(-1) // block, -(-lasts.max(-1) // block)
-    whole, until = -(-firsts.max(-1) // block), lasts.min(-1) // block
-    whole = jnp.clip(whole, low, high)
-    return jnp.stack([low, whole, jnp.clip(until, whole, high), high], -1).astype(jnp.int32).ravel()
+def spans_of_keys(bounds: KeyBounds, block: int, keys: int, tile: int) -> Array:
+    """The blocks of queries that each tile of keys visits, in the form of `spans_of_queries`.
+
+    They are intervals too, since bounds do not decrease from one query to the next."""
+    starts, ends = (x.reshape(x.shape[0], 1, -1, block) for x in bounds)
+    tile_start = jnp.arange(0, keys, tile)[None, :, None]
+    tile_end = tile_start + tile
+    count = lambda is_before: is_before.sum(-1, dtype=jnp.int32)
+    start, end = count(ends.max(-1) <= tile_start), count(starts.min(-1) < tile_end)
+    full_start, full_end = count(ends.min(-1) < tile_end), count(starts.max(-1) <= tile_start)
+    full_start = jnp.clip(full_start, start, end)
+    return jnp.stack([start, full_start, jnp.clip(full_end, full_start, end), end], -1).ravel()
 
 
-def _spans_of_keys(bounds: Bounds, block: int, keys: int, tile: int) -> Array:
-    """The same for tiles of keys and blocks of queries. Neither end of what is seen ever goes back from one
-    query to the next, so that these are intervals as well."""
-    firsts, lasts = (x.reshape(x.shape[0], 1, -1, block) for x in bounds)
-    begin = jnp.arange(0, keys, tile)[None, :, None]
-    end = begin + tile
-    count = lambda which: which.sum(-1, dtype=jnp.int32)
-    low, high = count(lasts.max(-1) <= begin), count(firsts.min(-1) < end)
-    whole, until = count(lasts.min(-1) < end), count(firsts.max(-1) <= begin)
-    whole = jnp.clip(whole, low, high)
-    return jnp.stack([low, whole, jnp.clip(until, whole, high), high], -1).ravel()
+def _read_span(spans_ref: Ref, tile: Array) -> BlockSpan:
+    return BlockSpan(*(spans_ref[tile * 4 + n] for n in range(4)))
 
 
-def _span(spans_ref: Any, number: Array) -> tuple[Array, Array, Array, Array]:
-    low, whole, until, high = (spans_ref[number * 4 + n] for n in range(4))
-    return low, whole, until, high
+def _to_floats(bounds: KeyBounds) -> Array:
+    """Stack bounds [2 b*s] as floats, to be compared with positions in floats: exact up to 2**24."""
+    return jnp.stack([bounds.start.ravel(), bounds.end.ravel()]).astype(jnp.float32)
 
 
-def _scores(shape: Shape, products: Array) -> Array:
-    """In units of log 2, which spares a product in every exponential."""
+def _to_scores(shape: FlashShape, products: Array) -> Array:
+    """Scale and cap products of queries and keys. Scores are in units of log 2, which saves a multiplication
+    in every exponential."""
     if shape.soft_cap is None:
         return products * (shape.scale * LOG2E)
     return shape.soft_cap * LOG2E * jnp.tanh(products * (shape.scale / shape.soft_cap))
 
 
-def _uncapped(shape: Shape, scores: Array, d: Array) -> Array:
+def _to_d_products(shape: FlashShape, scores: Array, d_scores: Array) -> Array:
+    """Multiply the gradient of scores by the derivative of the soft cap. The scale is left to the caller."""
     if shape.soft_cap is None:
-        return d
+        return d_scores
     share = scores * (1 / (shape.soft_cap * LOG2E))
-    return d * (1 - share * share)
+    return d_scores * (1 - share * share)
 
 
-def _masked(scores: Array, known: Any, number: Array, span: Any, block: int) -> Array:
-    """Queries down, keys across."""
+def _mask_keys(scores: Array, bounds: AbstractRef, number: Array, span: BlockSpan, block: int) -> Array:
+    """Mask scores [queries keys] of a tile and block `number` of the keys, by the bounds of its queries."""
 
-    def hide(scores: Array) -> Array:
-        places = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA)
-        keys = (places + number * block).astype(jnp.float32)
-        first, last = (_down(_load(known, n, 1), scores.shape) for n in range(2))
-        return jnp.where((keys >= first) & (keys < last), scores, HIDDEN)
+    def mask(scores: Array) -> Array:
+        column = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA)
+        keys = (column + number * block).astype(jnp.float32)
+        start, end = (_broadcast_rows(_load(bounds, n, 1), scores.shape) for n in range(2))
+        return jnp.where((keys >= start) & (keys < end), scores, HIDDEN)
 
-    return lax.cond((number >= span[1]) & (number < span[2]), lambda scores: scores, hide, scores)
-
-
-def _masked_keys(scores: Array, rows: Any, first: Array, number: Array, span: Any) -> Array:
-    """Keys down, queries across."""
-
-    def hide(scores: Array) -> Array:
-        places = plgpu.broadcasted_iota(jnp.int32, scores.shape, 0, layout=plgpu.Layout.WGMMA)
-        keys = (places + first).astype(jnp.float32)
-        low, high = (_across(_load(rows, n, 0), scores.shape) for n in (2, 3))
-        return jnp.where((keys >= low) & (keys < high), scores, HIDDEN)
-
-    return lax.cond((number >= span[1]) & (number < span[2]), lambda scores: scores, hide, scores)
+    is_full = (number >= span.full_start) & (number < span.full_end)
+    return lax.cond(is_full, lambda scores: scores, mask, scores)
 
 
-def _product(a: Any, b: Any, shape: tuple[int, int]) -> Array:
-    def multiply(ref: Any) -> Array:
-        plgpu.wgmma(ref, a, b)
-        return ref[...]
+def _mask_queries(
+    scores: Array, per_query: AbstractRef, first_key: Array, number: Array, span: BlockSpan
+) -> Array:
+    """Mask scores [keys queries] of keys from `first_key` on and block `number` of the queries."""
+
+    def mask(scores: Array) -> Array:
+        row = plgpu.broadcasted_iota(jnp.int32, scores.shape, 0, layout=plgpu.Layout.WGMMA)
+        keys = (row + first_key).astype(jnp.float32)
+        start, end = (_broadcast_columns(_load(per_query, n, 0), scores.shape) for n in (2, 3))
+        return jnp.where((keys >= start) & (keys < end), scores, HIDDEN)
+
+    is_full = (number >= span.full_start) & (number < span.full_end)
+    return lax.cond(is_full, lambda scores: scores, mask, scores)
+
+
+def _multiply(a: Ref, b: Ref, shape: tuple[int, int]) -> Array:
+    """Multiply two matrices in shared memory."""
+
+    def multiply(sums: Ref) -> Array:
+        plgpu.wgmma(sums, a, b)  # type: ignore[arg-type]
+        return sums[...]
 
     return pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
 
 
-def _add(sums: Array, a: Any, b: Any) -> Array:
+def _add_product(sums: Array, a: Array, b: Ref) -> Array:
+    """Add the product of a matrix in registers and one in shared memory."""
     return pl.run_state(lambda ref: plgpu.wgmma(ref, a, b))(plgpu.ACC.init(sums))
 
 
-def _pipeline(steps: Any, specs: Any, body: Any, context: Any, stages: int) -> Any:
-    return plgpu.emit_pipeline_warp_specialized(
-        body,
-        grid=(steps,),
-        memory_registers=40,
-        in_specs=specs,
-        wg_axis="wg",
-        num_compute_wgs=GROUPS,
-        max_concurrent_steps=stages,
-        manual_consumed_barriers=True,
-        compute_context=context,
-    )
+def _run_pipeline(
+    steps: Array,
+    specs: list[plgpu.BlockSpec],
+    step: Callable[..., PyTree],
+    context: Callable[[Callable[[PyTree], PyTree]], None],
+    stages: int,
+    *refs: Ref,
+) -> None:
+    """Run `step` for each block of `refs`."""
+    make_pipeline(steps, specs, step, context, stages=stages, releases_blocks=True)(*refs)
 
 
-def _block(shape: tuple[int, int], index: Callable[[Array], tuple[Any, Any]]) -> Any:
-    return plgpu.BlockSpec(shape, index, transforms=_swizzled(), memory_space=plgpu.SMEM)
-
-
-def _kernel(body: Callable[..., None], out: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
+def _make_kernel(body: Callable[..., None], out: PyTree, grid: tuple[int, ...]) -> Callable[..., PyTree]:
     names = ("head", "tile", "row")
-    mesh = plgpu.Mesh(grid=grid, grid_names=names, num_threads=GROUPS + 1, thread_name="wg")
+    mesh = plgpu.Mesh(grid=grid, grid_names=names, num_threads=WARPGROUPS + 1, thread_name="wg")
     return pl.kernel(body, out, mesh=mesh, compiler_params=plgpu.CompilerParams(approx_math=True))
 
 
-def _matrix(*shape: int) -> Any:
-    return plgpu.SMEM(shape, jnp.bfloat16, transforms=_swizzled())
-
-
-def _swizzled() -> tuple[Any, ...]:
-    return plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)
-
-
-def _turned(ref: Any) -> Any:
-    return plgpu.transpose_ref(ref, (1, 0))
+def _matrix(*shape: int) -> pl.MemoryRef:
+    """A matrix in shared memory."""
+    return plgpu.SMEM(shape, jnp.bfloat16, transforms=swizzle())
 
 
 def _full(shape: tuple[int, int], value: float) -> Array:
+    """A matrix in registers."""
     return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), plgpu.Layout.WGMMA)
 
 
-def _row(value: float) -> Array:
+def _full_row(value: float) -> Array:
+    """One number per row of a matrix, in registers."""
     return plgpu.layout_cast(jnp.full((ROWS,), value, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
 
 
-def _load(ref: Any, number: int, axis: int) -> Array:
-    """A row of numbers, one for each row (axis 1 is summed over) or column (axis 0) of a tile."""
-    return plgpu.load(ref, (number,), layout=plgpu.Layout.WGMMA.reduce(axis))
+def _load(ref: AbstractRef, number: int, reduced_axis: int) -> Array:
+    """Load row `number`, which has one number per row (reduced axis 1) or column (0) of a tile."""
+    return plgpu.load(ref, (number,), layout=plgpu.Layout.WGMMA.reduce(reduced_axis))
 
 
-def _down(x: Array, shape: tuple[int, ...]) -> Array:
+def _broadcast_rows(x: Array, shape: tuple[int, ...]) -> Array:
+    """Repeat one number per row along the columns."""
     return lax.broadcast_in_dim(x, shape, [0])
 
 
-def _across(x: Array, shape: tuple[int, ...]) -> Array:
+def _broadcast_columns(x: Array, shape: tuple[int, ...]) -> Array:
+    """Repeat one number per column along the rows."""
     return lax.broadcast_in_dim(x, shape, [1])

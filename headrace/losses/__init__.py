@@ -7,7 +7,7 @@ from typing import Protocol, cast
 import jax
 
 from headrace.config.sections import LossKeys
-from headrace.kernels.linear_cross_entropy.stats import Stats
+from headrace.kernels.linear_cross_entropy.stats import LogitStats
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +20,7 @@ class LossConfig(LossKeys):
 class Loss(Protocol):
     """A loss's module."""
 
-    def per_token(self, cfg: LossConfig, stats: Stats) -> jax.Array:
+    def per_token(self, cfg: LossConfig, stats: LogitStats) -> jax.Array:
         """The loss of each token, from statistics of its logits: the logits are never all in memory."""
 
 

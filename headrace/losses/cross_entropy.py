@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import jax
 
-from headrace.kernels.linear_cross_entropy.stats import Stats
+from headrace.kernels.linear_cross_entropy.stats import LogitStats
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Config:
             raise ValueError("label_smoothing: must be at least 0 and below 1")
 
 
-def per_token(cfg: Config, stats: Stats) -> jax.Array:
+def per_token(cfg: Config, stats: LogitStats) -> jax.Array:
     """Compute the loss of each token from statistics of its logits."""
     if not cfg.label_smoothing:
         return stats.lse - stats.target

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from headrace.kernels.linear_cross_entropy.stats import Stats
+from headrace.kernels.linear_cross_entropy.stats import LogitStats
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Config:
             raise ValueError("gamma: must be at least 0")
 
 
-def per_token(cfg: Config, stats: Stats) -> jax.Array:
+def per_token(cfg: Config, stats: LogitStats) -> jax.Array:
     """Compute the loss of each token from statistics of its logits."""
     cross_entropy = stats.lse - stats.target
     # Never 0, where a gamma below 1 has an infinite slope. In float32, 1 - 3e-8 is 1.

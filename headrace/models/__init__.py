@@ -91,10 +91,12 @@ class Model(Protocol):
 class DistanceKernels(Protocol):
     """The kernels of attention with relative distances, as far as `headrace plan` needs to know them."""
 
-    def known_against(self, kind: str, q: jax.ShapeDtypeStruct, k: jax.ShapeDtypeStruct) -> str | None:
+    def shape_unsupported_reason(
+        self, device_kind: str, q: jax.ShapeDtypeStruct, k: jax.ShapeDtypeStruct
+    ) -> str | None:
         """The reason why the kernels cannot run on this kind of TPU; None if they can."""
 
-    def vliw_bundles(self, kind: str) -> tuple[int, int]:
+    def vliw_bundles(self, device_kind: str) -> tuple[int, int]:
         """Instruction bundles for 1,024 scores, forward and backward."""
 
 

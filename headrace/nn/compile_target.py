@@ -7,6 +7,8 @@ from typing import Any
 
 import jax
 
+ArrayShape = jax.Array | jax.ShapeDtypeStruct  # where only shape and dtype are used
+
 OLD_TPUS = ("TPU v2", "TPU v3")  # kernels on them have no products of bfloat16
 
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from headrace.data.shards import Index
 from headrace.errors import UserError
-from headrace.kernels.linear_cross_entropy.dispatch import fused_cross_entropy, with_z_loss
+from headrace.kernels.linear_cross_entropy.dispatch import add_z_loss, fused_cross_entropy
 from headrace.kernels.linear_cross_entropy.stats import LossTotals
 from headrace.losses import LossConfig, load_loss
 from headrace.models import Family, ModelConfig
@@ -206,18 +206,18 @@ def head_loss(
     all tokens are never in compute."""
     hidden, targets, weights = select_weighted(task, hidden, examples.targets, examples.weights)
     cfg = task.loss
-    per_token = with_z_loss(load_loss(cfg).per_token, cfg)
+    per_token_loss = add_z_loss(functools.partial(load_loss(cfg).per_token, cfg), cfg.z_loss)
     return fused_cross_entropy(
-        per_token,
+        per_token_loss,
         hidden,
         model.unembed,
         targets,
         weights,
-        without=without,
         soft_cap=cfg.soft_cap,
-        split=cfg.backend,
-        chunk=cfg.chunk_size,
-        filter=cfg.filter_eps,
+        backend=cfg.backend,
+        chunk_size=cfg.chunk_size,
+        filter_eps=cfg.filter_eps,
+        excluded_token=without,
     )
 
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from headrace.kernels.linear_cross_entropy.stats import Stats
+from headrace.kernels.linear_cross_entropy.stats import LogitStats
 from headrace.losses import load_loss
 from headrace.nn.module import Array, PyTree
 from headrace.objectives import (
@@ -54,7 +54,7 @@ def loss(task: TrainTask, model: PyTree, examples: Examples) -> LossOutput:
     )
     lse = jax.nn.logsumexp(logits, axis=-1)
     target = jnp.take_along_axis(logits, examples.targets[..., None], axis=-1)[..., 0]
-    per_label = load_loss(task.loss).per_token(task.loss, Stats(lse, target, logits.mean(axis=-1)))
+    per_label = load_loss(task.loss).per_token(task.loss, LogitStats(lse, target, logits.mean(axis=-1)))
     weights, predicted = examples.weights, logits.argmax(axis=-1)
     loss, nll = ((weights * values).sum() for values in (per_label, lse - target))
     correct = (weights * (predicted == examples.targets)).sum()

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 
 from headrace.kernels.linear_cross_entropy.dispatch import (
     fused_cross_entropy,
-    likelihood,
-    token_log_likelihoods,
+    token_negative_log_likelihoods,
 )
+from headrace.kernels.linear_cross_entropy.stats import negative_log_likelihood
 from headrace.model_wrappers import frozen_reference
 from headrace.nn import sharding
 from headrace.nn.module import Array, PyTree
@@ -65,14 +65,14 @@ def loss(task: TrainTask, model: PyTree, examples: Examples) -> LossOutput:
     document = jnp.clip(segments - 1, 0, signed.shape[1] - 1)
     weights = examples.weights * jnp.take_along_axis(signed, document, axis=1)
     surrogate = fused_cross_entropy(
-        likelihood,
+        negative_log_likelihood,
         hidden,
         model.unembed,
         targets,
         weights,
-        split=task.loss.backend,
         soft_cap=task.loss.soft_cap,
-        chunk=task.loss.chunk_size,
+        backend=task.loss.backend,
+        chunk_size=task.loss.chunk_size,
     ).loss
     total = jnp.sum(jnp.where(is_pair, losses, 0.0))
     metrics = {
@@ -97,8 +97,8 @@ def _run(task: TrainTask, model: PyTree, examples: Examples) -> Array:
 
 
 def _log_likelihoods(task: TrainTask, model: PyTree, hidden: Array, targets: Array) -> Array:
-    return token_log_likelihoods(
-        hidden, model.unembed, targets, soft_cap=task.loss.soft_cap, chunk=task.loss.chunk_size
+    return token_negative_log_likelihoods(
+        hidden, model.unembed, targets, soft_cap=task.loss.soft_cap, chunk_size=task.loss.chunk_size
     )
 
 

@@ -119,9 +119,9 @@ def find_band_layers(recipe: TrainRecipe, slice_shape: SliceShape) -> tuple[floa
     has_cap = hasattr(model, "attention_soft_cap") and model.attention_soft_cap is not None
     if (1 + (not model.causal)) * reach > band.WIDEST or has_cap:
         return None
-    if band_tpu.known_against(slice_shape.chip.device_kinds[0], head) is not None:
+    if band_tpu.shape_unsupported_reason(slice_shape.chip.device_kinds[0], head) is not None:
         return None
-    return layers, band_tpu.keys(length, reach, 0 if model.causal else reach)
+    return layers, band_tpu.keys_per_block(length, reach, 0 if model.causal else reach)
 
 
 def count_window_layers(recipe: TrainRecipe) -> float:
@@ -168,7 +168,7 @@ def distance_bundles(recipe: TrainRecipe, slice_shape: SliceShape) -> tuple[int,
     heads = model.heads // sizes["tensor"], model.head_dim
     q, k = (jax.ShapeDtypeStruct((1, n, *heads), recipe.compute.dtype) for n in (chunk, length))
     kernels = family.distance_kernels
-    return None if kernels.known_against(kind, q, k) else kernels.vliw_bundles(kind)
+    return None if kernels.shape_unsupported_reason(kind, q, k) else kernels.vliw_bundles(kind)
 
 
 def lacks_splash(slice_shape: SliceShape) -> bool:

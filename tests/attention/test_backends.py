@@ -172,7 +172,7 @@ def test_the_kernels_of_a_band_give_what_a_window_lets_see(
     monkeypatch: pytest.MonkeyPatch, case: Case, length: int
 ) -> None:
     monkeypatch.setattr(band, "device", lambda: V5E)
-    monkeypatch.setattr(band_tpu, "TILE", 256)
+    monkeypatch.setattr(band_tpu, "MAX_TILE", 256)
     inputs = Inputs(length=length, heads=case.heads)
     assert_same(computed(BAND, inputs, case), definition(inputs, case), 2e-5)
 

@@ -119,7 +119,7 @@ def test_an_excluded_token_has_no_probability_and_no_gradient(way, soft_cap, siz
         return -(weights * jnp.take_along_axis(logs, places[..., None], -1)[..., 0]).sum()
 
     def fused(hidden: Any, unembed: Any) -> Any:
-        options = dict(split=way, chunk=16, soft_cap=soft_cap, without=7)
+        options = dict(backend=way, chunk_size=16, soft_cap=soft_cap, excluded_token=7)
         return fused_cross_entropy(
             lambda stats: stats.lse - stats.target, hidden, unembed, targets, weights, **options
         ).loss

@@ -1,5 +1,5 @@
-"""DeBERTa's attention in kernels for TPUs: that they compute what plain JAX does, on every mesh, whom they
-refuse, that they are lowered for a TPU and, with its compiler, that they fit the chips."""
+"""DeBERTa's attention in kernels for TPUs: that they compute what plain JAX does, on every mesh, what they do
+not support, that they are lowered for a TPU and, with its compiler, that they fit the chips."""
 
 import math
 import re
@@ -53,9 +53,9 @@ def ours(segments: Any, q: Any, k: Any, v: Any, k_table: Any, q_table: Any) -> A
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the interpreter, a tile as small as they have."""
+    """Use the kernels, in the interpreter, with tiles as small as possible."""
     monkeypatch.setattr(disentangled_tpu, "unsupported_reason", lambda *_: None)
-    monkeypatch.setattr(disentangled_tpu, "QUERIES", 128)
+    monkeypatch.setattr(disentangled_tpu, "MAX_TILE", 128)
 
 
 @pytest.mark.parametrize("heads, width", [(2, 64), (1, 128), (4, 32)])
@@ -80,7 +80,7 @@ def test_in_16_bits_they_are_as_near_to_the_truth_as_plain_sums(monkeypatch):
         assert apart[0] < 1.05 * apart[1] and apart[0] < 4e-3
 
 
-def test_queries_that_are_a_part_of_the_row_have_their_own_distances(kernels):
+def test_queries_of_a_part_of_the_row_have_the_right_distances(kernels):
     """As on a device that has a chunk of the row."""
     (q, *rest), segments, part = arrays(384), documents(384), slice(128, 256)
     whole = with_gradients(partial(plainly, REACH, segments), [q, *rest])[0]
@@ -109,18 +109,18 @@ def test_on_a_mesh_they_give_what_plain_sums_give_on_one_device(monkeypatch):
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-5 * np.abs(other).max())
 
 
-def test_a_chip_that_moves_all_rows_alike_moves_each_by_its_own_distance():
+def test_a_chip_without_a_strided_roll_rolls_each_row_by_a_different_distance():
     x = jnp.asarray(np.random.default_rng(0).normal(size=(128, 256)), jnp.float32)
     wanted = np.stack([np.roll(row, 1 + i) for i, row in enumerate(np.asarray(x))])
     for strided in (True, False):
 
         def body(x: Any, out: Any, strided: bool = strided) -> None:
-            out[...] = disentangled_tpu._rolled(SimpleNamespace(strided=strided), x[...], 1)
+            out[...] = disentangled_tpu._roll_rows(SimpleNamespace(has_strided_roll=strided), x[...], 1)
 
         np.testing.assert_array_equal(pl.pallas_call(body, x, interpret=True)(x), wanted)
 
 
-def test_what_the_kernels_cannot_do_is_told(monkeypatch):
+def test_the_reason_why_kernels_cannot_run_is_given(monkeypatch):
     q = jnp.zeros((2, 256, 12, 64), jnp.bfloat16)
     assert disentangled_tpu.unsupported_reason(q, q, True) == "they are for TPUs"
     monkeypatch.setattr(disentangled_tpu, "device", lambda: V4)
@@ -136,7 +136,7 @@ def test_what_the_kernels_cannot_do_is_told(monkeypatch):
     monkeypatch.setattr(
         disentangled_tpu, "device", lambda: SimpleNamespace(platform="tpu", device_kind="TPU v3")
     )
-    assert "TPU v3 has no products of bfloat16" in str(disentangled_tpu.unsupported_reason(q, q, True))
+    assert "TPU v3 has no bfloat16 matmuls" in str(disentangled_tpu.unsupported_reason(q, q, True))
 
 
 @pytest.mark.parametrize("device", [V4, V6E], ids=["v4", "v6e"])
@@ -187,5 +187,5 @@ with jax.set_mesh(sharding.make_mesh(dict(data=1, fsdp=1, tensor=1, context=1), 
 @pytest.mark.slow
 @pytest.mark.parametrize("chip", ["v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])
 def test_rows_up_to_the_longest_fit_the_chip(libtpu: None, chip: str) -> None:
-    lengths = ["128", "512", "640", str(disentangled_tpu.LONGEST)]
+    lengths = ["128", "512", "640", str(disentangled_tpu.MAX_KEYS)]
     assert re.findall(r"fits (\d+)", run("-c", FITS, chip, *lengths)) == lengths

@@ -1,4 +1,4 @@
-"""Cut cross entropy against full logits, against float64 in torch, and against itself on eight devices."""
+"""Linear cross entropy against full logits, against float64 in torch, and against itself on eight devices."""
 
 import functools
 import importlib
@@ -6,6 +6,7 @@ import math
 import pkgutil
 import re
 from dataclasses import dataclass, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,34 +18,39 @@ import torch
 
 import headrace.losses
 from headrace.kernels.linear_cross_entropy import tpu
-from headrace.kernels.linear_cross_entropy.dispatch import fused_cross_entropy as cut_by
-from headrace.kernels.linear_cross_entropy.dispatch import with_z_loss
-from headrace.kernels.linear_cross_entropy.stats import NO_PEAK, LossTotals, PerToken, Stats
-from headrace.kernels.linear_cross_entropy.tpu import Blocks
+from headrace.kernels.linear_cross_entropy.dispatch import add_z_loss, fused_cross_entropy
+from headrace.kernels.linear_cross_entropy.stats import (
+    SMALL_SOFT_CAP,
+    LogitStats,
+    LossTotals,
+    PerTokenLoss,
+)
+from headrace.kernels.linear_cross_entropy.tpu import BlockShape
 from headrace.losses import cross_entropy, focal
 from headrace.nn import sharding
 
 LOSSES = [module.name for module in pkgutil.iter_modules(headrace.losses.__path__)]
 SHAPES = [(256, 512, 128), (252, 507, 128), (252, 507, 123)]
 # A loss that depends on all three statistics.
-SMOOTHED = with_z_loss(cross_entropy.per_token, SimpleNamespace(label_smoothing=0.1, z_loss=1e-3))
-PLAIN_CE = with_z_loss(cross_entropy.per_token, SimpleNamespace(label_smoothing=0.0, z_loss=0.0))
+SMOOTHED = add_z_loss(partial(cross_entropy.per_token, SimpleNamespace(label_smoothing=0.1)), 1e-3)
+PLAIN_CE = add_z_loss(partial(cross_entropy.per_token, SimpleNamespace(label_smoothing=0.0)), 0.0)
 
 
-WAY = "tokens"  # the tests of this file go through all of it by each of these ways
+BACKEND = "tokens"  # every test of this file runs with each backend
 
 
-@pytest.fixture(params=["tokens", "vocabulary", "mosaic"], autouse=True)
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setitem(globals(), "WAY", request.param)
+@pytest.fixture(params=["tokens", "vocabulary", "tpu"], autouse=True)
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setitem(globals(), "BACKEND", request.param)
     # Several blocks of everything, of sizes that no chip would take.
-    for name, value in dict(SHAPES=(Blocks(64, 32, 64),), LANES=1, ROWS=8, SIDE=32).items():
+    constants = dict(BLOCK_SHAPES=(BlockShape(64, 32, 64),), LANES=1, ROWS=8, TOKENS_PER_MATMUL=32)
+    for name, value in constants.items():
         monkeypatch.setattr(tpu, name, value)
     return request.param
 
 
 def cut(*arguments: Any, **options: Any) -> LossTotals:
-    return cut_by(*arguments, **{"split": WAY} | options)
+    return fused_cross_entropy(*arguments, **{"backend": BACKEND} | options)
 
 
 @dataclass(frozen=True)
@@ -77,7 +83,7 @@ def problem(
 
 
 def reference(
-    per_token: PerToken,
+    per_token: PerTokenLoss,
     hidden: jax.Array,
     unembed: jax.Array,
     targets: jax.Array,
@@ -92,9 +98,9 @@ def reference(
     return (weights * per_token(stats_of(logits, jnp.maximum(targets, 0)))).sum()
 
 
-def stats_of(logits: jax.Array, targets: jax.Array) -> Stats:
+def stats_of(logits: jax.Array, targets: jax.Array) -> LogitStats:
     target = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
-    return Stats(jax.nn.logsumexp(logits, axis=-1), target, logits.mean(-1))
+    return LogitStats(jax.nn.logsumexp(logits, axis=-1), target, logits.mean(-1))
 
 
 def loss_and_gradients(loss: Any, p: Problem) -> tuple[Any, Any, Any]:
@@ -102,11 +108,11 @@ def loss_and_gradients(loss: Any, p: Problem) -> tuple[Any, Any, Any]:
     return value, *gradients
 
 
-def with_cut(per_token: PerToken, p: Problem, **options: Any) -> tuple[Any, Any, Any]:
+def with_cut(per_token: PerTokenLoss, p: Problem, **options: Any) -> tuple[Any, Any, Any]:
     return loss_and_gradients(lambda *arrays: cut(per_token, *arrays, **options).loss, p)
 
 
-def with_full_logits(per_token: PerToken, p: Problem, **options: Any) -> tuple[Any, Any, Any]:
+def with_full_logits(per_token: PerTokenLoss, p: Problem, **options: Any) -> tuple[Any, Any, Any]:
     return loss_and_gradients(lambda *arrays: reference(per_token, *arrays, **options), p)
 
 
@@ -147,10 +153,10 @@ def test_cut_is_no_further_from_the_truth_than_full_logits(
     dtype: Any, tolerance: float, soft_cap: float | None, z_loss: float, shape: tuple[int, int, int]
 ) -> None:
     p = problem(*shape, dtype=dtype)
-    per_token = with_z_loss(cross_entropy.per_token, SimpleNamespace(label_smoothing=0.0, z_loss=z_loss))
+    per_token = add_z_loss(partial(cross_entropy.per_token, SimpleNamespace(label_smoothing=0.0)), z_loss)
     truth = in_float64(p, soft_cap=soft_cap, z_loss=z_loss)
     naive = with_full_logits(per_token, p, soft_cap=soft_cap)
-    ours = with_cut(per_token, p, soft_cap=soft_cap, chunk=100)
+    ours = with_cut(per_token, p, soft_cap=soft_cap, chunk_size=100)
     for right, plain, got in zip(truth, naive, ours, strict=True):
         allowed = np.abs(np.asarray(plain, np.float64) - right) + tolerance
         error = np.abs(np.asarray(got, np.float64) - right)
@@ -164,57 +170,57 @@ def one_sided(sign: float) -> Problem:
     return replace(p, hidden=sign * jnp.abs(p.hidden), unembed=jnp.abs(p.unembed))
 
 
-@pytest.mark.parametrize("soft_cap", [NO_PEAK, NO_PEAK + 0.5, 1e3, 1e6])
+@pytest.mark.parametrize("soft_cap", [SMALL_SOFT_CAP, SMALL_SOFT_CAP + 0.5, 1e3, 1e6])
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_capped_logits_are_exact_wherever_they_lie(soft_cap: float, sign: float) -> None:
     """All of them near the cap, or all near its other end, where float32 has hardly an exponential for them;
     or far below it, where it hardly bends them."""
     p = one_sided(sign)
     truth = in_float64(p, soft_cap=soft_cap, z_loss=1e-3, label_smoothing=0.1)
-    assert_same(with_cut(SMOOTHED, p, soft_cap=soft_cap, chunk=100), truth)
+    assert_same(with_cut(SMOOTHED, p, soft_cap=soft_cap, chunk_size=100), truth)
 
 
-@pytest.mark.parametrize("soft_cap", [NO_PEAK, NO_PEAK + 0.5])
+@pytest.mark.parametrize("soft_cap", [SMALL_SOFT_CAP, SMALL_SOFT_CAP + 0.5])
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_logits_at_the_cap_have_no_gradient(soft_cap: float, sign: float) -> None:
     p = one_sided(sign)
     at = replace(p, hidden=100 * p.hidden)
-    loss, *gradients = with_cut(SMOOTHED, at, soft_cap=soft_cap, chunk=100)
+    loss, *gradients = with_cut(SMOOTHED, at, soft_cap=soft_cap, chunk_size=100)
     assert_same([loss], in_float64(at, soft_cap=soft_cap, z_loss=1e-3, label_smoothing=0.1)[:1])
     assert not any(jnp.abs(gradient).max() > 1e-6 for gradient in gradients)
 
 
 @functools.cache
 def in_one_piece(tokens: int, vocab: int, embed: int, rows: int) -> tuple[Any, Any, Any]:
-    return with_cut(SMOOTHED, problem(tokens, vocab, embed, rows=rows), soft_cap=20.0, split="tokens")
+    return with_cut(SMOOTHED, problem(tokens, vocab, embed, rows=rows), soft_cap=20.0, backend="tokens")
 
 
 # 252 tokens make 23 chunks and 1 token of padding, 5 and 3, 4 and none, and 1 chunk; the 507 rows of the
 # vocabulary 47 and 10, 13 and none, 9 and 6, and 1 chunk.
 @pytest.mark.parametrize("chunk", [11, 53, 63, 1000])
-def test_chunk_size_does_not_change_the_result(way: str, chunk: int) -> None:
-    chunked = with_cut(SMOOTHED, problem(252, 507, 123), soft_cap=20.0, chunk=chunk)
+def test_chunk_size_does_not_change_the_result(backend: str, chunk: int) -> None:
+    chunked = with_cut(SMOOTHED, problem(252, 507, 123), soft_cap=20.0, chunk_size=chunk)
     # The kernels sum the width in three parts.
-    tolerance = 2e-6 if way == "mosaic" else 1e-6
+    tolerance = 2e-6 if backend == "tpu" else 1e-6
     assert_same(chunked, in_one_piece(252, 507, 123, 4), tolerance=tolerance)
 
 
 @pytest.mark.parametrize("chunk", [64, "auto"])
 def test_evaluation_gives_the_totals_that_training_does(chunk: int | str) -> None:
     p = problem()
-    totals = jax.jit(lambda *arrays: cut(SMOOTHED, *arrays, chunk=chunk))(*p.arrays)
-    assert_same([totals.loss], with_cut(SMOOTHED, p, chunk=chunk)[:1], tolerance=1e-6)
+    totals = jax.jit(lambda *arrays: cut(SMOOTHED, *arrays, chunk_size=chunk))(*p.arrays)
+    assert_same([totals.loss], with_cut(SMOOTHED, p, chunk_size=chunk)[:1], tolerance=1e-6)
     assert_same([totals.nll], in_float64(p)[:1])
 
 
 def test_logits_are_computed_once_a_pass_and_gradients_only_when_asked_for(
-    monkeypatch: pytest.MonkeyPatch, way: str
+    monkeypatch: pytest.MonkeyPatch, backend: str
 ) -> None:
     p = problem()
-    loss = lambda *arrays: cut(SMOOTHED, *arrays, chunk=64).loss
+    loss = lambda *arrays: cut(SMOOTHED, *arrays, chunk_size=64).loss
     # Each kernel is there twice: for a TPU, and for the interpreter.
-    once, products = {"tokens": (1, 3), "vocabulary": (1, 4), "mosaic": (2, 2 * 2 + 2)}[way]
-    monkeypatch.setattr(tpu, "SIDE", 64)  # one product a block
+    once, products = {"tokens": (1, 3), "vocabulary": (1, 4), "tpu": (2, 2 * 2 + 2)}[backend]
+    monkeypatch.setattr(tpu, "TOKENS_PER_MATMUL", 64)  # one matmul per block
     assert str(jax.make_jaxpr(loss)(*p.arrays)).count("dot_general[") == once
     assert (
         str(jax.make_jaxpr(jax.value_and_grad(loss, argnums=(0, 1)))(*p.arrays)).count("dot_general[")
@@ -224,8 +230,8 @@ def test_logits_are_computed_once_a_pass_and_gradients_only_when_asked_for(
 
 def test_label_smoothing_is_that_of_torch() -> None:
     p = problem()
-    per_token = with_z_loss(cross_entropy.per_token, SimpleNamespace(label_smoothing=0.1, z_loss=0.0))
-    assert_same(with_cut(per_token, p, chunk=64), in_float64(p, label_smoothing=0.1))
+    per_token = add_z_loss(partial(cross_entropy.per_token, SimpleNamespace(label_smoothing=0.1)), 0.0)
+    assert_same(with_cut(per_token, p, chunk_size=64), in_float64(p, label_smoothing=0.1))
 
 
 @pytest.mark.parametrize("gamma", [0.0, 0.5, 2.0])
@@ -238,17 +244,16 @@ def test_focal_loss_matches_its_definition(gamma: float) -> None:
     target = np.maximum(targets, 0).astype(int)[..., None]
     own = np.take_along_axis(probability, target, axis=-1)[..., 0]
     expected = (weights * (1 - own) ** gamma * -np.log(own)).sum()
-    per_token = with_z_loss(focal.per_token, SimpleNamespace(gamma=gamma, z_loss=0.0))
+    per_token = add_z_loss(partial(focal.per_token, SimpleNamespace(gamma=gamma)), 0.0)
     assert float(cut(per_token, *p.arrays).loss) == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_every_loss_has_the_gradient_of_its_full_logits_version(name: str) -> None:
     module = importlib.import_module(f"headrace.losses.{name}")
-    cfg = SimpleNamespace(**vars(module.Config()), z_loss=1e-3)
-    per_token, p = with_z_loss(module.per_token, cfg), problem()
+    per_token, p = add_z_loss(partial(module.per_token, module.Config()), 1e-3), problem()
     assert_same(
-        with_cut(per_token, p, soft_cap=20.0, chunk=64), with_full_logits(per_token, p, soft_cap=20.0)
+        with_cut(per_token, p, soft_cap=20.0, chunk_size=64), with_full_logits(per_token, p, soft_cap=20.0)
     )
 
 
@@ -263,12 +268,12 @@ def test_every_loss_falls_when_the_target_logit_rises(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "per_token", [SMOOTHED, with_z_loss(focal.per_token, SimpleNamespace(gamma=0.5, z_loss=0))]
+    "per_token", [SMOOTHED, add_z_loss(partial(focal.per_token, SimpleNamespace(gamma=0.5)), 0)]
 )
-def test_a_batch_without_targets_gives_zero_and_zero_gradients(per_token: PerToken) -> None:
+def test_a_batch_without_targets_gives_zero_and_zero_gradients(per_token: PerTokenLoss) -> None:
     p = problem()
     empty = Problem(p.hidden, p.unembed, jnp.full_like(p.targets, -100), jnp.zeros_like(p.weights))
-    for value in with_cut(per_token, empty, chunk=64):
+    for value in with_cut(per_token, empty, chunk_size=64):
         assert not np.asarray(value).any()
 
 
@@ -276,8 +281,8 @@ def test_ignored_tokens_have_no_influence() -> None:
     p = problem()
     ignored = p.weights == 0
     other = jnp.where(ignored, jnp.where(p.hidden[..., 0] > 0, 2**30, 3), p.targets)
-    first = with_cut(SMOOTHED, p, chunk=64)
-    second = with_cut(SMOOTHED, Problem(p.hidden, p.unembed, other, p.weights), chunk=64)
+    first = with_cut(SMOOTHED, p, chunk_size=64)
+    second = with_cut(SMOOTHED, Problem(p.hidden, p.unembed, other, p.weights), chunk_size=64)
     jax.tree.map(np.testing.assert_array_equal, first, second)
     assert ignored.any() and not np.asarray(first[1][ignored]).any()
 
@@ -286,18 +291,20 @@ def test_an_ignored_token_may_have_a_loss_that_needs_a_target() -> None:
     p = problem()
     # Every logit is about -123, so a token without a target would seem to have one above their logsumexp.
     negative = Problem(-jnp.ones_like(p.hidden), jnp.ones_like(p.unembed), p.targets, p.weights)
-    for value in with_cut(lambda stats: jnp.sqrt(stats.lse - stats.target), negative, chunk=64):
+    for value in with_cut(lambda stats: jnp.sqrt(stats.lse - stats.target), negative, chunk_size=64):
         assert np.isfinite(value).all()
 
 
 @pytest.mark.parametrize("gamma", [None, 0.5, 2.0])
 def test_extreme_logits_stay_finite(gamma: float | None) -> None:
-    per_token = with_z_loss(focal.per_token, SimpleNamespace(gamma=gamma, z_loss=1e-4)) if gamma else SMOOTHED
+    per_token = (
+        add_z_loss(partial(focal.per_token, SimpleNamespace(gamma=gamma)), 1e-4) if gamma else SMOOTHED
+    )
     p = problem()
     # Every second token is certain of its target and the others are certain of something else.
     certain = p.unembed[jnp.maximum(p.targets, 0)] * jnp.where(jnp.arange(63) % 2, 1, -1)[:, None]
     extreme = Problem(1e3 * certain, p.unembed, p.targets, p.weights)
-    for value in with_cut(per_token, extreme, chunk=64):
+    for value in with_cut(per_token, extreme, chunk_size=64):
         assert np.isfinite(value).all()
 
 
@@ -313,10 +320,12 @@ def test_only_the_loss_is_differentiated_and_its_cotangent_scales_the_gradients(
 def test_gradients_have_the_dtypes_of_the_weights_and_activations() -> None:
     p = problem(dtype=jnp.bfloat16)
     mixed = Problem(p.hidden, p.unembed.astype(jnp.float32), p.targets, p.weights)
-    loss, d_hidden, d_unembed = with_cut(SMOOTHED, mixed, chunk=64)
+    loss, d_hidden, d_unembed = with_cut(SMOOTHED, mixed, chunk_size=64)
     assert (loss.dtype, d_hidden.dtype, d_unembed.dtype) == (jnp.float32, jnp.bfloat16, jnp.float32)
     # The products are the same as with bf16 weights; only the last rounding of d unembed is spared.
-    assert_same([d_hidden, d_unembed.astype(jnp.bfloat16)], with_cut(SMOOTHED, p, chunk=64)[1:], tolerance=0)
+    assert_same(
+        [d_hidden, d_unembed.astype(jnp.bfloat16)], with_cut(SMOOTHED, p, chunk_size=64)[1:], tolerance=0
+    )
 
 
 MESHES = {
@@ -337,7 +346,7 @@ def test_a_mesh_does_not_change_loss_or_gradients(name: str) -> None:
     alone = in_one_piece(64 * rows, vocab, embed, rows)
     devices = jax.devices()[: math.prod(sizes.values())]
     with jax.set_mesh(sharding.make_mesh(sizes, devices)):
-        assert_same(with_cut(SMOOTHED, p, soft_cap=20.0, chunk=20), alone, tolerance=2e-6)
+        assert_same(with_cut(SMOOTHED, p, soft_cap=20.0, chunk_size=20), alone, tolerance=2e-6)
         totals = jax.jit(lambda *arrays: cut(SMOOTHED, *arrays, soft_cap=20.0))(*p.arrays)
     assert_same([totals.loss], alone[:1], tolerance=2e-6)
     assert_same([totals.nll], in_float64(p, soft_cap=20.0)[:1])
@@ -365,7 +374,7 @@ def test_chunks_need_a_fraction_of_the_memory_of_full_logits() -> None:
         return memory.temp_size_in_bytes
 
     full = temporary_bytes(lambda *arrays: reference(PLAIN_CE, *arrays))
-    chunked = temporary_bytes(lambda *arrays: cut(PLAIN_CE, *arrays, chunk=256).loss)
+    chunked = temporary_bytes(lambda *arrays: cut(PLAIN_CE, *arrays, chunk_size=256).loss)
     assert full >= tokens * vocab * 4
     assert chunked < full / 4
 
@@ -376,7 +385,7 @@ def test_chunks_need_a_fraction_of_the_memory_of_full_logits() -> None:
     ids=str,
 )
 def test_chunks_are_as_automatic_or_as_asked_but_never_of_2_to_the_31_logits(
-    way: str, chunk: int | str, by_tokens: int, by_vocabulary: int
+    backend: str, chunk: int | str, by_tokens: int, by_vocabulary: int
 ) -> None:
     arguments = (
         jax.ShapeDtypeStruct((2, 8192, 16), jnp.bfloat16),
@@ -384,14 +393,14 @@ def test_chunks_are_as_automatic_or_as_asked_but_never_of_2_to_the_31_logits(
         jax.ShapeDtypeStruct((2, 8192), jnp.int32),
         jax.ShapeDtypeStruct((2, 8192), jnp.float32),
     )
-    step = jax.value_and_grad(lambda *arrays: cut(PLAIN_CE, *arrays, chunk=chunk).loss, argnums=(0, 1))
+    step = jax.value_and_grad(lambda *arrays: cut(PLAIN_CE, *arrays, chunk_size=chunk).loss, argnums=(0, 1))
     shapes = re.findall(r"f32\[([\d,]+)\]", str(jax.make_jaxpr(step)(*arguments)))
     # Kernels leave no logits: the largest is the gradient of the matrix, times the loss' own.
     largest = {
         "tokens": by_tokens * 256_000,
         "vocabulary": by_vocabulary * 2 * 8192,
-        "mosaic": 256_000 * 16,
-    }[way]
+        "tpu": 256_000 * 16,
+    }[backend]
     assert max(math.prod(map(int, shape.split(","))) for shape in shapes) == largest < 2**31
 
 

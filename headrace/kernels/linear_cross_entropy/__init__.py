@@ -1,1 +1,1 @@
-"""Cross entropy fused with the head, in one file for each way to split the work."""
+"""Cross entropy fused with the head that computes logits: one file per backend of `loss.backend`."""

@@ -1,149 +1,171 @@
-"""The head and its loss by chunks of tokens, as in Liger's fused linear cross entropy (arXiv 2410.10989): the
-logits of a chunk exist once, and while they are at hand both gradients are made of them. Three products in
-all, and the gradient of the vocabulary's matrix in float32, whole."""
+"""Linear cross entropy by chunks of tokens, as in Liger's fused linear cross entropy (arXiv 2410.10989).
+
+The logits of a chunk are computed once, and both gradients from them while they are in memory. Takes three
+matmuls, and memory for the gradient of the whole vocabulary matrix in float32."""
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from headrace.kernels.linear_cross_entropy.stats import (
-    NO_PEAK,
+    SMALL_SOFT_CAP,
     Array,
+    HeadInputs,
     HeadSharding,
     HeadSpec,
     LogitMatmul,
+    LogitStats,
+    LossAndGradients,
     LossTotals,
-    Stats,
     add_losses,
-    d_logits,
-    first_column,
+    compute_d_logits,
     is_target,
+    negative_log_likelihood,
     psum,
-    soft_capped,
-    zero,
+    to_logits,
+    vocab_offset,
+    zero_totals,
 )
+from headrace.nn.module import PyTree
 
-# One GiB of float32 logits a chunk: 8,192 tokens at a vocabulary of 32k, 1,024 at 256k; more where a GPU has
-# room. Each chunk reads and writes the float32 gradient of `unembed` once, 8 bytes a weight against 6 x chunk
-# FLOP: at 700 TFLOP/s and 4.8 TB/s (H200) at most 200/chunk of the time of the products, 20 % at 1,024 tokens
-# and 40 % at 512. Llama 3.2 1B on an H200 makes 63,900 tokens/s with 2,048, 64,900 with 8,192 (2026-11).
-# Gemma 2 2B's head on a v5p needs 3,250 MiB with 1,024 (2,250 of them that gradient), 2,750 with 512,
-# 12,000 with full logits (8,192 tokens, bf16, compiled by libtpu 0.0.51).
-LOGIT_BYTES, LOGIT_SHARE = 2**30, 1 / 24  # at least, and of a GPU's memory
-SMALLEST_CHUNK = 128
+# One GiB of float32 logits per chunk: 8,192 tokens at a vocabulary of 32k, 1,024 at 256k; more where a GPU
+# has room. Each chunk reads and writes the float32 gradient of `unembed` once, 8 bytes per weight for 6 x
+# chunk FLOPs: at 700 TFLOP/s and 4.8 TB/s (H200) at most 200/chunk of the time of the matmuls, 20 % at 1,024
+# tokens and 40 % at 512. Llama 3.2 1B on an H200 trains 63,900 tokens/s with 2,048, 64,900 with 8,192
+# (2026-11). Gemma 2 2B's head on a v5p needs 3,250 MiB with 1,024 (2,250 of them for that gradient), 2,750
+# with 512, 12,000 with full logits (8,192 tokens, bf16, compiled by libtpu 0.0.51).
+MIN_LOGIT_BYTES = 2**30
+GPU_MEMORY_SHARE = 1 / 24  # of a GPU's memory, for logits, if that is more
+MIN_CHUNK = 128
 
-
-def totals(
-    head: HeadSpec, split: HeadSharding, hidden: Array, unembed: Array, targets: Array, weights: Array
-) -> LossTotals:
-    unembed = _whole(unembed, split).astype(hidden.dtype)
-
-    def step(sums: LossTotals, piece: tuple[Array, Array, Array]) -> tuple[LossTotals, tuple[()]]:
-        x, y, w = piece
-        stats = _stats(head, LogitMatmul(x, unembed).scores(x), y, split)
-        return add_losses(sums, stats, head.per_token(stats), w), ()
-
-    sums, _ = _over_chunks(step, zero(), (hidden, targets, weights), _chunk(head, unembed))
-    return psum(sums, split.tokens)
+# (carry, one chunk's rows) -> (carry, output), like the body of `jax.lax.scan`
+ChunkStep = Callable[[PyTree, tuple[Array, ...]], tuple[PyTree, PyTree]]
 
 
-def token_log_likelihoods(
-    head: HeadSpec, split: HeadSharding, hidden: Array, unembed: Array, targets: Array
+def compute_totals(head: HeadSpec, sharding: HeadSharding, inputs: HeadInputs) -> LossTotals:
+    """Compute the totals over the tokens of all devices."""
+    hidden, unembed, targets, weights = inputs
+    unembed = _gather_width(unembed, sharding).astype(hidden.dtype)
+
+    def step(totals: LossTotals, chunk: tuple[Array, ...]) -> tuple[LossTotals, tuple[()]]:
+        x, targets, weights = chunk
+        stats = _compute_stats(head, LogitMatmul(x, unembed).raw_logits(x), targets, sharding)
+        return add_losses(totals, stats, head.per_token_loss(stats), weights), ()
+
+    rows = hidden, targets, weights
+    totals, _ = _scan_chunks(step, zero_totals(), rows, _max_tokens_per_chunk(head, unembed))
+    return psum(totals, sharding.token_axes)
+
+
+def token_negative_log_likelihoods(
+    head: HeadSpec, sharding: HeadSharding, hidden: Array, unembed: Array, targets: Array
 ) -> Array:
-    """The negative log likelihood of every token [b s]."""
-    unembed = _whole(unembed, split).astype(hidden.dtype)
+    """Compute the negative log likelihood of each of this device's targets [b s]."""
+    unembed = _gather_width(unembed, sharding).astype(hidden.dtype)
 
-    def step(carry: tuple[()], piece: tuple[Array, Array]) -> tuple[tuple[()], Array]:
-        x, y = piece
-        stats = _stats(head, LogitMatmul(x, unembed).scores(x), y, split)
-        return carry, stats.lse - stats.target
+    def step(carry: tuple[()], chunk: tuple[Array, ...]) -> tuple[tuple[()], Array]:
+        x, targets = chunk
+        raw_logits = LogitMatmul(x, unembed).raw_logits(x)
+        return carry, negative_log_likelihood(_compute_stats(head, raw_logits, targets, sharding))
 
-    return _over_chunks(step, (), (hidden, targets), _chunk(head, unembed))[1]
-
-
-def totals_and_gradients(
-    head: HeadSpec, split: HeadSharding, hidden: Array, unembed: Array, targets: Array, weights: Array
-) -> tuple[LossTotals, Array, Array]:
-    matrix = _whole(unembed, split).astype(hidden.dtype)
-    products = head.products(hidden, matrix)
-    first = first_column(len(matrix), split)
-
-    def step(carry: tuple[LossTotals, Array], piece: tuple[Array, Array, Array]) -> Any:
-        sums, d_unembed = carry
-        x, y, w = piece
-        raw = products.scores(x)
-        stats = _stats(head, raw, y, split)
-        losses, pull = jax.vjp(head.per_token, stats)
-        (d_stats,) = pull(w)
-        scores, hit = soft_capped(head, raw, first, again=True), is_target(raw, y, first)
-        d = d_logits(head, scores, hit, stats, d_stats, vocab=raw.shape[1] * psum(1, split.vocab))
-        d_x, d_matrix = products.gradients(x, d, d_stats)
-        sums = add_losses(sums, stats, losses, w)
-        return (sums, d_unembed + d_matrix), psum(d_x, split.vocab).astype(hidden.dtype)
-
-    # float32: in bf16 a sum over chunks loses whatever is below 1/256 of it.
-    start = zero(), jnp.zeros(matrix.shape, jnp.float32)
-    pieces = products.rows, targets, weights
-    (sums, d_unembed), d_hidden = _over_chunks(step, start, pieces, _chunk(head, matrix))
-    if split.width:
-        # Each device keeps only the columns it stores: half the traffic of a sum that all devices get.
-        d_unembed = lax.psum_scatter(d_unembed, split.width, scatter_dimension=1, tiled=True)
-    return psum(sums, split.tokens), d_hidden, psum(d_unembed, split.rest).astype(unembed.dtype)
+    return _scan_chunks(step, (), (hidden, targets), _max_tokens_per_chunk(head, unembed))[1]
 
 
-def _whole(unembed: Array, split: HeadSharding) -> Array:
-    return lax.all_gather(unembed, split.width, axis=1, tiled=True) if split.width else unembed
+def compute_totals_and_gradients(
+    head: HeadSpec, sharding: HeadSharding, inputs: HeadInputs
+) -> LossAndGradients:
+    """Compute the totals, and the gradients of this device's hidden states and matrix."""
+    dtype = inputs.hidden.dtype
+    unembed = _gather_width(inputs.unembed, sharding).astype(dtype)
+    matmul = head.matmul(inputs.hidden, unembed)
+    offset = vocab_offset(len(unembed), sharding)
+
+    def step(
+        carry: tuple[LossTotals, Array], chunk: tuple[Array, ...]
+    ) -> tuple[tuple[LossTotals, Array], Array]:
+        totals, d_unembed = carry
+        x, targets, weights = chunk
+        raw_logits = matmul.raw_logits(x)
+        stats = _compute_stats(head, raw_logits, targets, sharding)
+        losses, pull = jax.vjp(head.per_token_loss, stats)
+        (d_stats,) = pull(weights)
+        logits = to_logits(head, raw_logits, offset, avoid_cse=True)
+        target_mask = is_target(raw_logits, targets, offset)
+        vocab = raw_logits.shape[1] * psum(1, sharding.vocab_axes)
+        d_raw = compute_d_logits(head, logits, target_mask, stats, d_stats, vocab)
+        d_x, d_matrix = matmul.gradients(x, d_raw, d_stats)
+        totals = add_losses(totals, stats, losses, weights)
+        return (totals, d_unembed + d_matrix), psum(d_x, sharding.vocab_axes).astype(dtype)
+
+    # float32: a sum over chunks in bf16 loses whatever is below 1/256 of it.
+    start = zero_totals(), jnp.zeros(unembed.shape, jnp.float32)
+    rows = matmul.hidden, inputs.targets, inputs.weights
+    (totals, d_unembed), d_hidden = _scan_chunks(step, start, rows, _max_tokens_per_chunk(head, unembed))
+    if sharding.width_axes:
+        # Each device keeps the columns that it stores: half the traffic of a sum on all devices.
+        d_unembed = lax.psum_scatter(d_unembed, sharding.width_axes, scatter_dimension=1, tiled=True)
+    totals = psum(totals, sharding.token_axes)
+    d_unembed = psum(d_unembed, sharding.sum_axes).astype(inputs.unembed.dtype)
+    return LossAndGradients(totals, d_hidden, d_unembed)
 
 
-def _stats(head: HeadSpec, raw: Array, targets: Array, split: HeadSharding) -> Stats:
-    """Of products that are not capped yet."""
-    first = first_column(raw.shape[1], split)
-    scores, hit = soft_capped(head, raw, first), is_target(raw, targets, first)
-    if head.soft_cap is not None and head.soft_cap <= NO_PEAK:
-        top = jnp.full(raw.shape[:1], head.soft_cap)  # none is above it: the logits are read once less
+def _gather_width(unembed: Array, sharding: HeadSharding) -> Array:
+    """Gather all columns of this device's rows of the matrix."""
+    axes = sharding.width_axes
+    return lax.all_gather(unembed, axes, axis=1, tiled=True) if axes else unembed
+
+
+def _compute_stats(head: HeadSpec, raw_logits: Array, targets: Array, sharding: HeadSharding) -> LogitStats:
+    """Compute the statistics of raw logits [c v] over the whole vocabulary."""
+    offset = vocab_offset(raw_logits.shape[1], sharding)
+    logits, target_mask = to_logits(head, raw_logits, offset), is_target(raw_logits, targets, offset)
+    if head.soft_cap is not None and head.soft_cap <= SMALL_SOFT_CAP:
+        # No logit is larger: a pass over the logits less.
+        largest = jnp.full(raw_logits.shape[:1], head.soft_cap)
     else:
-        top = scores.max(axis=1)
-        top = lax.pmax(top, split.vocab) if split.vocab else top
+        largest = logits.max(axis=1)
+        largest = lax.pmax(largest, sharding.vocab_axes) if sharding.vocab_axes else largest
     sums = (
-        jnp.exp(scores - top[:, None]).sum(axis=1),
-        jnp.where(hit, raw, 0).sum(axis=1),
-        scores.sum(axis=1),
+        jnp.exp(logits - largest[:, None]).sum(axis=1),
+        jnp.where(target_mask, raw_logits, 0).sum(axis=1),
+        logits.sum(axis=1),
     )
-    exponentials, target, total = psum(sums, split.vocab)
-    vocab = raw.shape[1] * psum(1, split.vocab)
-    # One by one: capped logits that two sums want would be written to memory.
-    target = soft_capped(head, target[:, None], targets[:, None])[:, 0]
-    return Stats(lse=top + jnp.log(exponentials), target=target, mean=total / vocab)
+    exp_sum, target, total = psum(sums, sharding.vocab_axes)
+    vocab = raw_logits.shape[1] * psum(1, sharding.vocab_axes)
+    # The targets are capped after their sum: capped logits that two sums use would be written to memory.
+    target = to_logits(head, target[:, None], targets[:, None])[:, 0]
+    return LogitStats(lse=largest + jnp.log(exp_sum), target=target, mean=total / vocab)
 
 
-def _chunk(head: HeadSpec, unembed: Array) -> int:
-    # Fewer where the logits would pass 2**31 numbers: kernels may count in int32.
-    most = (2**31 - 1) // unembed.shape[0]
-    if head.chunk != "auto":
-        return min(int(head.chunk), most)
-    room = LOGIT_BYTES
+def _max_tokens_per_chunk(head: HeadSpec, unembed: Array) -> int:
+    # A chunk has fewer than 2**31 logits: kernels may index them by int32.
+    limit = (2**31 - 1) // unembed.shape[0]
+    if head.chunk_size != "auto":
+        return min(int(head.chunk_size), limit)
+    logit_bytes = MIN_LOGIT_BYTES
     if jax.default_backend() == "gpu":
         memory = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", 0)
-        room = max(room, int(LOGIT_SHARE * memory))
-    return min(max(SMALLEST_CHUNK, room // (4 * unembed.shape[0])), most)
+        logit_bytes = max(logit_bytes, int(GPU_MEMORY_SHARE * memory))
+    return min(max(MIN_CHUNK, logit_bytes // (4 * unembed.shape[0])), limit)
 
 
-def _over_chunks(step: Callable[..., Any], carry: Any, arrays: tuple[Array, ...], most: int) -> Any:
-    """Scans [b s ...] arrays in equal chunks of at most `most` tokens; the outputs come back as [b s ...]."""
-    batch, sequence = arrays[0].shape[:2]
+def _scan_chunks(
+    step: ChunkStep, carry: PyTree, rows: tuple[Array, ...], max_tokens: int
+) -> tuple[PyTree, PyTree]:
+    """Scan arrays [b s ...] in equal chunks of at most `max_tokens` tokens. Returns the last carry and the
+    outputs as [b s ...]."""
+    batch, sequence = rows[0].shape[:2]
     tokens = batch * sequence
-    pieces = -(-tokens // most)
-    size = -(-tokens // pieces)
-    flat = [x.reshape(tokens, *x.shape[2:]) for x in arrays]
-    if pieces == 1:
-        carry, out = step(carry, tuple(flat))
-        return carry, jax.tree.map(lambda y: y.reshape(batch, sequence, *y.shape[1:]), out)
-    # Padding is zeros, the weights among them: it counts for nothing.
-    padded = [jnp.pad(x, [(0, pieces * size - tokens)] + [(0, 0)] * (x.ndim - 1)) for x in flat]
-    carry, out = lax.scan(step, carry, tuple(x.reshape(pieces, size, *x.shape[1:]) for x in padded))
-    return carry, jax.tree.map(
-        lambda y: y.reshape(pieces * size, *y.shape[2:])[:tokens].reshape(batch, sequence, *y.shape[2:]), out
-    )
+    chunks = -(-tokens // max_tokens)
+    size = -(-tokens // chunks)
+    flat = [x.reshape(tokens, *x.shape[2:]) for x in rows]
+    if chunks == 1:
+        carry, outputs = step(carry, tuple(flat))
+        return carry, jax.tree.map(lambda y: y.reshape(batch, sequence, *y.shape[1:]), outputs)
+    # Padding is zeros, and so are its weights: it adds nothing.
+    padded = [jnp.pad(x, [(0, chunks * size - tokens)] + [(0, 0)] * (x.ndim - 1)) for x in flat]
+    carry, outputs = lax.scan(step, carry, tuple(x.reshape(chunks, size, *x.shape[1:]) for x in padded))
+    unpad = lambda y: y.reshape(chunks * size, *y.shape[2:])[:tokens]
+    return carry, jax.tree.map(lambda y: unpad(y).reshape(batch, sequence, *y.shape[2:]), outputs)

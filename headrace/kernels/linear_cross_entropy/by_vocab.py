@@ -1,218 +1,229 @@
-"""The head and its loss by chunks of the vocabulary, as in cut cross entropy (arXiv 2411.09009): a first pass
-finds each token's logsumexp, a second makes the logits of a chunk again and both gradients of them. Four
-products instead of three, but nothing is as large as the vocabulary's matrix: devices that hold a part of its
-width gather a chunk of it at a time, and share out the chunk's gradient at once. What is made of a chunk's
-logits is made in plain JAX here, and by kernels in cut_mosaic.py."""
+"""Linear cross entropy by chunks of the vocabulary, as in cut cross entropy (arXiv 2411.09009).
+
+A first pass over the chunks computes each token's logsumexp; a second computes the logits again, and both
+gradients from them. Takes four matmuls instead of three, but no array as large as the vocabulary's matrix:
+devices that each have a part of its width gather one chunk at a time, and reduce-scatter the chunk's gradient
+at once. What is computed from a chunk's logits is a `ChunkOps`: plain JAX here, kernels in tpu.py."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from headrace.kernels.linear_cross_entropy import stats as loss_stats
 from headrace.kernels.linear_cross_entropy.stats import (
     Array,
+    HeadInputs,
     HeadSharding,
     HeadSpec,
+    LogitMatmul,
+    LogitStats,
+    LossAndGradients,
     LossTotals,
-    Stats,
     add_losses,
+    compute_d_logits,
+    is_target,
     psum,
-    zero,
+    to_logits,
+    vocab_offset,
+    zero_totals,
 )
 
-LOGIT_BYTES = 2**26  # of what is held of a chunk's logits
-SMALLEST_CHUNK, LANES = 512, 128
+CHUNK_LOGIT_BYTES = 2**26  # of what is stored of a chunk's logits
+MIN_CHUNK, LANES = 512, 128
 
 
 class VocabShard(NamedTuple):
-    """What all chunks share. `own` are the targets' numbers among the rows that this device has."""
+    """One device's inputs, which all chunks share."""
 
     head: HeadSpec
-    split: HeadSharding
-    x: Array
-    own: Array
-    rows: int
+    sharding: HeadSharding
+    hidden: Array  # [c d]
+    local_targets: Array  # [c], rows of this device's matrix if they are from 0 to `rows`
+    rows: int  # of this device's matrix
 
     @property
     def vocab(self) -> int:
-        return self.rows * psum(1, self.split.vocab)
+        """The size of the whole vocabulary."""
+        return self.rows * psum(1, self.sharding.vocab_axes)
 
 
-class Chunk(NamedTuple):
-    """Rows [v d] of the matrix, as they are multiplied; `start` is the first one's number. The last chunk may
-    end in padding."""
+class VocabChunk(NamedTuple):
+    """Some rows of the vocabulary's matrix."""
 
-    matrix: Array
-    start: Array
+    unembed: Array  # [v d] in the dtype of the hidden states; the last chunk may end in padding
+    start: Array  # number of the first row
 
-    def padded(self, cut: VocabShard) -> bool:
-        return cut.rows % len(self.matrix) != 0
+    def is_padded(self, shard: VocabShard) -> bool:
+        """Whether the last chunk has padding."""
+        return shard.rows % len(self.unembed) != 0
 
 
-class Running(NamedTuple):
-    """The statistics of the logits so far, [g c]: in as many parts as suits who adds to them."""
+class RunningStats(NamedTuple):
+    """Statistics of the logits of the chunks so far, [g c]. The `ChunkOps` choose the number of groups g in
+    which statistics are accumulated; sums over groups are taken after the last chunk."""
 
-    top: Array
-    exponentials: Array
+    max: Array
+    exp_sum: Array  # of exp(logit - max)
     target: Array
-    total: Array
+    sum: Array
 
 
 class ChunkOps(NamedTuple):
-    """Who makes something of a chunk's logits [c v]: adds them to the statistics, or makes their gradient, as
-    [v c] and in x's dtype. `held` are the bytes of what is stored of a logit meanwhile."""
+    """What is computed from a chunk's logits, and how large a chunk may be for it."""
 
-    add: Callable[[VocabShard, Chunk, Running], Running]
-    d_logits: Callable[[VocabShard, Chunk, Stats, Stats], Array]
-    groups: int = 1  # g
-    multiple: int = 1  # of which a chunk must be
-    held: int = 4
+    add_statistics: Callable[[VocabShard, VocabChunk, RunningStats], RunningStats]
+    # -> the gradient of the raw logits, [v c] in the dtype of the hidden states
+    compute_d_logits: Callable[[VocabShard, VocabChunk, LogitStats, LogitStats], Array]
+    groups: int = 1  # of `RunningStats`
+    row_multiple: int = 1  # of rows in a chunk
+    logit_bytes: int = 4  # bytes stored per logit
 
 
-def totals(
-    head: HeadSpec, split: HeadSharding, hidden: Array, unembed: Array, targets: Array, weights: Array
+def compute_totals(head: HeadSpec, sharding: HeadSharding, inputs: HeadInputs) -> LossTotals:
+    """Compute the totals over the tokens of all devices."""
+    return compute_totals_with(PLAIN_OPS, head, sharding, inputs)
+
+
+def compute_totals_and_gradients(
+    head: HeadSpec, sharding: HeadSharding, inputs: HeadInputs
+) -> LossAndGradients:
+    """Compute the totals, and the gradients of this device's hidden states and matrix."""
+    return compute_totals_and_gradients_with(PLAIN_OPS, head, sharding, inputs)
+
+
+def compute_totals_with(
+    ops: ChunkOps, head: HeadSpec, sharding: HeadSharding, inputs: HeadInputs
 ) -> LossTotals:
-    return totals_by(PLAIN, head, split, hidden, unembed, targets, weights)
+    """Like `compute_totals`, with these `ops`."""
+    shard, weights = _make_shard(head, sharding, inputs), inputs.weights.reshape(-1)
+    stats = _compute_stats(ops, shard, split_unembed(ops, head, inputs.unembed, len(shard.hidden)))
+    return psum(add_losses(zero_totals(), stats, head.per_token_loss(stats), weights), sharding.token_axes)
 
 
-def totals_and_gradients(
-    head: HeadSpec, split: HeadSharding, hidden: Array, unembed: Array, targets: Array, weights: Array
-) -> tuple[LossTotals, Array, Array]:
-    return totals_and_gradients_by(PLAIN, head, split, hidden, unembed, targets, weights)
+def compute_totals_and_gradients_with(
+    ops: ChunkOps, head: HeadSpec, sharding: HeadSharding, inputs: HeadInputs
+) -> LossAndGradients:
+    """Like `compute_totals_and_gradients`, with these `ops`."""
+    shard, weights = _make_shard(head, sharding, inputs), inputs.weights.reshape(-1)
+    x, chunks = shard.hidden, split_unembed(ops, head, inputs.unembed, len(shard.hidden))
+    stats = _compute_stats(ops, shard, chunks)
+    losses, pull = jax.vjp(head.per_token_loss, stats)
+    d_stats = pull(weights)[0]
+
+    def step(d_x: Array, numbered_chunk: tuple[Array, Array]) -> tuple[Array, Array]:
+        chunk = _load_chunk(shard, *numbered_chunk)
+        d_logits = ops.compute_d_logits(shard, chunk, stats, d_stats)
+        d_x += jnp.einsum("vc,vd->cd", d_logits, chunk.unembed, preferred_element_type=jnp.float32)
+        d_unembed = jnp.einsum("vc,cd->vd", d_logits, x, preferred_element_type=jnp.float32)
+        if sharding.width_axes:
+            d_unembed = lax.psum_scatter(d_unembed, sharding.width_axes, scatter_dimension=1, tiled=True)
+        return d_x, psum(d_unembed, sharding.sum_axes).astype(inputs.unembed.dtype)
+
+    start = jnp.zeros(x.shape, jnp.float32)
+    d_x, d_unembed = lax.scan(step, start, (jnp.arange(len(chunks)), chunks))
+    d_hidden = psum(d_x, sharding.vocab_axes).astype(x.dtype).reshape(inputs.hidden.shape)
+    d_unembed = d_unembed.reshape(-1, d_unembed.shape[2])[: inputs.unembed.shape[0]]
+    totals = psum(add_losses(zero_totals(), stats, losses, weights), sharding.token_axes)
+    return LossAndGradients(totals, d_hidden, d_unembed)
 
 
-def totals_by(
-    parts: ChunkOps,
-    head: HeadSpec,
-    split: HeadSharding,
-    hidden: Array,
-    unembed: Array,
-    targets: Array,
-    weights: Array,
-) -> LossTotals:
-    cut, w = _cut(head, split, hidden, unembed, targets), weights.reshape(-1)
-    stats = _stats(parts, cut, chunks(parts, head, unembed, len(cut.x)))
-    return psum(add_losses(zero(), stats, head.per_token(stats), w), split.tokens)
+def split_unembed(ops: ChunkOps, head: HeadSpec, unembed: Array, tokens: int) -> Array:
+    """Split the matrix into chunks [n v d] of equal size, padded if no fitting size divides its rows."""
+    size = rows_per_chunk(ops, head, len(unembed), tokens)
+    chunks = -(-len(unembed) // size)
+    if chunks * size > len(unembed):
+        unembed = jnp.pad(unembed, ((0, chunks * size - len(unembed)), (0, 0)))
+    return unembed.reshape(chunks, size, -1)
 
 
-def totals_and_gradients_by(
-    parts: ChunkOps,
-    head: HeadSpec,
-    split: HeadSharding,
-    hidden: Array,
-    unembed: Array,
-    targets: Array,
-    weights: Array,
-) -> tuple[LossTotals, Array, Array]:
-    cut, w = _cut(head, split, hidden, unembed, targets), weights.reshape(-1)
-    x, pieces = cut.x, chunks(parts, head, unembed, len(cut.x))
-    stats = _stats(parts, cut, pieces)
-    losses, pull = jax.vjp(head.per_token, stats)
-    d_stats = pull(w)[0]
-
-    def step(d_x: Array, piece: tuple[Array, Array]) -> tuple[Array, Array]:
-        chunk = _chunk(cut, *piece)
-        d = parts.d_logits(cut, chunk, stats, d_stats)
-        d_x += jnp.einsum("vc,vd->cd", d, chunk.matrix, preferred_element_type=jnp.float32)
-        d_matrix = jnp.einsum("vc,cd->vd", d, x, preferred_element_type=jnp.float32)
-        if split.width:
-            d_matrix = lax.psum_scatter(d_matrix, split.width, scatter_dimension=1, tiled=True)
-        return d_x, psum(d_matrix, split.rest).astype(unembed.dtype)
-
-    d_x, d_unembed = lax.scan(step, jnp.zeros(x.shape, jnp.float32), (jnp.arange(len(pieces)), pieces))
-    d_hidden = psum(d_x, split.vocab).astype(x.dtype).reshape(hidden.shape)
-    d_unembed = d_unembed.reshape(-1, d_unembed.shape[2])[: unembed.shape[0]]
-    return psum(add_losses(zero(), stats, losses, w), split.tokens), d_hidden, d_unembed
-
-
-def chunks(parts: ChunkOps, head: HeadSpec, unembed: Any, tokens: int) -> Array:
-    """The matrix as [pieces rows width]: equal pieces where its rows have a fitting divisor, else padded."""
-    size = chunk_rows(parts, head, len(unembed), tokens)
-    pieces = -(-len(unembed) // size)
-    if pieces * size > len(unembed):
-        unembed = jnp.pad(unembed, ((0, pieces * size - len(unembed)), (0, 0)))
-    return unembed.reshape(pieces, size, -1)
-
-
-def chunk_rows(parts: ChunkOps, head: HeadSpec, rows: int, tokens: int) -> int:
-    if head.chunk == "auto":
-        most = max(SMALLEST_CHUNK, LOGIT_BYTES // (parts.held * tokens))
+def rows_per_chunk(ops: ChunkOps, head: HeadSpec, rows: int, tokens: int) -> int:
+    """Pick the size of chunks of a matrix with this many rows, for this many tokens of a device."""
+    if head.chunk_size == "auto":
+        limit = max(MIN_CHUNK, CHUNK_LOGIT_BYTES // (ops.logit_bytes * tokens))
     else:
-        most = int(head.chunk)
-    unit = parts.multiple
-    # Kernels may count logits in int32.
-    most = min(most, -(-rows // unit) * unit, (2**31 - 1) // tokens)
-    sizes = [size for size in range(most // 2 + 1, most + 1) if rows % size == 0 and size % unit == 0]
-    if sizes:
-        return max(sizes, key=lambda size: (size % LANES == 0, size))
-    pieces = -(-rows // max(unit, most // unit * unit))
-    return -(-rows // (pieces * unit)) * unit
+        limit = int(head.chunk_size)
+    multiple = ops.row_multiple
+    # Kernels may index logits by int32.
+    limit = min(limit, -(-rows // multiple) * multiple, (2**31 - 1) // tokens)
+    divisors = [
+        size for size in range(limit // 2 + 1, limit + 1) if rows % size == 0 and size % multiple == 0
+    ]
+    if divisors:
+        return max(divisors, key=lambda size: (size % LANES == 0, size))
+    chunks = -(-rows // max(multiple, limit // multiple * multiple))
+    return -(-rows // (chunks * multiple)) * multiple
 
 
-def _cut(head: HeadSpec, split: HeadSharding, hidden: Array, unembed: Array, targets: Array) -> VocabShard:
-    own = targets.reshape(-1) - loss_stats.first_column(len(unembed), split)
-    return VocabShard(head, split, hidden.reshape(-1, hidden.shape[2]), own, len(unembed))
+def _make_shard(head: HeadSpec, sharding: HeadSharding, inputs: HeadInputs) -> VocabShard:
+    rows, width = len(inputs.unembed), inputs.hidden.shape[2]
+    local_targets = inputs.targets.reshape(-1) - vocab_offset(rows, sharding)
+    return VocabShard(head, sharding, inputs.hidden.reshape(-1, width), local_targets, rows)
 
 
-def _chunk(cut: VocabShard, i: Array, rows: Array) -> Chunk:
-    matrix = rows.astype(cut.x.dtype)
-    if cut.split.width:
-        matrix = lax.all_gather(matrix, cut.split.width, axis=1, tiled=True)
-    return Chunk(matrix, i * len(rows))
+def _load_chunk(shard: VocabShard, number: Array, rows: Array) -> VocabChunk:
+    """Gather the whole width of a chunk, of which this device has `rows`."""
+    unembed = rows.astype(shard.hidden.dtype)
+    if shard.sharding.width_axes:
+        unembed = lax.all_gather(unembed, shard.sharding.width_axes, axis=1, tiled=True)
+    return VocabChunk(unembed, number * len(rows))
 
 
-def _stats(parts: ChunkOps, cut: VocabShard, pieces: Array) -> Stats:
-    def step(running: Running, piece: tuple[Array, Array]) -> tuple[Running, None]:
-        return parts.add(cut, _chunk(cut, *piece), running), None
+def _compute_stats(ops: ChunkOps, shard: VocabShard, chunks: Array) -> LogitStats:
+    """Compute the statistics of all tokens over the whole vocabulary, in a pass over the chunks [n v d]."""
 
-    empty = jnp.zeros((parts.groups, len(cut.x)), jnp.float32)
-    start = Running(jnp.full_like(empty, -jnp.inf), empty, empty, empty)
-    (top, exponentials, target, total), _ = lax.scan(step, start, (jnp.arange(len(pieces)), pieces))
-    axes = cut.split.vocab
-    highest = top.max(axis=0)
+    def step(running: RunningStats, numbered_chunk: tuple[Array, Array]) -> tuple[RunningStats, None]:
+        return ops.add_statistics(shard, _load_chunk(shard, *numbered_chunk), running), None
+
+    empty = jnp.zeros((ops.groups, len(shard.hidden)), jnp.float32)
+    start = RunningStats(jnp.full_like(empty, -jnp.inf), empty, empty, empty)
+    running, _ = lax.scan(step, start, (jnp.arange(len(chunks)), chunks))
+    axes = shard.sharding.vocab_axes
+    largest = running.max.max(axis=0)
     if axes:
-        highest = lax.pmax(highest, axes)
-    sums = exponentials * jnp.exp(top - highest), target, total
-    exponentials, target, total = psum(tuple(part.sum(axis=0) for part in sums), axes)
-    return Stats(lse=highest + jnp.log(exponentials), target=target, mean=total / cut.vocab)
+        largest = lax.pmax(largest, axes)
+    sums = running.exp_sum * jnp.exp(running.max - largest), running.target, running.sum
+    exp_sum, target, total = psum(tuple(groups.sum(axis=0) for groups in sums), axes)
+    return LogitStats(lse=largest + jnp.log(exp_sum), target=target, mean=total / shard.vocab)
 
 
-class _Tile(NamedTuple):
-    """The logits [c v] of a chunk, where the targets are among them, and which are real."""
+class ChunkLogits(NamedTuple):
+    """The logits [c v] of a chunk."""
 
-    scores: Array
-    hit: Array
-    seen: Any
-
-
-def _tile(cut: VocabShard, chunk: Chunk) -> _Tile:
-    first = chunk.start + loss_stats.first_column(cut.rows, cut.split)
-    scores = loss_stats.logits(cut.head, cut.x, chunk.matrix, first)
-    hit = loss_stats.is_target(scores, cut.own, chunk.start)
-    if not chunk.padded(cut):
-        return _Tile(scores, hit, True)
-    seen = chunk.start + lax.broadcasted_iota(jnp.int32, scores.shape, 1) < cut.rows
-    return _Tile(scores, hit & seen, seen)
+    logits: Array
+    target_mask: Array
+    is_real: Array | bool  # False for padding
 
 
-def _add(cut: VocabShard, chunk: Chunk, running: Running) -> Running:
-    top, exponentials, target, total = (part[0] for part in running)
-    tile = _tile(cut, chunk)
-    shown = jnp.where(tile.seen, tile.scores, -jnp.inf)
-    higher = jnp.maximum(top, shown.max(axis=1))
-    exponentials = exponentials * jnp.exp(top - higher) + jnp.exp(shown - higher[:, None]).sum(axis=1)
-    target += jnp.where(tile.hit, tile.scores, 0).sum(axis=1)
-    total += jnp.where(tile.seen, tile.scores, 0).sum(axis=1)
-    return Running(higher[None], exponentials[None], target[None], total[None])
+def _compute_logits(shard: VocabShard, chunk: VocabChunk) -> ChunkLogits:
+    offset = chunk.start + vocab_offset(shard.rows, shard.sharding)
+    raw_logits = LogitMatmul(shard.hidden, chunk.unembed).raw_logits(shard.hidden)
+    logits = to_logits(shard.head, raw_logits, offset)
+    target_mask = is_target(logits, shard.local_targets, chunk.start)
+    if not chunk.is_padded(shard):
+        return ChunkLogits(logits, target_mask, True)
+    is_real = chunk.start + lax.broadcasted_iota(jnp.int32, logits.shape, 1) < shard.rows
+    return ChunkLogits(logits, target_mask & is_real, is_real)
 
 
-def _d_logits(cut: VocabShard, chunk: Chunk, stats: Stats, d_stats: Stats) -> Array:
-    tile = _tile(cut, chunk)
-    d = loss_stats.d_logits(cut.head, tile.scores, tile.hit, stats, d_stats, cut.vocab)
-    return jnp.where(tile.seen, d, 0).astype(cut.x.dtype).T
+def _add_statistics(shard: VocabShard, chunk: VocabChunk, running: RunningStats) -> RunningStats:
+    largest, exp_sum, target, total = (groups[0] for groups in running)
+    logits, target_mask, is_real = _compute_logits(shard, chunk)
+    real_logits = jnp.where(is_real, logits, -jnp.inf)
+    new_largest = jnp.maximum(largest, real_logits.max(axis=1))
+    exp_sum = exp_sum * jnp.exp(largest - new_largest) + jnp.exp(real_logits - new_largest[:, None]).sum(
+        axis=1
+    )
+    target += jnp.where(target_mask, logits, 0).sum(axis=1)
+    total += jnp.where(is_real, logits, 0).sum(axis=1)
+    return RunningStats(new_largest[None], exp_sum[None], target[None], total[None])
 
 
-PLAIN = ChunkOps(_add, _d_logits)
+def _compute_d_logits(shard: VocabShard, chunk: VocabChunk, stats: LogitStats, d_stats: LogitStats) -> Array:
+    logits, target_mask, is_real = _compute_logits(shard, chunk)
+    d_logits = compute_d_logits(shard.head, logits, target_mask, stats, d_stats, shard.vocab)
+    return jnp.where(is_real, d_logits, 0).astype(shard.hidden.dtype).T
+
+
+PLAIN_OPS = ChunkOps(_add_statistics, _compute_d_logits)

@@ -1,158 +1,201 @@
-"""What every way to cut the head and its loss works with: the statistics of a token's logits, and how a part
-of the logits adds to them and to the gradients."""
+"""Types and functions that all backends of linear cross entropy share: the settings of the head, the
+statistics of a token's logits, and how a chunk of logits adds to the loss and to the gradients."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from headrace.nn.compile_target import device
+from headrace.nn.soft_cap import soft_cap, soft_cap_slope
 
 Array = jax.Array
+T = TypeVar("T")
 
-NO_PEAK = 40.0  # logits capped at this have exponentials in the range of float32, though none is the largest
-OUT = -1e9  # the logit of a token that is ruled out: no probability in float32, and a finite square
+# Up to this soft cap, exp(logit - cap) is in the range of float32 for every logit (exp(-80) is 2e-35): the
+# cap replaces the largest logit, and no pass over the logits has to find that.
+SMALL_SOFT_CAP = 40.0
+EXCLUDED_LOGIT = -1e9  # has no probability in float32, and a finite square
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Stats:
-    """All that a loss may know of a token's logits: their logsumexp, the target's logit and their mean."""
+class LogitStats:
+    """The statistics of a token's logits from which losses are computed."""
 
-    lse: Array
-    target: Array
+    lse: Array  # logsumexp
+    target: Array  # logit of the target
     mean: Array
+
+
+PerTokenLoss = Callable[[LogitStats], Array]
+
+
+def negative_log_likelihood(stats: LogitStats) -> Array:
+    """Compute each token's negative log likelihood."""
+    return stats.lse - stats.target
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LossTotals:
-    """Sums over tokens of weight x loss and of weight x negative log likelihood. `nll` is for reading
-    only: no gradient flows through it."""
+    """Sums over tokens of weight x loss and of weight x negative log likelihood."""
 
     loss: Array
-    nll: Array
+    nll: Array  # for logging: has no gradient
 
 
-PerToken = Callable[[Stats], Array]
+class HeadInputs(NamedTuple):
+    """The arrays that head and loss are computed from, all or one device's share of them."""
+
+    hidden: Array  # last hidden states [b s d]
+    unembed: Array  # the vocabulary's matrix [v d]
+    targets: Array  # tokens [b s]
+    weights: Array  # of each token's loss [b s]
+
+
+class LossAndGradients(NamedTuple):
+    """The totals over the tokens of all devices, and the gradients of one device's share of the inputs."""
+
+    totals: LossTotals
+    d_hidden: Array
+    d_unembed: Array
 
 
 class LogitMatmul:
-    """The three products of hidden states [b s d] with the vocabulary's matrix [v d] and the gradients of
-    logits, a chunk of rows at a time, in the dtype of the hidden states and summed in float32."""
+    """The three matmuls of the head: logits, and the gradients of hidden states and vocabulary matrix.
 
-    def __init__(self, hidden: Array, matrix: Array) -> None:
-        self.rows, self.matrix = hidden, matrix
+    Each is computed for a chunk of tokens, with inputs in the dtype of the hidden states and sums in
+    float32."""
 
-    def scores(self, x: Array) -> Array:
-        """Of a chunk of `rows` [c d] with all of the matrix [c v]."""
-        return jnp.einsum("cd,vd->cv", x, self.matrix, preferred_element_type=jnp.float32)
+    def __init__(self, hidden: Array, unembed: Array) -> None:
+        """Prepare hidden states [b s d] and the vocabulary's matrix [v d] for multiplication."""
+        self.hidden, self.unembed = hidden, unembed
 
-    def gradients(self, x: Array, d: Array, d_stats: Stats) -> tuple[Array, Array]:
-        """Those of the hidden states [c d] and of the matrix [v d], by those of the logits."""
-        d = d.astype(x.dtype)
-        d_x = jnp.einsum("cv,vd->cd", d, self.matrix, preferred_element_type=jnp.float32)
+    def raw_logits(self, x: Array) -> Array:
+        """Multiply a chunk [c d] of `self.hidden` by the matrix. Returns logits [c v] before the soft cap."""
+        return jnp.einsum("cd,vd->cv", x, self.unembed, preferred_element_type=jnp.float32)
+
+    def gradients(self, x: Array, d_raw: Array, d_stats: LogitStats) -> tuple[Array, Array]:
+        """Compute the gradients of a chunk of hidden states [c d] and of the matrix [v d], from those of the
+        raw logits [c v]."""
+        d_raw = d_raw.astype(x.dtype)
+        d_x = jnp.einsum("cv,vd->cd", d_raw, self.unembed, preferred_element_type=jnp.float32)
         if device().platform != "cpu":
-            return d_x, jnp.einsum("cv,cd->vd", d, x, preferred_element_type=jnp.float32)
-        # The small one is turned round: XLA's CPU would turn the logits, and take 22 ms instead of 10 (demo
-        # recipe, Zen 4, 2026-11).
-        d_matrix = jnp.einsum("cd,cv->dv", x, d, preferred_element_type=jnp.float32)
-        return d_x, lax.optimization_barrier(d_matrix).T
+            return d_x, jnp.einsum("cv,cd->vd", d_raw, x, preferred_element_type=jnp.float32)
+        # The small factor is transposed: XLA's CPU compiler would transpose the logits, and take 22 ms
+        # instead of 10 (demo recipe, Zen 4, 2026-11).
+        d_unembed = jnp.einsum("cd,cv->dv", x, d_raw, preferred_element_type=jnp.float32)
+        return d_x, lax.optimization_barrier(d_unembed).T
 
 
 class Bf16Logits(LogitMatmul):
-    """Logits are kept in the dtype of the hidden states, as transformers keeps them: half the bytes, where
-    that is bf16, and each up to 1/512 off."""
+    """Matmuls with logits rounded to the dtype of the hidden states, as transformers does: half the bytes if
+    that is bfloat16, and each logit up to 1/512 off."""
 
-    def scores(self, x: Array) -> Array:
-        made = jnp.einsum("cd,vd->cv", x, self.matrix, preferred_element_type=x.dtype).astype(jnp.float32)
+    def raw_logits(self, x: Array) -> Array:
+        """Multiply a chunk [c d] of `self.hidden` by the matrix, and round."""
+        narrow = jnp.einsum("cd,vd->cv", x, self.unembed, preferred_element_type=x.dtype)
+        logits = narrow.astype(jnp.float32)
         if device().platform != "cpu":
-            return made
-        # For CPUs, XLA leaves out a dtype between two wider ones, unless it is said like this; it would take
-        # a GPU 1 % of a step.
+            return logits
+        # On CPUs, XLA drops a cast to a dtype between two wider ones, but not `reduce_precision`, which would
+        # take a GPU 1 % of a step.
         bits = jnp.finfo(x.dtype)
-        return lax.reduce_precision(made, bits.nexp, bits.nmant)
+        return lax.reduce_precision(logits, bits.nexp, bits.nmant)
 
 
 @dataclass(frozen=True)
 class HeadSpec:
-    per_token: PerToken
+    """The settings of the head and its loss."""
+
+    per_token_loss: PerTokenLoss
     soft_cap: float | None = None
-    chunk: int | str = "auto"  # tokens or rows of the vocabulary at a time
-    filter: float = 0.0  # probabilities below may be left out of the gradients
-    without: int | None = None  # a token that has no probability, whatever its logit
-    products: type[LogitMatmul] = LogitMatmul  # in training; what is only read has those
+    chunk_size: int | str = "auto"  # tokens, or rows of the vocabulary's matrix, at a time
+    filter_eps: float = 0.0  # kernels may drop gradients of probabilities below this
+    excluded_token: int | None = None  # gets no probability, whatever its logit
+    matmul: type[LogitMatmul] = LogitMatmul  # of training; evaluation uses `LogitMatmul`
 
 
 @dataclass(frozen=True)
 class HeadSharding:
-    """The mesh axes over which tokens and vocabulary are split here, and those over which the width of
-    `unembed` is. Empty on one device."""
+    """Mesh axes that split the head. Empty on a single device."""
 
-    tokens: tuple[str, ...] = ()
-    vocab: tuple[str, ...] = ()
-    width: tuple[str, ...] = ()
+    token_axes: tuple[str, ...] = ()  # split tokens
+    vocab_axes: tuple[str, ...] = ()  # split the vocabulary
+    width_axes: tuple[str, ...] = ()  # split the width of `unembed`; some of `token_axes`
 
     @property
-    def rest(self) -> tuple[str, ...]:
-        """The axes of the tokens over which the gradient of `unembed` is to be summed whole."""
-        return tuple(axis for axis in self.tokens if axis not in self.width)
+    def sum_axes(self) -> tuple[str, ...]:
+        """Axes over which the gradient of `unembed` is summed; over `width_axes` it is reduce-scattered."""
+        return tuple(axis for axis in self.token_axes if axis not in self.width_axes)
 
 
-def logits(head: HeadSpec, x: Array, unembed: Array, first: Any) -> Array:
-    """Of the tokens from number `first` on."""
-    return soft_capped(head, LogitMatmul(x, unembed).scores(x), first)
+def to_logits(
+    head: HeadSpec, raw_logits: Array, vocab_offset: int | Array, *, avoid_cse: bool = False
+) -> Array:
+    """Apply the soft cap to raw logits [c v], whose first column is token `vocab_offset`, and exclude the
+    token `head.excluded_token`.
+
+    With `avoid_cse` tanh is computed by another formula. Statistics and gradients need the same logits: XLA
+    would merge equal expressions (common-subexpression elimination) and write the logits to memory, which
+    takes longer than a second tanh. The other formula is off by 1e-7 of the cap where logits are far below
+    it: 4e-6 at SMALL_SOFT_CAP. With a cap of 1e7 gradients would be off by half, so only small caps use
+    it."""
+    logits = raw_logits
+    if head.soft_cap is not None and avoid_cse and head.soft_cap <= SMALL_SOFT_CAP:
+        logits = head.soft_cap * (1 - 2 / (jnp.exp(2 * (raw_logits / head.soft_cap)) + 1))
+    elif head.soft_cap is not None:
+        logits = soft_cap(raw_logits, head.soft_cap)
+    if head.excluded_token is None:
+        return logits
+    columns = lax.broadcasted_iota(jnp.int32, (1, logits.shape[1]), 1) + vocab_offset
+    return jnp.where(columns == head.excluded_token, EXCLUDED_LOGIT, logits)
 
 
-def soft_capped(head: HeadSpec, scores: Array, first: Any, *, again: bool = False) -> Array:
-    """Products of hidden states and the vocabulary's matrix [c v] as logits. `again` says that somebody else
-    has them too: the compiler would write logits that two want to memory, which takes longer than to cap them
-    a second time; it does not see that two formulas give the same. The second is off by 1e-7 of the cap where
-    logits are far below it: 4e-6 at NO_PEAK, but with a cap of 1e7 gradients would be off by half."""
-    if head.soft_cap is not None:
-        within = scores / head.soft_cap
-        other = again and head.soft_cap <= NO_PEAK
-        within = 1 - 2 / (jnp.exp(2 * within) + 1) if other else jnp.tanh(within)
-        scores = head.soft_cap * within
-    if head.without is None:
-        return scores
-    columns = lax.broadcasted_iota(jnp.int32, (1, scores.shape[1]), 1) + first
-    return jnp.where(columns == head.without, OUT, scores)
+def is_target(logits: Array, targets: Array, vocab_offset: int | Array) -> Array:
+    """Mask [c v] of the targets [c] among logits whose first column is token `vocab_offset`.
+
+    The compiler fuses the comparison into its users: neither a one-hot matrix nor a scatter is stored."""
+    return lax.broadcasted_iota(jnp.int32, logits.shape, 1) + vocab_offset == targets[:, None]
 
 
-def is_target(scores: Array, targets: Array, first: Any) -> Array:
-    """Where the target is among logits [c v] whose first column has the number `first`. A comparison the
-    compiler fuses into its users: neither a one-hot matrix nor a scatter is stored."""
-    return lax.broadcasted_iota(jnp.int32, scores.shape, 1) + first == targets[:, None]
+def compute_d_logits(
+    head: HeadSpec, logits: Array, target_mask: Array, stats: LogitStats, d_stats: LogitStats, vocab: int
+) -> Array:
+    """Compute the gradient of raw logits [c v] from that of their statistics [c].
 
-
-def d_logits(head: HeadSpec, scores: Array, hit: Array, stats: Stats, d_stats: Stats, vocab: int) -> Array:
+    `vocab` is the size of the whole vocabulary, `target_mask` [c v] the result of `is_target`."""
     gradient = (
-        d_stats.lse[:, None] * jnp.exp(scores - stats.lse[:, None])
-        + jnp.where(hit, d_stats.target[:, None], 0)
+        d_stats.lse[:, None] * jnp.exp(logits - stats.lse[:, None])
+        + jnp.where(target_mask, d_stats.target[:, None], 0)
         + d_stats.mean[:, None] / vocab
     )
-    return gradient if head.soft_cap is None else gradient * (1 - (scores / head.soft_cap) ** 2)
+    return gradient if head.soft_cap is None else gradient * soft_cap_slope(logits, head.soft_cap)
 
 
-def add_losses(totals: LossTotals, stats: Stats, losses: Array, weights: Array) -> LossTotals:
+def add_losses(totals: LossTotals, stats: LogitStats, losses: Array, weights: Array) -> LossTotals:
+    """Add the weighted losses and negative log likelihoods of some tokens to the totals."""
     return LossTotals(
         loss=totals.loss + (weights * losses).sum(),
-        nll=totals.nll + (weights * (stats.lse - stats.target)).sum(),
+        nll=totals.nll + (weights * negative_log_likelihood(stats)).sum(),
     )
 
 
-def zero() -> LossTotals:
+def zero_totals() -> LossTotals:
+    """Make the totals of no tokens."""
     return LossTotals(loss=jnp.zeros((), jnp.float32), nll=jnp.zeros((), jnp.float32))
 
 
-def first_column(columns: int, split: HeadSharding) -> Any:
-    """The number of this device's first column among all of the vocabulary."""
-    return lax.axis_index(split.vocab) * columns if split.vocab else 0
+def vocab_offset(rows: int, sharding: HeadSharding) -> int | Array:
+    """The token of the first row that this device has of the vocabulary's matrix, if each device has `rows`
+    of them."""
+    return lax.axis_index(sharding.vocab_axes) * rows if sharding.vocab_axes else 0
 
 
-def psum(x: Any, axes: tuple[str, ...]) -> Any:
+def psum(x: T, axes: tuple[str, ...]) -> T:
+    """Sum a pytree over mesh axes; over none, return it as it is."""
     return lax.psum(x, axes) if axes else x

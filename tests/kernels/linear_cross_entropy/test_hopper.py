@@ -1,5 +1,5 @@
-"""The kernels for Hopper GPUs, as far as a CPU can tell: that they are lowered for one, and that what lies
-between them is right, with plain JAX in the place of each. On a GPU: python -m benchmarks.loss_gpu"""
+"""The loss kernels for Hopper GPUs, as far as a CPU can test them: they are lowered for one, and the code
+around them is right, with plain JAX in the place of each. On a GPU: python -m benchmarks.loss_gpu"""
 
 from functools import partial
 from types import SimpleNamespace
@@ -13,193 +13,214 @@ from jax.sharding import PartitionSpec as P
 
 from headrace.errors import UserError
 from headrace.kernels.linear_cross_entropy import by_tokens, hopper
-from headrace.kernels.linear_cross_entropy.dispatch import collect_warnings, fused_cross_entropy, with_z_loss
-from headrace.kernels.linear_cross_entropy.hopper import TOKENS, VOCAB, TileSchedule
-from headrace.kernels.linear_cross_entropy.stats import HeadSharding, HeadSpec
+from headrace.kernels.linear_cross_entropy.dispatch import add_z_loss, collect_warnings, fused_cross_entropy
+from headrace.kernels.linear_cross_entropy.hopper_kernels import TOKENS, VOCAB, TileSchedule
+from headrace.kernels.linear_cross_entropy.stats import (
+    HeadInputs,
+    HeadSharding,
+    HeadSpec,
+    LossAndGradients,
+    negative_log_likelihood,
+)
 from headrace.losses import cross_entropy
+from headrace.nn.soft_cap import soft_cap
 
-PLAIN = with_z_loss(cross_entropy.per_token, SimpleNamespace(label_smoothing=0.0, z_loss=1e-3))
-SMOOTHED = with_z_loss(cross_entropy.per_token, SimpleNamespace(label_smoothing=0.1, z_loss=0.0))
+PLAIN = add_z_loss(partial(cross_entropy.per_token, SimpleNamespace(label_smoothing=0.0)), 1e-3)
+SMOOTHED = add_z_loss(partial(cross_entropy.per_token, SimpleNamespace(label_smoothing=0.1)), 0.0)
 
 
-def arrays(tokens: int = 512, vocab: int = 2048, width: int = 256, dtype: Any = jnp.float32) -> list[Any]:
+def random_inputs(
+    tokens: int = 512, vocab: int = 2048, width: int = 256, dtype: Any = jnp.float32
+) -> HeadInputs:
     keys = jax.random.split(jax.random.key(0), 4)
-    return [
+    return HeadInputs(
         jax.random.normal(keys[0], (1, tokens, width)).astype(dtype),
         (0.3 * jax.random.normal(keys[1], (vocab, width))).astype(dtype),
         jax.random.randint(keys[2], (1, tokens), 0, vocab),
         jnp.where(jax.random.uniform(keys[3], (1, tokens)) < 0.2, 0.0, 1.0),
-    ]
-
-
-def tile(x: Any, w: Any, number: Any, cap: float | None) -> Any:
-    i, j = number % (len(x) // TOKENS), number // (len(x) // TOKENS)
-    rows, words = (
-        jax.lax.dynamic_slice_in_dim(x, i * TOKENS, TOKENS),
-        jax.lax.dynamic_slice_in_dim(w, j * VOCAB, VOCAB),
     )
-    return i, j, hopper._capped(product(rows, words.T), cap)
 
 
-def product(a: Any, b: Any) -> Any:
+def compute(backend: Any, head: HeadSpec, inputs: HeadInputs) -> LossAndGradients:
+    return jax.jit(partial(backend.compute_totals_and_gradients, head, HeadSharding()))(inputs)
+
+
+def multiply(a: Any, b: Any) -> Any:
     return jnp.matmul(a, b, preferred_element_type=jnp.float32)
 
 
 @pytest.fixture
 def plain(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Each kernel as its docstring has it, rounding what it rounds. Slots that are not used hold what must
-    never be read. The list counts the tiles that are made again."""
-    made: list[int] = []
+    """Replace each kernel by plain JAX that rounds where the kernel does.
 
-    def logsumexp(x: Any, w: Any, cap: Any) -> Any:
-        scores = hopper._capped(product(x, w.T), cap).reshape(len(x), -1, VOCAB)
-        return scores.max(2).T, jax.nn.logsumexp(scores, axis=2).T
+    Unused slots have values that must never be read. The list has the number of tiles of each round."""
+    rounds: list[int] = []
 
-    def d_logits(x: Any, w: Any, rows: Any, work: TileSchedule, cap: Any) -> Any:
-        jax.debug.callback(lambda used: made.append(int(used)), work.used)
-        out = jnp.full((len(work.tiles), TOKENS, VOCAB), jnp.nan, x.dtype)
+    def compute_tile_logsumexp(x: Any, w: Any, cap: Any) -> Any:
+        logits = soft_cap(multiply(x, w.T), cap).reshape(len(x), -1, VOCAB)
+        return logits.max(2).T, jax.nn.logsumexp(logits, axis=2).T
 
-        def one(slot: Any, out: Any) -> Any:
-            i, j, scores = tile(x, w, work.tiles[slot], cap)
-            lse, d_lse, target, d_target = jax.lax.dynamic_slice_in_dim(rows, i * TOKENS, TOKENS, 1)[
-                ..., None
-            ]
-            hit = jnp.arange(VOCAB) + j * VOCAB == target
-            d = d_lse * jnp.exp(scores - lse) + jnp.where(hit, d_target, 0)
-            d = d if cap is None else d * (1 - (scores / cap) ** 2)
+    def compute_tile_d_logits(x: Any, w: Any, per_token: Any, schedule: TileSchedule, cap: Any) -> Any:
+        jax.debug.callback(lambda used: rounds.append(int(used)), schedule.used)
+        out = jnp.full((len(schedule.tiles), TOKENS, VOCAB), jnp.nan, x.dtype)
+
+        def write(slot: Any, out: Any) -> Any:
+            i, j = (op(schedule.tiles[slot], len(x) // TOKENS) for op in (jnp.mod, jnp.floor_divide))
+            tokens, rows = (slice_blocks(x, i, TOKENS), slice_blocks(w, j, VOCAB))
+            logits = soft_cap(multiply(tokens, rows.T), cap)
+            stats = jax.lax.dynamic_slice_in_dim(per_token, i * TOKENS, TOKENS, 1)
+            lse, d_lse, target, d_target = stats[..., None]
+            is_target = jnp.arange(VOCAB) + j * VOCAB == target
+            d = d_lse * jnp.exp(logits - lse) + jnp.where(is_target, d_target, 0)
+            d = d if cap is None else d * (1 - (logits / cap) ** 2)
             return out.at[slot].set(d.astype(out.dtype))
 
-        return jax.lax.fori_loop(0, work.used, one, out).reshape(-1, VOCAB)
+        return jax.lax.fori_loop(0, schedule.used, write, out).reshape(-1, VOCAB)
 
-    def write_unembed(d_ref: Any, d: Any, x: Any, work: TileSchedule) -> None:
-        d, blocks = d.reshape(-1, TOKENS, VOCAB), len(x) // TOKENS
+    def write_unembed_gradient(d_ref: Any, d_logits: Any, x: Any, schedule: TileSchedule) -> None:
+        d_logits, blocks = d_logits.reshape(-1, TOKENS, VOCAB), len(x) // TOKENS
+        first_row, end_row = schedule.row_span
 
-        def row(j: Any, out: Any) -> Any:
+        def write_row(j: Any, out: Any) -> Any:
             def add(slot: Any, total: Any) -> Any:
-                i = work.tiles[slot] % blocks
-                return total + product(d[slot].T, jax.lax.dynamic_slice_in_dim(x, i * TOKENS, TOKENS))
+                return total + multiply(
+                    d_logits[slot].T, slice_blocks(x, schedule.tiles[slot] % blocks, TOKENS)
+                )
 
-            low, high = work.ends[j] - work.ends[work.span[0]], work.ends[j + 1] - work.ends[work.span[0]]
-            total = jax.lax.fori_loop(low, high, add, jnp.zeros((VOCAB, x.shape[1])))
+            start, end = (schedule.row_ends[row] - schedule.row_ends[first_row] for row in (j, j + 1))
+            total = jax.lax.fori_loop(start, end, add, jnp.zeros((VOCAB, x.shape[1])))
             return jax.lax.dynamic_update_slice_in_dim(out, total.astype(out.dtype), j * VOCAB, 0)
 
-        d_ref[...] = jax.lax.fori_loop(work.span[0], work.span[1], row, d_ref[...])
+        d_ref[...] = jax.lax.fori_loop(first_row, end_row, write_row, d_ref[...])
 
-    def add_to_hidden(high_ref: Any, low_ref: Any, d: Any, w: Any, work: TileSchedule) -> None:
-        d, blocks = d.reshape(-1, TOKENS, VOCAB), len(work.first) - 1
+    def add_hidden_gradient(
+        high_ref: Any, low_ref: Any, d_logits: Any, w: Any, schedule: TileSchedule
+    ) -> None:
+        d_logits, blocks = d_logits.reshape(-1, TOKENS, VOCAB), len(schedule.block_starts) - 1
 
-        def block(i: Any, out: Any) -> Any:
+        def add_block(i: Any, sums: Any) -> Any:
             def add(n: Any, total: Any) -> Any:
-                slot = work.mine[n]
-                j = work.tiles[slot] // blocks
-                return total + product(d[slot], jax.lax.dynamic_slice_in_dim(w, j * VOCAB, VOCAB))
+                slot = schedule.slots_by_block[n]
+                return total + multiply(
+                    d_logits[slot], slice_blocks(w, schedule.tiles[slot] // blocks, VOCAB)
+                )
 
-            high, low = (jax.lax.dynamic_slice_in_dim(x, i * TOKENS, TOKENS) for x in out)
-            total = jnp.zeros(high.shape, jnp.float32)
-            total = jax.lax.fori_loop(work.first[i], work.first[i + 1], add, total) + high + low
-            kept = total.astype(high.dtype)
-            new = kept, (total - kept).astype(high.dtype)
+            high, low = (slice_blocks(x, i, TOKENS) for x in sums)
+            start, end = schedule.block_starts[i], schedule.block_starts[i + 1]
+            total = jax.lax.fori_loop(start, end, add, jnp.zeros(high.shape, jnp.float32)) + high + low
+            rounded = total.astype(high.dtype)
             return tuple(
                 jax.lax.dynamic_update_slice_in_dim(x, part, i * TOKENS, 0)
-                for x, part in zip(out, new, strict=True)
+                for x, part in zip(sums, (rounded, (total - rounded).astype(high.dtype)), strict=True)
             )
 
-        high_ref[...], low_ref[...] = jax.lax.fori_loop(0, blocks, block, (high_ref[...], low_ref[...]))
+        high_ref[...], low_ref[...] = jax.lax.fori_loop(0, blocks, add_block, (high_ref[...], low_ref[...]))
 
-    for function in (logsumexp, d_logits, write_unembed, add_to_hidden):
+    for function in (
+        compute_tile_logsumexp,
+        compute_tile_d_logits,
+        write_unembed_gradient,
+        add_hidden_gradient,
+    ):
         monkeypatch.setattr(hopper, function.__name__, function)
-    monkeypatch.setattr(hopper, "SLOTS", 4)
+    monkeypatch.setattr(hopper, "MIN_SLOTS", 4)
     monkeypatch.setattr(hopper, "LIST", 4)
-    return made
+    return rounds
 
 
-@pytest.mark.parametrize(("loss", "soft_cap"), [(PLAIN, None), (PLAIN, 20.0), (SMOOTHED, None)])
-def test_rounds_of_tiles_make_the_gradients_of_all(
-    plain: list[int], loss: Any, soft_cap: float | None
-) -> None:
-    p, head = arrays(), HeadSpec(loss, soft_cap)
-    ours = jax.jit(lambda *p: hopper.totals_and_gradients(head, HeadSharding(), *p))(*p)
-    theirs = jax.jit(lambda *p: by_tokens.totals_and_gradients(head, HeadSharding(), *p))(*p)
-    for one, other in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
-        np.testing.assert_allclose(one, other, rtol=2e-4, atol=2e-5 * np.abs(other).max())
+def slice_blocks(x: Any, block: Any, size: int) -> Any:
+    return jax.lax.dynamic_slice_in_dim(x, block * size, size)
+
+
+@pytest.mark.parametrize(("loss", "cap"), [(PLAIN, None), (PLAIN, 20.0), (SMOOTHED, None)])
+def test_rounds_of_tiles_compute_all_gradients(plain: list[int], loss: Any, cap: float | None) -> None:
+    inputs, head = random_inputs(), HeadSpec(loss, cap)
+    results, expected = (compute(backend, head, inputs) for backend in (hopper, by_tokens))
+    for result, value in zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(result, value, rtol=2e-4, atol=2e-5 * np.abs(value).max())
     jax.effects_barrier()
     assert plain == [4] * 8
-    totals = jax.jit(lambda *p: hopper.totals(head, HeadSharding(), *p))(*p)
-    assert float(totals.loss) == pytest.approx(float(theirs[0].loss), rel=1e-5)
+    totals = jax.jit(partial(hopper.compute_totals, head, HeadSharding()))(inputs)
+    assert float(totals.loss) == pytest.approx(float(expected.totals.loss), rel=1e-5)
 
 
 @pytest.mark.parametrize("loss", [PLAIN, SMOOTHED])
-def test_a_vocabulary_in_two_parts_has_the_gradients_of_the_whole(plain: list[int], loss: Any) -> None:
-    p, head, split = arrays(), HeadSpec(loss), HeadSharding(vocab=("tensor",))
-    devices = jax.sharding.Mesh(jax.devices()[:2], ("tensor",))
-    parts = jax.shard_map(
-        lambda *p: hopper.totals_and_gradients(head, split, *p),
-        mesh=devices,
+def test_a_split_vocabulary_has_the_gradients_of_one_that_is_not(plain: list[int], loss: Any) -> None:
+    inputs, head, sharding = random_inputs(), HeadSpec(loss), HeadSharding(vocab_axes=("tensor",))
+    compute_sharded = jax.shard_map(
+        lambda *arrays: tuple(hopper.compute_totals_and_gradients(head, sharding, HeadInputs(*arrays))),
+        mesh=jax.sharding.Mesh(jax.devices()[:2], ("tensor",)),
         in_specs=(P(), P("tensor"), P(), P()),
         out_specs=(P(), P(), P("tensor")),
         check_vma=False,
     )
-    whole = jax.jit(lambda *p: by_tokens.totals_and_gradients(head, HeadSharding(), *p))(*p)
-    for one, other in zip(jax.tree.leaves(jax.jit(parts)(*p)), jax.tree.leaves(whole), strict=True):
-        np.testing.assert_allclose(one, other, rtol=2e-4, atol=2e-5 * np.abs(other).max())
+    results, expected = jax.jit(compute_sharded)(*inputs), compute(by_tokens, head, inputs)
+    for result, value in zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(result, value, rtol=2e-4, atol=2e-5 * np.abs(value).max())
 
 
-def test_smoothing_reaches_the_words_that_a_filter_leaves_out(plain: list[int]) -> None:
-    p = arrays()
-    p[1] = p[1].at[512:].multiply(1e-3).at[:512].multiply(4.0)
-    p[2] = p[2] % 512
-    head = HeadSpec(SMOOTHED, filter=2.0**-12)
-    ours = jax.jit(lambda *p: hopper.totals_and_gradients(head, HeadSharding(), *p))(*p)
-    theirs = jax.jit(lambda *p: by_tokens.totals_and_gradients(head, HeadSharding(), *p))(*p)
+def with_unlikely_rows(inputs: HeadInputs) -> HeadInputs:
+    """Give nearly all probability to the first two of eight rows of tiles."""
+    scales = jnp.where(jnp.arange(len(inputs.unembed)) < 512, 4.0, 1e-3)
+    return inputs._replace(unembed=inputs.unembed * scales[:, None])
+
+
+def test_smoothing_trains_rows_that_a_filter_skips(plain: list[int]) -> None:
+    inputs = with_unlikely_rows(random_inputs())
+    inputs = inputs._replace(targets=inputs.targets % 512)
+    head = HeadSpec(SMOOTHED, filter_eps=2.0**-12)
+    results, expected = (compute(backend, head, inputs) for backend in (hopper, by_tokens))
     jax.effects_barrier()
     assert sum(plain) == 2 * 4 + 6
-    # Rows whose tiles were left out get what smoothing gives them, which is all that they get.
-    one, other = ours[2][1024:], theirs[2][1024:]
-    assert np.linalg.norm(other) > 0 and np.linalg.norm(one - other) <= 1e-3 * np.linalg.norm(other)
+    # Rows whose tiles are skipped have the gradient of smoothing, which is all that they have.
+    result, value = results.d_unembed[1024:], expected.d_unembed[1024:]
+    assert np.linalg.norm(value) > 0 and np.linalg.norm(result - value) <= 1e-3 * np.linalg.norm(value)
 
 
-def test_a_filter_leaves_out_what_lies_below_it_and_no_target(plain: list[int]) -> None:
-    p = arrays()
-    p[1] = p[1].at[512:].multiply(1e-3).at[:512].multiply(4.0)  # all the probability in the first two tiles
-    p[2] = jnp.where(jnp.arange(512) < 128, p[2] % 512, 1800)  # and few targets elsewhere
-    head = HeadSpec(PLAIN, filter=2.0**-12)
-    ours = jax.jit(lambda *p: hopper.totals_and_gradients(head, HeadSharding(), *p))(*p)
-    theirs = jax.jit(lambda *p: by_tokens.totals_and_gradients(head, HeadSharding(), *p))(*p)
+def test_a_filter_skips_small_probabilities_but_no_targets(plain: list[int]) -> None:
+    inputs = with_unlikely_rows(random_inputs())
+    few_elsewhere = jnp.where(jnp.arange(512) < 128, inputs.targets % 512, 1800)
+    inputs = inputs._replace(targets=few_elsewhere)
+    head = HeadSpec(PLAIN, filter_eps=2.0**-12)
+    results, expected = (compute(backend, head, inputs) for backend in (hopper, by_tokens))
     jax.effects_barrier()
     # Of 8 x 4 tiles: the first two rows of four, the first of each other, and three with the target 1,800.
     assert sum(plain) == 2 * 4 + 6 + 3
-    for one, other in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
-        assert np.linalg.norm(one - other) <= 2e-3 * np.linalg.norm(other)
+    for result, value in zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True):
+        assert np.linalg.norm(result - value) <= 2e-3 * np.linalg.norm(value)
 
 
-@pytest.mark.parametrize("filter", [0.0, 2.0**-12])
-@pytest.mark.parametrize("soft_cap", [None, 20.0])
-def test_gradients_in_bf16_are_nearer_to_the_truth_than_those_of_full_logits_in_bf16(
-    plain: list[int], soft_cap: float | None, filter: float
+@pytest.mark.parametrize("filter_eps", [0.0, 2.0**-12])
+@pytest.mark.parametrize("cap", [None, 20.0])
+def test_gradients_in_bf16_are_closer_to_exact_than_those_of_full_logits_in_bf16(
+    plain: list[int], cap: float | None, filter_eps: float
 ) -> None:
-    p = arrays(dtype=jnp.bfloat16)
-    p[1] = p[1].at[512:].multiply(0.25)  # words of which few tokens make anything
-    p[2] = p[2] % 512
-    p[3] = p[3] / p[3].sum()
-    head = HeadSpec(lambda stats: stats.lse - stats.target, soft_cap, filter=filter)
-    ours = jax.jit(lambda *p: hopper.totals_and_gradients(head, HeadSharding(), *p))(*p)[1:]
-    naive = jax.jit(partial(by_full_logits, soft_cap=soft_cap))(*p)
+    inputs = random_inputs(dtype=jnp.bfloat16)
+    inputs = HeadInputs(
+        inputs.hidden,
+        inputs.unembed.at[512:].multiply(0.25),  # rows that few tokens give a probability
+        inputs.targets % 512,
+        inputs.weights / inputs.weights.sum(),
+    )
+    head = HeadSpec(negative_log_likelihood, cap, filter_eps=filter_eps)
+    results = compute(hopper, head, inputs)[1:]
+    full_logits = jax.jit(partial(gradients_of_full_logits, cap=cap))(*inputs)
     with jax.enable_x64(True):
-        wide = [jnp.asarray(np.asarray(x, np.float64)) for x in p[:2]]
-        truth = [np.asarray(x) for x in by_full_logits(*wide, *p[2:], soft_cap=soft_cap)]
-    for one, other, right in zip(ours, naive, truth, strict=True):
-        error, theirs = (np.abs(np.asarray(x, np.float64) - right) for x in (one, other))
-        assert (error <= theirs + 1e-2).all()  # the rule of cut cross entropy's own tests
-        assert np.linalg.norm(error) <= min(np.linalg.norm(theirs), 2.7e-3 * np.linalg.norm(right))
+        wide = [jnp.asarray(np.asarray(x, np.float64)) for x in inputs[:2]]
+        exact = [np.asarray(x) for x in gradients_of_full_logits(*wide, *inputs[2:], cap=cap)]
+    for result, full, value in zip(results, full_logits, exact, strict=True):
+        error, full_error = (np.abs(np.asarray(x, np.float64) - value) for x in (result, full))
+        assert (error <= full_error + 1e-2).all()  # the tolerance of cut cross entropy's own tests
+        assert np.linalg.norm(error) <= min(np.linalg.norm(full_error), 2.7e-3 * np.linalg.norm(value))
     jax.effects_barrier()
-    assert (sum(plain) < 8 * 4) == (filter > 0)
+    assert (sum(plain) < 8 * 4) == (filter_eps > 0)
 
 
-def by_full_logits(x: Any, w: Any, targets: Any, weights: Any, *, soft_cap: float | None) -> Any:
-    """The gradients of both by logits of their own dtype."""
+def gradients_of_full_logits(x: Any, w: Any, targets: Any, weights: Any, *, cap: float | None) -> Any:
+    """Compute both gradients from logits in the dtype of x and w."""
 
     def loss(x: Any, w: Any) -> Any:
-        logits = hopper._capped(x @ w.T, soft_cap)
+        logits = soft_cap(x @ w.T, cap)
         logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
         target = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
         return (weights * (jax.nn.logsumexp(logits, axis=-1) - target)).sum()
@@ -207,67 +228,77 @@ def by_full_logits(x: Any, w: Any, targets: Any, weights: Any, *, soft_cap: floa
     return jax.grad(loss, argnums=(0, 1))(x, w)
 
 
-def test_ignored_tokens_make_no_tile_necessary(plain: list[int]) -> None:
-    p = arrays()
-    p[3] = jnp.zeros_like(p[3])
-    out = jax.jit(lambda *p: hopper.totals_and_gradients(HeadSpec(PLAIN, filter=1e-4), HeadSharding(), *p))(
-        *p
-    )
+def test_ignored_tokens_select_no_tile(plain: list[int]) -> None:
+    inputs = random_inputs()
+    inputs = inputs._replace(weights=jnp.zeros_like(inputs.weights))
+    results = compute(hopper, HeadSpec(PLAIN, filter_eps=1e-4), inputs)
     jax.effects_barrier()
-    assert sum(plain) == 8 and not any(np.asarray(x).any() for x in jax.tree.leaves(out))
+    assert sum(plain) == 8 and not any(np.asarray(x).any() for x in jax.tree.leaves(results))
 
 
 def test_the_kernels_are_lowered_for_a_gpu() -> None:
-    p = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays(256, 512, 256, jnp.bfloat16)]
-    for soft_cap, unembed in ((None, p[1]), (30.0, jax.ShapeDtypeStruct(p[1].shape, jnp.float32))):
-        head = HeadSpec(PLAIN, soft_cap, filter=2.0**-12)
-        step = jax.jit(lambda *p, head=head: hopper.totals_and_gradients(head, HeadSharding(), *p))
-        text = step.trace(p[0], unembed, *p[2:]).lower(lowering_platforms=("cuda",)).as_text()
+    hidden, unembed, *rows = (
+        jax.ShapeDtypeStruct(x.shape, x.dtype) for x in random_inputs(256, 512, 256, jnp.bfloat16)
+    )
+    for cap, dtype in ((None, jnp.bfloat16), (30.0, jnp.float32)):
+        inputs = HeadInputs(hidden, jax.ShapeDtypeStruct(unembed.shape, dtype), *rows)
+        head = HeadSpec(PLAIN, cap, filter_eps=2.0**-12)
+        step = jax.jit(partial(hopper.compute_totals_and_gradients, head, HeadSharding()))
+        text = step.trace(inputs).lower(lowering_platforms=("cuda",)).as_text()
         assert text.count("mosaic_gpu") >= 4
 
 
-def test_what_the_kernels_cannot_do_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    p = arrays(dtype=jnp.bfloat16)
+@pytest.fixture
+def hopper_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pretend that the attached device is a Hopper GPU, whose compiler accepts everything."""
+    device = SimpleNamespace(platform="gpu", compute_capability="9.0")
+    monkeypatch.setattr(hopper.jax, "devices", lambda: [device])
+    monkeypatch.setattr(hopper, "_try_to_compile", lambda *_: None)
+
+
+def test_without_a_hopper_gpu_kernels_are_an_error_and_a_filter_changes_nothing() -> None:
+    inputs = random_inputs(dtype=jnp.bfloat16)
     with pytest.raises(
         UserError, match=r"loss.backend: kernels cannot be used here: they are for Hopper GPUs"
     ):
-        fused_cross_entropy(PLAIN, *p, split="kernel")
-    # Where they are not, a filter asks for nothing that must be done.
-    assert float(fused_cross_entropy(PLAIN, *p, filter=1e-3).loss) == float(
-        fused_cross_entropy(PLAIN, *p).loss
-    )
-    here = SimpleNamespace(platform="gpu", compute_capability="9.0")
-    monkeypatch.setattr(hopper.jax, "devices", lambda: [here])
-    monkeypatch.setattr(hopper, "_try", lambda *_: None)
-    assert hopper.unsupported_reason(HeadSpec(PLAIN), HeadSharding(), *p[:2]) is None
-    assert hopper.unsupported_reason(HeadSpec(SMOOTHED), HeadSharding(), *p[:2]) is None
-    for head, hidden, unembed, why in (
-        (HeadSpec(SMOOTHED, 30.0), p[0], p[1], "mean of capped logits"),
-        (HeadSpec(PLAIN), p[0].astype(jnp.float32), p[1], "bfloat16"),
-        (HeadSpec(PLAIN), p[0][:, :500], p[1], "500 tokens are not a multiple of 128"),
-        (HeadSpec(PLAIN), p[0], p[1][:2000], "2000 rows are not a multiple of 256"),
-        (HeadSpec(PLAIN), p[0], p[1][:, :128], "128 columns are not a multiple of 256"),
+        fused_cross_entropy(PLAIN, *inputs, backend="kernel")
+    filtered = fused_cross_entropy(PLAIN, *inputs, filter_eps=1e-3)
+    assert float(filtered.loss) == float(fused_cross_entropy(PLAIN, *inputs).loss)
+
+
+def test_the_reason_why_kernels_cannot_run_is_given(hopper_gpu: None) -> None:
+    hidden, unembed, *_ = random_inputs(dtype=jnp.bfloat16)
+    plain = HeadSpec(PLAIN)
+
+    def reason(
+        head: HeadSpec = plain, hidden: Any = hidden, unembed: Any = unembed, **axes: Any
+    ) -> str | None:
+        return hopper.unsupported_reason(head, HeadSharding(**axes), hidden, unembed)
+
+    assert reason() is None
+    assert reason(HeadSpec(SMOOTHED)) is None
+    for found, expected in (
+        (reason(HeadSpec(SMOOTHED, 30.0)), "mean of capped logits"),
+        (reason(HeadSpec(PLAIN, excluded_token=3)), "they cannot exclude a token"),
+        (reason(hidden=hidden.astype(jnp.float32)), "bfloat16"),
+        (reason(hidden=hidden[:, :500]), "500 tokens are not a multiple of 128"),
+        (reason(unembed=unembed[:2000]), "2000 rows are not a multiple of 256"),
+        (reason(unembed=unembed[:, :128]), "128 columns are not a multiple of 256"),
+        (reason(width_axes=("fsdp",)), "mesh.fsdp"),
     ):
-        assert why in str(hopper.unsupported_reason(head, HeadSharding(), hidden, unembed))
-    assert "mesh.fsdp" in str(
-        hopper.unsupported_reason(HeadSpec(PLAIN), HeadSharding(width=("fsdp",)), *p[:2])
-    )
+        assert expected in str(found)
 
 
-def test_a_filter_that_no_kernel_uses_is_told_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    here = SimpleNamespace(platform="gpu", compute_capability="9.0")
-    monkeypatch.setattr(hopper.jax, "devices", lambda: [here])
-    monkeypatch.setattr(hopper, "_try", lambda *_: None)
-
-    def told(tokens: int, filter: float) -> list[str]:
-        p = arrays(tokens, 512, 256, jnp.bfloat16)
-        trained = jax.grad(lambda x: fused_cross_entropy(PLAIN, x, *p[1:], filter=filter).loss)
+def test_a_filter_without_effect_is_warned_of_with_the_reason(hopper_gpu: None) -> None:
+    def warnings(tokens: int, filter_eps: float) -> list[str]:
+        hidden, *inputs = random_inputs(tokens, 512, 256, jnp.bfloat16)
+        loss = lambda x: fused_cross_entropy(PLAIN, x, *inputs, filter_eps=filter_eps).loss
         with collect_warnings() as lines:
-            jax.make_jaxpr(trained)(p[0])
-            jax.make_jaxpr(lambda x: fused_cross_entropy(PLAIN, x, *p[1:], filter=filter).loss)(p[0])
+            jax.make_jaxpr(jax.grad(loss))(hidden)
+            jax.make_jaxpr(loss)(hidden)
         return lines
 
-    assert told(256, 1e-3) == told(250, 0.0) == []
-    (line,) = told(250, 1e-3)
+    assert warnings(256, 1e-3) == warnings(250, 0.0) == []
+    (line,) = warnings(250, 1e-3)
     assert line.startswith("loss.filter_eps: 0.001 has no effect here")
     assert "since 250 tokens are not a multiple of 128" in line

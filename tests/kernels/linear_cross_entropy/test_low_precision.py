@@ -43,7 +43,7 @@ def test_the_three_products_are_those_of_the_rounded_numbers() -> None:
     hit = np.arange(w.shape[0]) == targets[:, None]
     loss = (weights * (lse - (logits * hit).sum(1, keepdims=True))).sum()
     d = narrowed(weights * (np.exp(logits - lse) - hit), ml_dtypes.float8_e5m2, 2 * weights.max())
-    found = gradients(PLAIN_CE, p, split="fp8", chunk=10_000)
+    found = gradients(PLAIN_CE, p, backend="fp8", chunk_size=10_000)
     np.testing.assert_allclose(found[0], loss, rtol=1e-6)
     # A number near the middle of two neighbours may be rounded to either.
     for ours, theirs in zip(found[1:], ((d @ w).reshape(x.shape), d.T @ rows), strict=True):
@@ -62,23 +62,23 @@ def test_logits_of_16_bits_are_the_rounded_ones() -> None:
     hit = np.arange(w.shape[0]) == np.maximum(np.asarray(p.targets).reshape(-1), 0)[:, None]
     loss = (weights * (lse - (logits * hit).sum(1, keepdims=True))).sum()
     d = (weights * (np.exp(logits - lse) - hit)).astype(ml_dtypes.bfloat16).astype(np.float64)
-    found = gradients(PLAIN_CE, p, split="bf16", chunk=10_000)
+    found = gradients(PLAIN_CE, p, backend="bf16", chunk_size=10_000)
     np.testing.assert_allclose(found[0], loss, rtol=1e-6)
     assert (
-        abs(found[0] - gradients(PLAIN_CE, p, split="tokens")[0]) > 1e-5 * loss
+        abs(found[0] - gradients(PLAIN_CE, p, backend="tokens")[0]) > 1e-5 * loss
     )  # it does make a difference
     for ours, theirs in zip(found[1:], ((d @ w).reshape(x.shape), d.T @ rows), strict=True):
         np.testing.assert_allclose(ours, theirs, atol=5e-3 * np.abs(theirs).max(), rtol=0)
 
 
-@pytest.mark.parametrize("options", [{}, {"soft_cap": 20.0}, {"without": 3}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"soft_cap": 20.0}, {"excluded_token": 3}], ids=str)
 def test_gradients_stay_near_the_exact_ones(options: dict[str, Any]) -> None:
     p = problem(tokens=1024, vocab=512, embed=128)
     p = Problem(p.hidden, p.unembed / 3, jnp.where(p.targets == 3, 4, p.targets), p.weights)
-    per_token = PLAIN_CE if options.get("without") else SMOOTHED
+    per_token = PLAIN_CE if options.get("excluded_token") else SMOOTHED
     for narrow, exact in zip(
-        gradients(per_token, p, split="fp8", chunk=128, **options),
-        gradients(per_token, p, split="tokens", **options),
+        gradients(per_token, p, backend="fp8", chunk_size=128, **options),
+        gradients(per_token, p, backend="tokens", **options),
         strict=True,
     ):
         assert np.linalg.norm(narrow - exact) < 0.08 * np.linalg.norm(exact)
@@ -87,16 +87,16 @@ def test_gradients_stay_near_the_exact_ones(options: dict[str, Any]) -> None:
 def test_what_is_only_read_is_not_rounded() -> None:
     p = problem()
     p = Problem(p.hidden.astype("bfloat16"), *p.arrays[1:])
-    read = [fused_cross_entropy(PLAIN_CE, *p.arrays, split=way).nll for way in ("bf16", "fp8", "tokens")]
+    read = [fused_cross_entropy(PLAIN_CE, *p.arrays, backend=way).nll for way in ("bf16", "fp8", "tokens")]
     assert read[0] == read[1] == read[2]
 
 
 @pytest.mark.parametrize("sizes", [{"fsdp": 8}, {"fsdp": 2, "tensor": 4}], ids=str)
 def test_a_mesh_changes_scales_and_little_else(sizes: dict[str, int]) -> None:
     p = problem(tokens=256, vocab=512, embed=128, rows=8)
-    alone = gradients(SMOOTHED, p, split="fp8", chunk=64)
+    alone = gradients(SMOOTHED, p, backend="fp8", chunk_size=64)
     with jax.set_mesh(sharding.make_mesh(dict.fromkeys(sharding.AXES, 1) | sizes)):
-        spread = gradients(SMOOTHED, p, split="fp8", chunk=64)
+        spread = gradients(SMOOTHED, p, backend="fp8", chunk_size=64)
     for one, other in zip(spread, alone, strict=True):
         assert np.linalg.norm(one - other) < 0.06 * np.linalg.norm(other)
 
@@ -104,7 +104,7 @@ def test_a_mesh_changes_scales_and_little_else(sizes: dict[str, int]) -> None:
 def test_what_is_not_finite_is_seen() -> None:
     p = problem()
     for bad in (jnp.nan, jnp.inf):
-        value, *_ = gradients(PLAIN_CE, Problem(p.hidden.at[0, 0, 0].set(bad), *p.arrays[1:]), split="fp8")
+        value, *_ = gradients(PLAIN_CE, Problem(p.hidden.at[0, 0, 0].set(bad), *p.arrays[1:]), backend="fp8")
         assert not np.isfinite(value)
 
 
