@@ -12,6 +12,8 @@ The names in `__all__` are the public API. Importing this package imports no JAX
 are first used."""
 
 import importlib
+import sys
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -53,11 +55,17 @@ __all__ = [
 
 _MODULES = {"Dataset": "data.dataset", "DoesNotFit": "errors", "UserError": "errors"}  # the others are in api
 
-# `plan` and `quantize` are functions here, and subpackages too. The first import of a subpackage sets the
-# attribute of its name: done now, it cannot replace the function later. Both subpackages are empty.
-for _name in ("plan", "quantize"):
-    importlib.import_module(f"headrace.{_name}")
-    del globals()[_name]
+
+class _Package(ModuleType):
+    """This package. `plan` and `quantize` are functions of the API, and subpackages too: importing such a
+    subpackage sets no attribute, so that it does not replace the function."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if not (name in __all__ and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
 
 
 def __getattr__(name: str) -> object:

@@ -251,16 +251,16 @@ def stream_command(machines: workers.Workers, numbers: Sequence[int], script: st
 
 
 def delete(args: Namespace) -> int:
-    """`tpu delete`: let the trainer save, and delete the slice; with --force at once, whoever made it.
+    """`tpu delete`: let the trainer save, and delete the slice; with --force at once, whoever created it.
     Returns the exit code."""
     cloud, slice_ = find_slice(args)
     job_id = job_ledger.job_id(cloud.scope, args.name)
     if not args.force:
         if not slice_.is_managed:
-            raise UserError(f"{args.name}: Headrace did not make it; --force deletes it all the same")
+            raise UserError(f"{args.name}: not created by Headrace; --force deletes it anyway")
         if slice_.other_owner:
             raise UserError(
-                f"{args.name}: {slice_.other_owner} made it; --force deletes it all the same, without a save"
+                f"{args.name}: created by {slice_.other_owner}; --force deletes it anyway, without a save"
             )
         if job_ledger.is_watched(job_id):
             raise UserError(
@@ -276,12 +276,12 @@ def delete(args: Namespace) -> int:
 def save_before_delete(args: Namespace, cloud: Cloud, slice_: Slice) -> None:
     """Let a trainer on the slice save: it may be followed from another machine. Raises UserError if another
     job trains there, or if that cannot be found out."""
-    advice = "--force deletes it all the same, without a save"
+    advice = "--force deletes it anyway, without a save"
     is_queued = STATES.get(slice_.status_text) is SliceState.WAITING
     if slice_.state is SliceState.WAITING and slice_.created_at and not is_queued:
         raise UserError(
-            f"{slice_.name}: found it {slice_.status_text}, so its workers cannot be asked whether anything "
-            f"trains there; {advice}"
+            f"{slice_.name}: found it {slice_.status_text}, and its workers cannot be reached to check "
+            f"whether anything trains there; {advice}"
         )
     if slice_.state is not SliceState.READY:
         return
@@ -293,8 +293,8 @@ def save_before_delete(args: Namespace, cloud: Cloud, slice_: Slice) -> None:
         error_text = str(error)
     if error_text:
         raise UserError(
-            f"{slice_.name}: its workers cannot be asked whether anything trains there ({error_text}); "
-            f"{advice}"
+            f"{slice_.name}: cannot check whether anything trains there, since its workers do not respond "
+            f"({error_text}); {advice}"
         )
     if other := next((state.elsewhere for state in states if state.elsewhere), ""):
         raise UserError(f"{slice_.name}: found another training there ({other}); {advice}")

@@ -87,6 +87,6 @@ def connect_to_google_slice(args: Namespace) -> tuple[Gcp, Slice, Workers]:
 def check_own(name: str, labels: Mapping[str, str]) -> None:
     """Raise UserError unless the current user made the disk with these labels."""
     if MANAGED_LABEL not in labels:
-        raise UserError(f"{name}: Headrace did not make it; --force deletes it all the same")
+        raise UserError(f"{name}: not created by Headrace; --force deletes it anyway")
     if owner := other_owner(labels):
-        raise UserError(f"{name}: {owner} made it; --force deletes it all the same")
+        raise UserError(f"{name}: created by {owner}; --force deletes it anyway")

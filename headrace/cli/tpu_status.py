@@ -20,7 +20,7 @@ def logs(args: Namespace) -> int:
     states = job.try_query_workers(machines, slice_.name)
     if not any(state.identity for state in states):
         if error := job.first_error(states):
-            raise UserError(f"{slice_.name}: cannot be asked: {error}")
+            raise UserError(f"{slice_.name}: its workers do not respond: {error}")
         raise UserError(f"{slice_.name}: found no job on it; `headrace tpu run` starts one")
     offsets = [0 if args.whole else state.recent for state in states]
     monitor = job.JobMonitor(machines, slice_.name, offsets, lambda line: print(line, flush=True))
@@ -67,7 +67,7 @@ def status(args: Namespace) -> None:
 def describe_worker(state: job.WorkerState) -> str:
     """Describe in one line what a worker does."""
     if state.error:
-        return f"cannot be asked: {state.error}"
+        return f"does not respond: {state.error}"
     if state.running:
         return f"training: {state.last}"
     if state.exit is not None:
@@ -81,7 +81,7 @@ def warn_about_timer(args: Namespace, cloud: Cloud, slice_: Slice, retry_seconds
         return
     try:
         problem = timer_health.find_timer_problem(make_connector(args, cloud)(slice_), retry_seconds)
-    except UserError as error:  # no ssh key, so the workers cannot be asked
+    except UserError as error:  # no ssh key, so the workers cannot be reached
         problem = str(error)
     if problem:
         print(timer_health.format_warning(slice_.name, problem), flush=True)
@@ -151,7 +151,7 @@ def is_training(args: Namespace, cloud: Cloud, slice_: Slice) -> bool:
         return False
     try:
         states = job.try_query_workers(make_connector(args, cloud)(slice_), slice_.name)
-    except UserError:  # no ssh key, so the workers cannot be asked
+    except UserError:  # no ssh key, so the workers cannot be reached
         return False
     return any(state.running or state.elsewhere for state in states)
 

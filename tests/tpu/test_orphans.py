@@ -57,7 +57,7 @@ def test_a_slice_of_another_user_is_no_orphan_and_is_not_deleted_without_force(h
     said = capsys.readouterr().out
     assert "job" not in said and "1 slice of another user omitted" in said and ": --everybody" in said
     assert main(["tpu", "delete", "job", *here.key]) == 2
-    assert "job: somebody-else made it; --force deletes it all the same" in capsys.readouterr().err
+    assert "job: created by somebody-else; --force deletes it anyway" in capsys.readouterr().err
     assert not deletes(here) and NODE in here.google.nodes
     assert main(["tpu", "delete", "job", "--force"]) == 0 and here.nothing_left()
 
@@ -84,7 +84,7 @@ def test_disks_have_an_owner_and_are_in_use_by_machines_of_any_kind(here, capsys
     omitted = "1 disk of another user omitted, since you are nightly: --everybody shows all\n"
     assert capsys.readouterr().out == omitted
     assert main(["tpu", "disk", "delete", "texts", *zone]) == 2 and "texts" in here.google.disks
-    assert "made it; --force deletes it all the same" in capsys.readouterr().err
+    assert "--force deletes it anyway" in capsys.readouterr().err
     assert main(["tpu", "ls", "--orphans", "--everybody", "--project", "project"]) == 0
     said = capsys.readouterr().out
     assert "no slice uses the disk texts (9 GB in us-central2-b, made by " in said
@@ -98,7 +98,7 @@ def test_a_slice_that_is_being_repaired_is_not_deleted_without_force(here, capsy
     here.google.make_node(NODE, OURS)
     here.google.nodes[NODE]["state"] = "REPAIRING"
     assert main(["tpu", "delete", "job", *here.key]) == 2 and NODE in here.google.nodes
-    assert "job: found it REPAIRING, so its workers cannot be asked" in capsys.readouterr().err
+    assert "job: found it REPAIRING, and its workers cannot be reached" in capsys.readouterr().err
     here.google.nodes[NODE]["state"] = "CREATING"  # nothing was ever on it
     assert main(["tpu", "delete", "job", *here.key]) == 0 and here.nothing_left()
 
@@ -145,7 +145,7 @@ def test_a_training_followed_from_another_machine_saves_before_the_slice_is_dele
     assert "job is training; if no other machine of yours watches it" in said and "tpu delete" not in said
     here.google.block()
     assert main(["tpu", "delete", "job", *here.key]) == 2  # nobody knows, so nobody decides
-    reason = "job: its workers cannot be asked whether anything trains there (ssh: connect"
+    reason = "job: cannot check whether anything trains there, since its workers do not respond (ssh: connect"
     assert reason in capsys.readouterr().err
     assert main(["tpu", "delete", "job", "--ssh-key", "none"]) == 2
     assert alive(pids) == [True, True] and not deletes(here)
@@ -165,7 +165,7 @@ def test_a_training_of_another_user_is_found_on_a_slice_without_owner(here, caps
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", str(recipe)]) as process:
         assert main(["tpu", "delete", "job", *here.key]) == 2
         said = capsys.readouterr().err
-        assert f"job: found another training there ({recipe}); --force deletes it all the same" in said
+        assert f"job: found another training there ({recipe}); --force deletes it anyway" in said
         assert main(["tpu", "ls", "--orphans", *here.key]) == 0
         assert "job is training" in capsys.readouterr().out and NODE in here.google.nodes
         process.kill()

@@ -356,7 +356,7 @@ def test_logs_end_with_the_slice_and_distinguish_no_job_from_no_connection(here,
     assert "idle: found no job on it" in capsys.readouterr().err
     here.google.block()
     assert main(["tpu", "logs", "idle", *here.key]) == 2
-    assert "idle: cannot be asked: [w0] ssh: connect to host" in capsys.readouterr().err
+    assert "idle: its workers do not respond: [w0] ssh: connect to host" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("known", [True, False])
