@@ -395,7 +395,7 @@ def test_disks_of_others_are_not_deleted_and_unused_ones_are_listed(google, caps
     google.disks["colleague"] = {"name": "colleague"} | there
     google.disks["texts"] = {"name": "texts", "labels": {"headrace": "yes"}} | there
     assert main(["tpu", "disk", "delete", "colleague", *zone]) == 2 and "colleague" in google.disks
-    assert "colleague: Headrace did not make it; --force" in capsys.readouterr().err
+    assert "colleague: not created by Headrace; --force" in capsys.readouterr().err
     for more in ([], zone):
         assert main(["tpu", "disk", "ls", *more]) == 0
         assert capsys.readouterr().out == "texts  us-central2-b  9 GB  pd-ssd\n"
