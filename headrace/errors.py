@@ -22,7 +22,16 @@ class ExitCode(IntEnum):
 
 
 class UserError(ValueError):
-    """A mistake in a recipe, a path, an option or the data. The message says how to correct it."""
+    """A mistake in a recipe, a path, an option or the data. The message says how to correct it.
+
+    `exit_code` is the exit code with which the command line ends.
+
+    Example:
+        >>> try:
+        ...     recipe = hr.load_recipe("recipe.yaml")
+        ... except hr.UserError as error:
+        ...     print(error)
+    """
 
     exit_code: int = ExitCode.USER_ERROR
 
@@ -46,7 +55,14 @@ class InvalidArgument(UserError):
 
 
 class DoesNotFit(UserError):
-    """A valid recipe that needs more memory than these devices have."""
+    """A valid recipe that needs more memory than these devices have. The message says what to change.
+
+    Example:
+        >>> try:
+        ...     hr.train(recipe)
+        ... except hr.DoesNotFit:
+        ...     hr.train(dataclasses.replace(recipe, batch=smaller_batch))
+    """
 
     exit_code = ExitCode.DOES_NOT_FIT
 

@@ -59,7 +59,14 @@ class Dataset:
     """Rows of `sequence_length` tokens, cut from packed rows of that length or a multiple of it.
 
     All row numbers count rows after cutting. `pad_id` fills up rows; a tokenizer without a padding token pads
-    with its end-of-text token. `has_loss_mask` and `has_labels` say which arrays the batches have."""
+    with its end-of-text token. `has_loss_mask` and `has_labels` say which arrays the batches have.
+
+    Example:
+        >>> dataset = hr.Dataset.open("data/demo")
+        >>> rows = dataset.batch(dataset.train_order(4, seed=0), step=0)
+        >>> rows.tokens.shape
+        (4, 128)
+    """
 
     def __init__(self, index: Index, folder: Folder, sequence_length: int) -> None:
         self.index, self.folder, self.sequence_length = index, folder, sequence_length
@@ -88,8 +95,20 @@ class Dataset:
     ) -> "Dataset":
         """Open packed data in a folder or at a URL.
 
-        A `sequence_length` k times shorter than the packed one cuts each packed row into k rows. Data made
-        with another tokenizer than `tokenizer_sha256` is refused."""
+        Args:
+            path: Folder that `headrace data prepare` wrote, or its gs:// URL.
+            sequence_length: Length of the rows: a divisor of the packed length, which is the default.
+            tokenizer_sha256: Checksum of the tokenizer that the data must have been made with, if given.
+
+        Returns:
+            The dataset. Shards are opened when they are read.
+
+        Raises:
+            UserError: If there is no such data, it is damaged, or it does not suit the other arguments.
+
+        Example:
+            >>> hr.Dataset.open("data/demo", sequence_length=64)
+        """
         folder = open_folder(path)
         index = read_index(folder)
         sequence_length = sequence_length or index.sequence_length

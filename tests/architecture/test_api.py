@@ -1,6 +1,7 @@
 """The Python API: its names, its documentation, and an import without JAX."""
 
 import inspect
+import operator
 import subprocess
 import sys
 import tomllib
@@ -48,19 +49,24 @@ def test_functions_are_not_replaced_by_subpackages_of_their_names():
     assert inspect.isfunction(headrace.plan) and inspect.isfunction(headrace.quantize)
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_every_function_documents_arguments_result_and_errors(name: str):
-    function = getattr(headrace, name)
-    parts = (function.__doc__ or "").split("\n\n    ")
+@pytest.mark.parametrize("function", [*FUNCTIONS, "Dataset.open"])
+def test_every_function_documents_arguments_result_and_errors(function: str):
+    function = operator.attrgetter(function)(headrace)
+    parts = inspect.getdoc(function).split("\n\n")
     headings = [part.partition("\n")[0] for part in parts]
     assert headings[-4:] == ["Args:", "Returns:", "Raises:", "Example:"], headings
-    documented = [line.partition(":")[0].strip() for line in parts[-4].splitlines() if line[8:9].strip()]
+    documented = [line.partition(":")[0].strip() for line in parts[-4].splitlines()[1:] if line[4:5].strip()]
     assert documented == list(inspect.signature(function).parameters)
     signature = inspect.signature(function)
     parameters = signature.parameters.values()
     assert all(p.annotation is not p.empty for p in parameters)
     assert signature.return_annotation is not signature.empty
     assert sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters) <= 2
+
+
+@pytest.mark.parametrize("name", ["Dataset", "UserError", "DoesNotFit"])
+def test_every_class_has_an_example(name: str):
+    assert "Example:\n    >>> " in inspect.getdoc(getattr(headrace, name))
 
 
 def test_type_checkers_find_the_annotations_of_the_installed_package():
