@@ -1,49 +1,56 @@
-"""What goes into every matrix of a model, layer by layer: the sums of x xᵀ that GPTQ and VPTQ round by. A
-model is run as it is, through the place where nn/stack.py lets something else run its layers, so that no
-family knows of it."""
+"""Calibration: the inputs of every matrix of a layer, as sums of x xᵀ, by which GPTQ and VPTQ round.
 
+Layers are quantized one by one, each calibrated on what the quantized layers before it output. But a model
+is called as a whole, and its family has no hooks. Three objects reach into the model as it is:
+
+- `SingleLayerRunner` takes the place of the loop over layers (`Execution.layer_runner`). It runs one layer on
+  inputs of its own, not on those that the model passes, and keeps the output. The embeddings before it, the
+  layers beside it and the head after it do not affect that output, so XLA removes them.
+- `ObservedWeight` takes the place of a matrix in the weights. Models multiply weights by `project`, which
+  dispatches on their type: an observed weight adds x xᵀ to a `HessianSums`, and then multiplies as usual.
+- `HessianSums` gathers these sums, by the names of the weights, while the layer is traced. `layer_hessians`
+  returns them from the compiled function."""
+
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from headrace.errors import UserError
 from headrace.model_wrappers import classification_head
+from headrace.models import ModelConfig
 from headrace.nn.linear import project
-from headrace.nn.module import Array, module, path_name
-from headrace.nn.stack import Execution, num_layers
+from headrace.nn.module import Array, PyTree, module, path_name
+from headrace.nn.stack import CachedLayerBody, Execution, LayerBody, num_layers
 
 
-@dataclass
+@dataclass(eq=False)
 class HessianSums:
-    """What is noted while a layer is traced. `counts` are the tokens that do, the others being padding."""
+    """Sums of x xᵀ, by the names of weights, gathered while a layer is traced."""
 
-    counts: Array
+    token_mask: Array  # float32 [b s]: 1 for tokens that count, 0 for padding
     grams: dict[str, Array] = field(default_factory=dict)
-
-    def __hash__(self) -> int:
-        return id(self)
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["w"], meta_fields=["name", "sums"])
 @dataclass(frozen=True)
 class ObservedWeight:
-    """A weight that notes what it is multiplied with."""
+    """A weight that adds the inputs it is multiplied with to `sums`."""
 
-    w: Any
+    w: PyTree
     name: str
     sums: HessianSums
 
 
 @project.register
 def _(w: ObservedWeight, x: Array, spec: str) -> Array:
-    inputs, counts = spec.split(",")[0], w.sums.counts
-    summed = [letter for letter in inputs if letter in spec.split(",")[1].split("->")[0]]
-    flat = x.reshape(*x.shape[: x.ndim - len(summed)], -1).astype(jnp.float32)
-    if flat.shape[:-1] == counts.shape:
-        flat = flat * counts[..., None]
+    x_axes, w_axes = spec.split("->")[0].split(",")
+    input_axes = [axis for axis in x_axes if axis in w_axes]
+    flat = x.reshape(*x.shape[: x.ndim - len(input_axes)], -1).astype(jnp.float32)
+    if flat.shape[:-1] == w.sums.token_mask.shape:
+        flat = flat * w.sums.token_mask[..., None]
     flat = flat.reshape(-1, flat.shape[-1])
     gram = jnp.matmul(flat.T, flat, precision="highest")
     w.sums.grams[w.name] = w.sums.grams.get(w.name, 0) + gram
@@ -52,111 +59,136 @@ def _(w: ObservedWeight, x: Array, spec: str) -> Array:
 
 @module
 class CalibrationBatch:
-    """Rows as the model is given them, and which of their tokens count."""
+    """Rows of calibration data, [b s] each, as the model reads them."""
 
     tokens: Array
     segments: Array | None
     positions: Array | None
-    counts: Array
+    token_mask: Array  # float32: 1 for tokens that count, 0 for padding
 
 
 @dataclass
 class SingleLayerRunner:
-    """Runs one layer in the place of all, on what is given and not on what the model comes with; with
-    `run_layer` None, none. What comes out is kept in `out`; what the model makes of it nobody reads, and the
-    compiler drops it."""
+    """A `LayerRunner` that runs layer `layer` alone, on `inputs` instead of what the model feeds it.
 
-    layer: Any
-    inputs: Any = None
-    turn: int = 0
-    out: Any = None
-    seen: list[tuple[int, int]] = field(default_factory=list)  # layers, and kinds of them that take turns
+    The result is kept in `output`; what the model computes from it is dead code that XLA removes. With
+    `layer` None no layer runs, and `output` are the inputs of the first one."""
 
-    def run(self, exec_opts: Execution, bodies: Any, x: Array, blocks: Any) -> Array:
-        self.seen.append((num_layers(blocks), len(bodies)))
-        self.out = x
+    layer: Array | None
+    inputs: Array | None = None
+    kind: int = 0  # of the layer: which of the bodies runs it
+    output: Array | None = None
+    stacks: list[tuple[int, int]] = field(default_factory=list)  # (layers, kinds of layers) of each call
+
+    def run(self, exec_opts: Execution, bodies: Sequence[LayerBody], x: Array, layers: PyTree) -> Array:
+        """Take the place of `nn.stack.run_layers`."""
+        self.stacks.append((num_layers(layers), len(bodies)))
+        self.output = x
         if self.layer is not None:
-            # An index beyond the end is the last: what is rounded already is a stack of this layer alone.
-            cut = lambda w: jax.lax.dynamic_index_in_dim(w, self.layer, keepdims=False)
-            self.out = bodies[self.turn](jax.tree.map(cut, blocks), self.inputs)
-        return self.out
+            # A quantized weight is a stack of this layer only: an index beyond the end takes the last.
+            select = lambda w: jax.lax.dynamic_index_in_dim(w, self.layer, keepdims=False)
+            assert self.inputs is not None
+            self.output = bodies[self.kind](jax.tree.map(select, layers), self.inputs)
+        return self.output
 
-    def run_cached(self, exec_opts: Execution, bodies: Any, x: Array, layers: Any, cache: Any) -> Any:
+    def run_cached(
+        self,
+        exec_opts: Execution,
+        bodies: Sequence[CachedLayerBody],
+        x: Array,
+        layers: PyTree,
+        cache: PyTree,
+    ) -> tuple[Array, PyTree]:
+        """Not needed: calibration runs whole rows."""
         raise NotImplementedError("calibration runs whole rows, without a cache")
 
 
 def run_model(
-    cfg: Any, exec_opts: Execution, only: SingleLayerRunner, model: Any, text: CalibrationBatch
+    cfg: ModelConfig, exec_opts: Execution, runner: SingleLayerRunner, model: PyTree, batch: CalibrationBatch
 ) -> Array:
-    exec_opts = replace(exec_opts, layer_runner=only)
-    # A head for labels takes the place of the one for tokens, which some families apply themselves.
-    run: Any = classification_head.body(model) if classification_head.has_labels(cfg) else model
-    run(cfg, text.tokens, exec_opts=exec_opts, segments=text.segments, positions=text.positions)
-    return only.out
+    """Call a model whose layers are run by `runner`. Returns the runner's output [b s d]."""
+    exec_opts = replace(exec_opts, layer_runner=runner)
+    # A head for labels replaces the head for tokens, which some families apply to their output themselves.
+    call = classification_head.body(model) if classification_head.has_labels(cfg) else model
+    call(cfg, batch.tokens, exec_opts=exec_opts, segments=batch.segments, positions=batch.positions)
+    assert runner.output is not None
+    return runner.output
 
 
-def period(cfg: Any, exec_opts: Execution, model: Any, text: CalibrationBatch) -> int:
-    """How many kinds of layers follow each other in turn. UserError if they cannot be run one by one."""
-    only = SingleLayerRunner(None)
-    jax.eval_shape(lambda model, text: run_model(cfg, exec_opts, only, model, text), model, text)
-    if len(only.seen) != 1 or only.seen[0][0] != cfg.layers:
+def count_layer_kinds(cfg: ModelConfig, exec_opts: Execution, model: PyTree, batch: CalibrationBatch) -> int:
+    """The number of kinds of layers: layer i is of kind i modulo this number.
+
+    Raises UserError if the model does not run its layers once each and in order."""
+    runner = SingleLayerRunner(None)
+    jax.eval_shape(lambda model, batch: run_model(cfg, exec_opts, runner, model, batch), model, batch)
+    if len(runner.stacks) != 1 or runner.stacks[0][0] != cfg.layers:
         raise UserError(
-            f"quantize: the layers of this {cfg.use} do not follow each other one by one, which --method rtn "
-            "alone does not ask for"
+            f"quantize: the layers of this {cfg.use} model do not run one after the other; only --method rtn "
+            "can quantize it"
         )
-    return only.seen[0][1]
+    return runner.stacks[0][1]
 
 
 @partial(jax.jit, static_argnames=("cfg", "exec_opts"))
-def embed_inputs(cfg: Any, exec_opts: Execution, model: Any, text: CalibrationBatch) -> Array:
-    """What the first layer is given."""
-    return run_model(cfg, exec_opts, SingleLayerRunner(None), model, text)
+def embed_inputs(cfg: ModelConfig, exec_opts: Execution, model: PyTree, batch: CalibrationBatch) -> Array:
+    """Compute the inputs [b s d] of the first layer."""
+    return run_model(cfg, exec_opts, SingleLayerRunner(None), model, batch)
 
 
-@partial(jax.jit, static_argnames=("cfg", "exec_opts", "turn"))
+@partial(jax.jit, static_argnames=("cfg", "exec_opts", "kind"))
 def run_layer(
-    cfg: Any, exec_opts: Execution, turn: int, model: Any, text: CalibrationBatch, number: Array, x: Array
-) -> Array:
-    """What a layer makes of x."""
-    return run_model(cfg, exec_opts, SingleLayerRunner(number, x, turn), model, text)
-
-
-@partial(jax.jit, static_argnames=("cfg", "exec_opts", "turn", "names"))
-def layer_hessians(
-    cfg: Any,
+    cfg: ModelConfig,
     exec_opts: Execution,
-    turn: int,
+    kind: int,
+    model: PyTree,
+    batch: CalibrationBatch,
+    index: Array,
+    x: Array,
+) -> Array:
+    """Compute the output of layer `index`, of this kind, for inputs x [b s d]."""
+    return run_model(cfg, exec_opts, SingleLayerRunner(index, x, kind), model, batch)
+
+
+@partial(jax.jit, static_argnames=("cfg", "exec_opts", "kind", "names"))
+def layer_hessians(
+    cfg: ModelConfig,
+    exec_opts: Execution,
+    kind: int,
     names: frozenset[str],
-    model: Any,
-    text: CalibrationBatch,
-    number: Array,
+    model: PyTree,
+    batch: CalibrationBatch,
+    index: Array,
     x: Array,
 ) -> dict[str, Array]:
-    """What goes into these weights of a layer, as sums over the batch by their names."""
-    sums = HessianSums(text.counts)
-    watch = lambda path, w: ObservedWeight(w, path_name(path), sums) if path_name(path) in names else w
-    watched = jax.tree_util.tree_map_with_path(watch, model)
-    run_model(cfg, exec_opts, SingleLayerRunner(number, x, turn), watched, text)
+    """Compute the sums of x xᵀ over a batch, by name, for the inputs of these weights of layer `index`."""
+    sums = HessianSums(batch.token_mask)
+    observe = lambda path, w: ObservedWeight(w, path_name(path), sums) if path_name(path) in names else w
+    observed = jax.tree_util.tree_map_with_path(observe, model)
+    run_model(cfg, exec_opts, SingleLayerRunner(index, x, kind), observed, batch)
     return sums.grams
 
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["number", "params"],
-    meta_fields=["cfg", "exec_opts", "turn"],
+    data_fields=["index", "params"],
+    meta_fields=["cfg", "exec_opts", "kind"],
 )
 @dataclass(frozen=True)
-class Layer:
-    """One of a model's, of a kind that takes its turn. `params` are the model as it was."""
+class ModelLayer:
+    """One layer of a model, to be run by itself. `params` are all weights of the model, not quantized.
 
-    cfg: Any
+    A pytree, so that the layers of one kind share compiled programs."""
+
+    cfg: ModelConfig
     exec_opts: Execution
-    turn: int
-    number: Array
-    params: Any
+    kind: int
+    index: Array
+    params: PyTree
 
-    def out(self, model: Any, text: CalibrationBatch, x: Array) -> Array:
-        return run_layer(self.cfg, self.exec_opts, self.turn, model, text, self.number, x)
+    def run(self, model: PyTree, batch: CalibrationBatch, x: Array) -> Array:
+        """Compute the layer's output for inputs x [b s d], with the weights of `model`."""
+        return run_layer(self.cfg, self.exec_opts, self.kind, model, batch, self.index, x)
 
-    def observed(self, names: frozenset[str], text: CalibrationBatch, x: Array) -> dict[str, Array]:
-        return layer_hessians(self.cfg, self.exec_opts, self.turn, names, self.params, text, self.number, x)
+    def hessians(self, names: frozenset[str], batch: CalibrationBatch, x: Array) -> dict[str, Array]:
+        """Compute the sums of x xᵀ over a batch for the inputs of these weights."""
+        return layer_hessians(self.cfg, self.exec_opts, self.kind, names, self.params, batch, self.index, x)

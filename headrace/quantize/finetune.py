@@ -1,148 +1,231 @@
-"""Codebooks fitted, indices as they are: those of a layer to what the layer gave before it was rounded
-(VPTQ's layer-wise fine-tuning), and those of all layers together to the text (its end-to-end one)."""
+"""Finetuning of VPTQ's codebooks, with fixed indices: of each layer to the output that it had before it was
+quantized, and then of all layers together to the training loss."""
 
 import statistics
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.typing import DTypeLike
 
 from headrace.low_precision.cast import cast
 from headrace.model_formats.quantized_folder import Linear, with_layer, with_stacks
 from headrace.model_formats.vptq import VPTQMatrix
-from headrace.nn.module import Array
+from headrace.nn.module import Array, PyTree
 from headrace.objectives import Batch, TrainTask, load_objective, update_phases
-from headrace.quantize.calibrate import CalibrationBatch, Layer
+from headrace.quantize.calibrate import CalibrationBatch, ModelLayer
+from headrace.quantize.methods import Finetuning, QuantizedLayer, QuantizedMatrix
 
-BOOKS = ("centroids", "residual", "outlier_centroids")
-JUDGES = 8  # batches
+CODEBOOK_FIELDS = ("centroids", "residual", "outlier_centroids")
+EVAL_BATCHES = 8
+
+Codebooks: TypeAlias = dict[str, dict[str, Array]]  # by the names of linear layers, and by field
 
 
 def finetune_layer(
-    layer: Layer,
-    method: Any,
-    found: list[Linear],
-    made: dict[str, VPTQMatrix],
-    rows: list[tuple[CalibrationBatch, np.ndarray]],
-    put: Callable[[np.ndarray], Array],
-) -> dict[str, Any]:
-    """The matrices with codebooks that make the layer's output, on the texts and inputs of `rows`, more like
-    that of the matrices they stand for. The result is taken only if it does, over all rows. Inputs and
-    outputs lie in the host's memory, and come to the devices by `put`, a batch at a time."""
-    books, matrices = {name: _books(stored) for name, stored in made.items()}, tuple(found)
-    state, begun = _rule(method.tune_learning_rate, method.tune_steps).init(books), books
-    wanted = [np.asarray(layer.out(layer.params, text, put(x))) for text, x in rows]
-    batch = lambda at: (rows[at][0], put(rows[at][1]), put(wanted[at]))
-    total = lambda books: sum(
-        float(layer_error(matrices, layer, made, books, *batch(at))) for at in range(len(rows))
-    )
-    for number in range(method.tune_steps):
-        moved = step(method, matrices, layer, made, books, state, *batch(number % len(rows)))
-        # Waited for, or the batches of many steps would be on the devices at once.
-        books, state = jax.block_until_ready(moved)
-    books = jax.tree.map(lambda book: book.astype(jnp.float16).astype(jnp.float32), books)
-    best = books if total(books) < total(begun) else begun
-    return {name: replace(stored, **_halves(best[name])) for name, stored in made.items()}
+    finetuning: Finetuning,
+    layer: ModelLayer,
+    linears: Sequence[Linear],
+    matrices: QuantizedLayer,
+    batches: Sequence[CalibrationBatch],
+    inputs: Sequence[np.ndarray],
+    to_devices: Callable[[np.ndarray], Array],
+) -> dict[str, QuantizedMatrix]:
+    """Finetune a layer's codebooks so that its output is closer to that of the matrices before quantization.
+
+    Returns the matrices with the finetuned codebooks, or unchanged if the error over all batches is not
+    smaller. `inputs` are the layer's inputs for each batch: like its outputs they are in host memory, and
+    `to_devices` moves one batch at a time."""
+    quantized, optimizer = tuple(linears), make_optimizer(finetuning)
+    targets = [
+        np.asarray(layer.run(layer.params, b, to_devices(x))) for b, x in zip(batches, inputs, strict=True)
+    ]
+
+    def load(index: int) -> tuple[CalibrationBatch, Array, Array]:
+        return batches[index], to_devices(inputs[index]), to_devices(targets[index])
+
+    def total_error(codebooks: Codebooks) -> float:
+        errors = (
+            layer_error(quantized, layer, matrices, codebooks, *load(index)) for index in range(len(batches))
+        )
+        return sum(map(float, errors))
+
+    initial = get_codebooks(matrices)
+    codebooks, state = initial, optimizer.init(initial)
+    for step in range(finetuning.steps):
+        # Without waiting, the batches of many steps would be on the devices at once.
+        codebooks, state = jax.block_until_ready(
+            finetune_step(
+                finetuning, quantized, layer, matrices, codebooks, state, *load(step % len(batches))
+            )
+        )
+    codebooks = round_codebooks(codebooks)
+    is_better = total_error(codebooks) < total_error(initial)
+    return with_codebooks(matrices, codebooks if is_better else initial, jnp.float16)
 
 
-# Of a layer's matrices and of the model nothing is closed over: one program does for every layer of a kind.
-@partial(jax.jit, static_argnames="found")
+# Functions of the layer, and not closures over it: the layers of one kind share their compiled programs.
+@partial(jax.jit, static_argnames="linears")
 def layer_error(
-    found: tuple[Linear, ...],
-    layer: Layer,
-    made: Any,
-    books: Any,
-    text: CalibrationBatch,
+    linears: tuple[Linear, ...],
+    layer: ModelLayer,
+    matrices: QuantizedLayer,
+    codebooks: Codebooks,
+    batch: CalibrationBatch,
     x: Array,
-    wanted: Array,
+    target: Array,
 ) -> Array:
-    """How far the layer's output is from the wanted one, squared, for a token."""
-    fitted = {name: replace(stored, **books[name]) for name, stored in made.items()}
-    model = with_layer(layer.params, found, fitted)
-    apart = (layer.out(model, text, x) - wanted).astype(jnp.float32) * text.counts[..., None]
-    return jnp.sum(apart**2) / jnp.maximum(text.counts.sum(), 1.0)
+    """The squared distance of the layer's output from the target, summed over features, mean over tokens."""
+    model = with_layer(layer.params, linears, with_codebooks(matrices, codebooks))
+    error = (layer.run(model, batch, x) - target).astype(jnp.float32) * batch.token_mask[..., None]
+    return jnp.sum(error**2) / jnp.maximum(batch.token_mask.sum(), 1.0)
 
 
-@partial(jax.jit, static_argnames=("method", "found"))
-def step(
-    method: Any,
-    found: tuple[Linear, ...],
-    layer: Layer,
-    made: Any,
-    books: Any,
-    state: Any,
-    text: CalibrationBatch,
+@partial(jax.jit, static_argnames=("finetuning", "linears"))
+def finetune_step(
+    finetuning: Finetuning,
+    linears: tuple[Linear, ...],
+    layer: ModelLayer,
+    matrices: QuantizedLayer,
+    codebooks: Codebooks,
+    state: optax.OptState,
+    batch: CalibrationBatch,
     x: Array,
-    wanted: Array,
-) -> Any:
-    slopes = jax.grad(layer_error, argnums=3)(found, layer, made, books, text, x, wanted)
-    moves, state = _rule(method.tune_learning_rate, method.tune_steps).update(slopes, state)
-    return optax.apply_updates(books, moves), state
+    target: Array,
+) -> tuple[Codebooks, optax.OptState]:
+    """Update the codebooks of a layer by one step on the `layer_error`. Returns them and the optimizer's
+    state."""
+    grads = jax.grad(layer_error, argnums=3)(linears, layer, matrices, codebooks, batch, x, target)
+    updates, state = make_optimizer(finetuning).update(grads, state)
+    return optax.apply_updates(codebooks, updates), state
+
+
+@dataclass(frozen=True)
+class FinetuneResult:
+    """The matrices of each layer after end-to-end finetuning, and the evaluation loss before and after.
+
+    Without an improvement the matrices are those from before."""
+
+    layers: list[dict[str, QuantizedMatrix]]
+    loss_before: float
+    loss_after: float
+
+    @property
+    def is_improved(self) -> bool:
+        return self.loss_after < self.loss_before
 
 
 def finetune_all(
+    finetuning: Finetuning,
     task: TrainTask,
-    axes: Any,
-    params: Any,
-    method: Any,
-    found: list[Linear],
-    layers: list[dict[str, VPTQMatrix]],
-    batch: Callable[[int], Batch],
-) -> tuple[list[dict[str, Any]], str]:
-    """The matrices of all layers with codebooks that have learnt by the loss of training, a batch a step, and
-    what came of it. The result is taken only if the loss on the first batches, from which nothing is learnt,
-    is lower."""
-    stacks = {
-        one.name: jax.tree.map(lambda *w: jnp.stack(w), *(each[one.name] for each in layers)) for one in found
+    axes: PyTree,
+    params: PyTree,
+    linears: Sequence[Linear],
+    layers: Sequence[QuantizedLayer],
+    load_batch: Callable[[int], Batch],
+) -> FinetuneResult:
+    """Finetune the codebooks of all layers together to the training loss, one batch per step.
+
+    The loss before and after is that of the first batches, which are not trained on."""
+    stacks: dict[str, QuantizedMatrix] = {
+        linear.name: jax.tree.map(lambda *w: jnp.stack(w), *(layer[linear.name] for layer in layers))
+        for linear in linears
     }
-    begun = {name: _books(stack) for name, stack in stacks.items()}
-    rule = _rule(method.finetune_learning_rate, method.finetune_steps)
+    optimizer = make_optimizer(finetuning)
+    loss = partial(training_loss, task, axes, linears)
+    compute_loss = jax.jit(loss)
 
     @jax.jit
-    def loss(books: Any, params: Any, stacks: Any, batch: Batch, number: Any) -> Array:
-        fitted = {name: replace(stack, **books[name]) for name, stack in stacks.items()}
-        model = cast(with_stacks(params, found, fitted), axes, task.exec_opts)
-        examples: Any = load_objective(task.objective).prepare(
-            task, batch, jax.random.fold_in(jax.random.key(0), number)
+    def update(
+        codebooks: Codebooks,
+        state: optax.OptState,
+        params: PyTree,
+        stacks: QuantizedLayer,
+        batch: Batch,
+        step: int,
+    ) -> tuple[Codebooks, optax.OptState]:
+        updates, state = optimizer.update(jax.grad(loss)(codebooks, params, stacks, batch, step), state)
+        return optax.apply_updates(codebooks, updates), state
+
+    def mean_loss(codebooks: Codebooks) -> float:
+        return statistics.fmean(
+            float(compute_loss(codebooks, params, stacks, load_batch(step), step))
+            for step in range(EVAL_BATCHES)
         )
-        total = jnp.zeros(())
-        for turn in update_phases(task):
-            told = turn.loss(task, model, examples)
-            examples, total = told.carry, total + told.loss / jnp.maximum(told.sums["count"], 1.0)
-        return total
 
-    @jax.jit
-    def learn(books: Any, state: Any, params: Any, stacks: Any, batch: Batch, number: Any) -> Any:
-        moves, state = rule.update(jax.grad(loss)(books, params, stacks, batch, number), state)
-        return optax.apply_updates(books, moves), state
-
-    books, state = begun, rule.init(begun)
-    for number in range(JUDGES, JUDGES + method.finetune_steps):
-        books, state = jax.block_until_ready(learn(books, state, params, stacks, batch(number), number))
-    books = jax.tree.map(lambda book: book.astype(jnp.float16).astype(jnp.float32), books)
-    mean = lambda books: statistics.fmean(
-        float(loss(books, params, stacks, batch(number), number)) for number in range(JUDGES)
-    )
-    before, after = mean(begun), mean(books)
-    best = books if after < before else begun
-    said = f"loss {before:.4f} to {after:.4f}" + ("" if after < before else ", which is not taken")
-    made = {name: replace(stack, **_halves(best[name])) for name, stack in stacks.items()}
-    return [jax.tree.map(lambda w, n=n: np.asarray(w[n]), made) for n in range(len(layers))], said
+    initial = get_codebooks(stacks)
+    codebooks, state = initial, optimizer.init(initial)
+    for step in range(EVAL_BATCHES, EVAL_BATCHES + finetuning.steps):
+        codebooks, state = jax.block_until_ready(
+            update(codebooks, state, params, stacks, load_batch(step), step)
+        )
+    codebooks = round_codebooks(codebooks)
+    before, after = mean_loss(initial), mean_loss(codebooks)
+    finetuned = with_codebooks(stacks, codebooks if after < before else initial, jnp.float16)
+    unstacked = [
+        jax.tree.map(lambda w, index=index: np.asarray(w[index]), finetuned) for index in range(len(layers))
+    ]
+    return FinetuneResult(unstacked, before, after)
 
 
-def _rule(rate: float, steps: int) -> optax.GradientTransformation:
-    return optax.adam(optax.linear_schedule(rate, 0.0, steps))
+def training_loss(
+    task: TrainTask,
+    axes: PyTree,
+    linears: Sequence[Linear],
+    codebooks: Codebooks,
+    params: PyTree,
+    stacks: QuantizedLayer,
+    batch: Batch,
+    step: int,
+) -> Array:
+    """The training loss of a model with quantized matrices, the sum over the update phases. `stacks` are the
+    matrices of all layers, `params` all weights."""
+    model = cast(with_stacks(params, linears, with_codebooks(stacks, codebooks)), axes, task.exec_opts)
+    key = jax.random.fold_in(jax.random.key(0), step)
+    examples = load_objective(task.objective).prepare(task, batch, key)
+    total = jnp.zeros(())
+    for phase in update_phases(task):
+        output = phase.loss(task, model, examples)
+        examples, total = output.carry, total + output.loss / jnp.maximum(output.sums["count"], 1.0)
+    return total
 
 
-def _books(stored: VPTQMatrix) -> dict[str, Array]:
-    found = {name: getattr(stored, name) for name in BOOKS}
-    return {name: jnp.asarray(book, jnp.float32) for name, book in found.items() if book is not None}
+def make_optimizer(finetuning: Finetuning) -> optax.GradientTransformation:
+    """Make Adam with the learning rate of each step."""
+    return optax.adam(optax.linear_schedule(finetuning.learning_rate, 0.0, finetuning.steps))
 
 
-def _halves(books: dict[str, Array]) -> dict[str, Any]:
-    return {name: book.astype(jnp.float16) for name, book in books.items()}
+def get_codebooks(matrices: QuantizedLayer) -> Codebooks:
+    """The codebooks of matrices, in float32."""
+    return {name: _codebooks_of(matrix) for name, matrix in matrices.items()}
+
+
+def _codebooks_of(matrix: QuantizedMatrix) -> dict[str, Array]:
+    assert isinstance(matrix, VPTQMatrix), "only VPTQ has codebooks"
+    codebooks = {field: getattr(matrix, field) for field in CODEBOOK_FIELDS}
+    return {field: jnp.asarray(w, jnp.float32) for field, w in codebooks.items() if w is not None}
+
+
+def with_codebooks(
+    matrices: QuantizedLayer, codebooks: Codebooks, dtype: DTypeLike = jnp.float32
+) -> dict[str, QuantizedMatrix]:
+    """The matrices with other codebooks, in this dtype."""
+    return {name: _with_codebooks(matrix, codebooks[name], dtype) for name, matrix in matrices.items()}
+
+
+def _with_codebooks(
+    matrix: QuantizedMatrix, codebooks: dict[str, Array], dtype: DTypeLike
+) -> QuantizedMatrix:
+    assert isinstance(matrix, VPTQMatrix), "only VPTQ has codebooks"
+    fields: dict[str, Any] = {field: w.astype(dtype) for field, w in codebooks.items()}
+    return replace(matrix, **fields)
+
+
+def round_codebooks(codebooks: Codebooks) -> Codebooks:
+    """Round codebooks to float16, in which they are stored."""
+    return jax.tree.map(lambda w: w.astype(jnp.float16).astype(jnp.float32), codebooks)

@@ -1,79 +1,107 @@
-"""Rounding a matrix column by column while the columns that are left make up for it, as OBS would have them
-(GPTQ, arXiv 2210.17323): what rounding changes of a layer's outputs is small, not what it changes of the
-weights. VPTQ rounds to codebooks in the same order (arXiv 2409.17066). A "column" of these papers is an
-input: here a row of the matrix [inputs outputs]. Outputs are independent of each other, so that they can be
-spread over devices."""
+"""Rounding a matrix input by input so that the layer's outputs change little, rather than its weights (GPTQ,
+arXiv 2210.17323): the inputs that are not rounded yet compensate for the error of each one that is, as in
+Optimal Brain Surgeon. VPTQ rounds to codebooks in the same order (arXiv 2409.17066).
+
+Matrices are [inputs outputs]: an input is a row here, and a column in these papers. Outputs are independent
+of each other and may be sharded over devices. The Hessian [inputs inputs] is the mean of x xᵀ."""
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-Array = jax.Array
+from headrace.nn.module import Array, PyTree
 
-DAMPING = 0.01  # of the mean of the Hessian's diagonal, added to it
-BLOCK = 128  # inputs after which the others are updated, all at once
+DAMPING = 0.01  # added to the Hessian's diagonal, as a share of its mean
+BLOCK = 128  # inputs after which the error is passed on to those outside of the block, all at once
 PRECISE = jax.lax.Precision.HIGHEST
+
+# (shared, what belongs to this input, its weights [outputs]) -> (rounded weights, codes)
+RoundInput = Callable[[PyTree, PyTree, Array], tuple[Array, PyTree]]
+
+
+class SweepResult(NamedTuple):
+    """What `gptq_sweep` returns, with a leading axis of inputs."""
+
+    codes: PyTree  # as returned by `round_input`
+    rounded: Array
+    compensated: Array  # weights before they were rounded, with the compensation for earlier inputs
 
 
 @jax.jit
 def regularize(w: Array, hessian: Array) -> tuple[Array, Array]:
-    """Inputs that were never seen, whose weights can be anything, are made 0."""
-    dead = jnp.diag(hessian) == 0
-    hessian = hessian + jnp.diag(jnp.where(dead, 1.0, 0.0))
-    return jnp.where(dead[:, None], 0.0, w), hessian
+    """Make the Hessian regular where inputs were always 0. Their weights, which have no effect, become 0."""
+    is_dead = jnp.diag(hessian) == 0
+    hessian = hessian + jnp.diag(jnp.where(is_dead, 1.0, 0.0))
+    return jnp.where(is_dead[:, None], 0.0, w), hessian
 
 
 @jax.jit
 def cholesky_inverse(hessian: Array) -> Array:
-    """The upper triangle U with UᵀU the inverse of the damped Hessian. By one Cholesky factor of the Hessian
-    read backwards: turned around again it is upper, and its inverse is U."""
+    """The upper triangular U with UᵀU the inverse of the damped Hessian.
+
+    Computed from one Cholesky factor, of the Hessian with its axes reversed: reversed again it is upper
+    triangular, and its inverse is U."""
     size = hessian.shape[0]
     damped = hessian + DAMPING * jnp.mean(jnp.diag(hessian)) * jnp.eye(size)
     upper = jnp.linalg.cholesky(damped[::-1, ::-1])[::-1, ::-1]
     return jax.scipy.linalg.solve_triangular(upper, jnp.eye(size), lower=False)
 
 
-@partial(jax.jit, static_argnames=("nearest",))
-def gptq_sweep(w: Array, upper: Array, nearest: Callable[..., Any], given: Any, rows: Any = None) -> Any:
-    """Goes over the inputs of w. `nearest(given, row, weights)` rounds the weights of one input: it returns
-    them rounded, and whatever is to be kept of it (codes). `rows` has something for each input. Returns what
-    is kept [inputs ...], the rounded matrix, and the weights as they were when their turn came."""
-    inputs, _outputs = w.shape
-    padded = -inputs % BLOCK
-    w = jnp.pad(w, [(0, padded), (0, 0)])
-    upper = jnp.pad(upper, [(0, padded), (0, padded)])
-    upper = upper + jnp.diag((jnp.arange(inputs + padded) >= inputs).astype(upper.dtype))
-    rows = jax.tree.map(lambda x: jnp.pad(x, [(0, padded)] + [(0, 0)] * (x.ndim - 1), mode="edge"), rows)
-    everyone = jnp.arange(inputs + padded)
+@partial(jax.jit, static_argnames=("round_input",))
+def gptq_sweep(
+    w: Array, upper: Array, round_input: RoundInput, shared: PyTree = None, per_input: PyTree = None
+) -> SweepResult:
+    """Round the inputs of w one after the other, each with the compensation for those before it.
 
-    def block(w: Array, number: Array) -> tuple[Array, Any]:
-        start = number * BLOCK
-        cut = lambda x: jax.lax.dynamic_slice_in_dim(x, start, BLOCK)
-        factors = cut(upper)
-        within = jax.lax.dynamic_slice_in_dim(factors, start, BLOCK, axis=1)
+    `upper` is the `cholesky_inverse` of the Hessian. `round_input` gets `shared`, one input of `per_input`
+    and its weights."""
+    inputs = w.shape[0]
+    padding = -inputs % BLOCK
+    w = jnp.pad(w, [(0, padding), (0, 0)])
+    upper = jnp.pad(upper, [(0, padding), (0, padding)])
+    upper = upper + jnp.diag((jnp.arange(inputs + padding) >= inputs).astype(upper.dtype))
+    per_input = jax.tree.map(
+        lambda x: jnp.pad(x, [(0, padding)] + [(0, 0)] * (x.ndim - 1), mode="edge"), per_input
+    )
+    sweep_block = partial(_sweep_block, partial(round_input, shared), upper, per_input)
+    _, blocks = jax.lax.scan(sweep_block, w, jnp.arange((inputs + padding) // BLOCK))
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:inputs], blocks)
 
-        def one(own: Array, turn: Any) -> tuple[Array, Any]:
-            place, factor, row = turn
-            now = own[place]
-            rounded, kept = nearest(given, row, now)
-            error = (now - rounded) / factor[place]
-            later = jnp.where(jnp.arange(BLOCK) > place, factor, 0.0)
-            return own - later[:, None] * error, (kept, rounded, now, error)
 
-        own, turns = cut(w), (jnp.arange(BLOCK), within, jax.tree.map(cut, rows))
-        _, (kept, rounded, now, errors) = jax.lax.scan(one, own, turns)
-        rest = jnp.where(everyone >= start + BLOCK, factors, 0.0)
-        return w - jnp.matmul(rest.T, errors, precision=PRECISE), (kept, rounded, now)
+def _sweep_block(
+    round_weights: Callable[[PyTree, Array], tuple[Array, PyTree]],
+    upper: Array,
+    per_input: PyTree,
+    w: Array,
+    index: Array,
+) -> tuple[Array, SweepResult]:
+    start = index * BLOCK
+    of_block = lambda x: jax.lax.dynamic_slice_in_dim(x, start, BLOCK)
+    factors = of_block(upper)
+    factors_within = jax.lax.dynamic_slice_in_dim(factors, start, BLOCK, axis=1)
+    rows = jnp.arange(BLOCK), factors_within, jax.tree.map(of_block, per_input)
+    _, (result, errors) = jax.lax.scan(partial(_sweep_input, round_weights), of_block(w), rows)
+    later_factors = jnp.where(jnp.arange(w.shape[0]) >= start + BLOCK, factors, 0.0)
+    return w - jnp.matmul(later_factors.T, errors, precision=PRECISE), result
 
-    _, made = jax.lax.scan(block, w, jnp.arange((inputs + padded) // BLOCK))
-    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:inputs], made)
+
+def _sweep_input(
+    round_weights: Callable[[PyTree, Array], tuple[Array, PyTree]],
+    block: Array,
+    row: tuple[Array, Array, PyTree],
+) -> tuple[Array, tuple[SweepResult, Array]]:
+    position, factors, extra = row
+    weights = block[position]
+    rounded, codes = round_weights(extra, weights)
+    error = (weights - rounded) / factors[position]
+    later_factors = jnp.where(jnp.arange(BLOCK) > position, factors, 0.0)
+    return block - later_factors[:, None] * error, (SweepResult(codes, rounded, weights), error)
 
 
 def proxy_error(w: Array, rounded: Array, hessian: Array) -> Array:
-    """What rounding changes of the outputs, squared and summed over the calibration set, as a share of
-    them."""
-    of = lambda x: jnp.sum(jnp.matmul(hessian, x, precision=PRECISE) * x)
-    return of(w - rounded) / of(w)
+    """The squared error of the outputs on the calibration data, relative to the squared outputs."""
+    squared_outputs = lambda x: jnp.sum(jnp.matmul(hessian, x, precision=PRECISE) * x)
+    return squared_outputs(w - rounded) / squared_outputs(w)

@@ -1,65 +1,85 @@
-"""Weighted k-means over the vectors of a matrix: v outputs of one input, all with that input's weight."""
+"""Weighted k-means over the vectors of a matrix: v outputs of one input, with the weight of that input."""
 
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 
-Array = jax.Array
+from headrace.nn.module import Array
 
-ITERATIONS = 100
-ENOUGH = 1e-5  # relative change of the centroids at which it ends
-MOST = 2**26  # distances that are held at a time
+MAX_ITERATIONS = 100
+TOLERANCE = 1e-5  # relative change of the centroids at which the iteration ends
+MAX_DISTANCES = 2**26  # in memory at a time
 PRECISE = jax.lax.Precision.HIGHEST
 
 
-def nearest(centroids: Array, vectors: Array) -> Array:
-    """The index of the nearest centroid [k v] for each vector [... v]."""
+def find_nearest(centroids: Array, vectors: Array) -> Array:
+    """The index of the nearest of the centroids [k v] for each of the vectors [... v]."""
     products = jnp.einsum("...v,kv->...k", vectors, centroids, precision=PRECISE)
     return jnp.argmin(jnp.sum(centroids**2, axis=1) - 2 * products, axis=-1).astype(jnp.int32)
 
 
 @partial(jax.jit, static_argnames="count")
-def cluster(key: Array, vectors: Array, weights: Array, count: int) -> Array:
-    """So many centroids [count v] for vectors [inputs n v] with a weight for each input. A centroid that
-    nobody is nearest to goes to a vector that is far from its own, so that with enough centroids the vectors
-    are met."""
-    inputs, each, length = vectors.shape
+def fit_centroids(key: Array, vectors: Array, input_weights: Array, count: int) -> Array:
+    """Fit `count` centroids [count v] to vectors [inputs n v], with a weight for each input.
+
+    A centroid that is nearest to no vector is moved to one that is far from its own centroid: with at least
+    as many centroids as distinct vectors, the fit is exact."""
+    inputs, per_input, length = vectors.shape
     flat = vectors.reshape(-1, length)
-    chosen = jax.random.choice(key, flat.shape[0], (count,), replace=flat.shape[0] < count)
-    rows = max(1, min(inputs, MOST // (each * count)))
-    padded = -inputs % rows
-    parts = jnp.pad(vectors, [(0, padded), (0, 0), (0, 0)]).reshape(-1, rows, each, length)
-    shares = jnp.pad(weights, (0, padded)).reshape(-1, rows)
-    spare = min(count, flat.shape[0])
+    initial = jax.random.choice(key, flat.shape[0], (count,), replace=flat.shape[0] < count)
+    chunk_inputs = max(1, min(inputs, MAX_DISTANCES // (per_input * count)))
+    padding = -inputs % chunk_inputs
+    padded = jnp.pad(vectors, [(0, padding), (0, 0), (0, 0)])
+    chunks = (
+        padded.reshape(-1, chunk_inputs, per_input, length),
+        jnp.pad(input_weights, (0, padding)).reshape(-1, chunk_inputs),
+    )
 
-    def refilled(moved: Array, empty: Array, far: Array) -> Array:
-        worst = jax.lax.top_k(far.reshape(-1)[: flat.shape[0]], spare)[1]
-        turn = jnp.clip(jnp.cumsum(empty) - 1, 0, spare - 1)
-        return jnp.where(empty[:, None], flat[worst[turn]], moved)
-
-    def once(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        centroids, number, _ = state
-
-        def part(total: tuple[Array, Array], given: tuple[Array, Array]) -> tuple[tuple[Array, Array], Array]:
-            own, share = given
-            index = nearest(centroids, own)
-            each_share = jnp.broadcast_to(share[:, None], index.shape)
-            sums = total[0].at[index.reshape(-1)].add((own * share[:, None, None]).reshape(-1, length))
-            held = total[1].at[index.reshape(-1)].add(each_share.reshape(-1))
-            far = jnp.sum((own - centroids[index]) ** 2, axis=-1) * share[:, None]
-            return (sums, held), far
-
-        begin = jnp.zeros_like(centroids), jnp.zeros(count, centroids.dtype)
-        (sums, held), far = jax.lax.scan(part, begin, (parts, shares))
-        empty = held <= 0
-        moved = sums / jnp.where(empty, 1.0, held)[:, None]
-        moved = jax.lax.cond(jnp.any(empty), refilled, lambda moved, *_: moved, moved, empty, far)
+    def iterate(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        centroids, iteration, _ = state
+        moved = _move_centroids(centroids, flat, chunks)
         change = jnp.sum((moved - centroids) ** 2) / jnp.maximum(jnp.sum(centroids**2), 1e-30)
-        return moved, number + 1, change
+        return moved, iteration + 1, change
 
-    def unfinished(state: tuple[Array, Array, Array]) -> Array:
-        return (state[1] < ITERATIONS) & (state[2] > ENOUGH**2)
+    def is_unfinished(state: tuple[Array, Array, Array]) -> Array:
+        _, iteration, change = state
+        return (iteration < MAX_ITERATIONS) & (change > TOLERANCE**2)
 
-    start = flat[chosen], jnp.zeros((), jnp.int32), jnp.asarray(jnp.inf, flat.dtype)
-    return jax.lax.while_loop(unfinished, once, start)[0]
+    start = flat[initial], jnp.zeros((), jnp.int32), jnp.asarray(jnp.inf, flat.dtype)
+    return jax.lax.while_loop(is_unfinished, iterate, start)[0]
+
+
+def _move_centroids(centroids: Array, flat: Array, chunks: tuple[Array, Array]) -> Array:
+    """Move each centroid to the mean of its vectors. `flat` are all vectors, `chunks` are the same with their
+    weights, and with padding at the end."""
+    sums = jnp.zeros_like(centroids), jnp.zeros(len(centroids), centroids.dtype)
+    (totals, total_weights), distances = jax.lax.scan(partial(_sum_chunk, centroids), sums, chunks)
+    is_empty = total_weights <= 0
+    moved = totals / jnp.where(is_empty, 1.0, total_weights)[:, None]
+    return jax.lax.cond(jnp.any(is_empty), _refill, lambda moved, *_: moved, moved, is_empty, flat, distances)
+
+
+def _sum_chunk(
+    centroids: Array, sums: tuple[Array, Array], chunk: tuple[Array, Array]
+) -> tuple[tuple[Array, Array], Array]:
+    """Add a chunk's vectors to the sums of their nearest centroids. Returns their weighted distances too."""
+    vectors, weights = chunk
+    nearest = find_nearest(centroids, vectors)
+    totals = (
+        sums[0]
+        .at[nearest.reshape(-1)]
+        .add((vectors * weights[:, None, None]).reshape(-1, centroids.shape[1]))
+    )
+    vector_weights = jnp.broadcast_to(weights[:, None], nearest.shape)
+    total_weights = sums[1].at[nearest.reshape(-1)].add(vector_weights.reshape(-1))
+    distances = jnp.sum((vectors - centroids[nearest]) ** 2, axis=-1) * weights[:, None]
+    return (totals, total_weights), distances
+
+
+def _refill(centroids: Array, is_empty: Array, flat: Array, distances: Array) -> Array:
+    """Move centroids without vectors to the vectors with the largest distances, one each."""
+    candidates = min(len(centroids), len(flat))
+    farthest = jax.lax.top_k(distances.reshape(-1)[: len(flat)], candidates)[1]
+    rank = jnp.clip(jnp.cumsum(is_empty) - 1, 0, candidates - 1)
+    return jnp.where(is_empty[:, None], flat[farthest[rank]], centroids)

@@ -1,16 +1,27 @@
-"""Quantization methods: plugins of `method.use`, one per file."""
+"""Quantization methods: plugins of `method.use`, one per file.
 
+A method's file defines `Config`, the keys of the method; `IS_CALIBRATED`; `quantize`; and
+`quantization_config`. A method with codebooks may also define when these are finetuned."""
+
+import functools
 import importlib
-from typing import Any, Protocol, cast
-
-import jax
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, Protocol, TypeAlias
 
 from headrace.model_formats.gptq import GPTQMatrix
 from headrace.model_formats.vptq import VPTQMatrix
+from headrace.nn.module import Array
+
+QuantizedMatrix: TypeAlias = GPTQMatrix | VPTQMatrix
+QuantizedLayer: TypeAlias = Mapping[str, QuantizedMatrix]  # by the names of linear layers
 
 
 class MethodConfig(Protocol):
     """The settings of a method. Each method adds keys of its own."""
+
+    def __hash__(self) -> int: ...
 
     @property
     def use(self) -> str: ...
@@ -18,23 +29,45 @@ class MethodConfig(Protocol):
     def bits(self) -> int: ...
 
 
-class QuantizeMethod(Protocol):
-    """A method's module."""
+@dataclass(frozen=True)
+class Finetuning:
+    """Steps of Adam, with a learning rate that falls to 0."""
 
-    CALIBRATED: bool  # needs the inputs of each matrix, i.e. a Hessian
+    steps: int
+    learning_rate: float
 
-    def quantize(
-        self, cfg: Any, w: jax.Array, hessian: jax.Array | None, key: jax.Array
-    ) -> GPTQMatrix | VPTQMatrix:
-        """Quantize a matrix [inputs outputs]."""
 
-    def settings(self, cfg: Any, layers: dict[str, Any]) -> dict[str, Any]:
-        """The `quantization_config` of config.json."""
+@dataclass(frozen=True, eq=False)
+class QuantizeMethod:
+    """A quantization method, made from its plugin."""
 
-    def size(self, cfg: Any, inputs: int, outputs: int) -> int:
-        """The number of bits that a matrix takes."""
+    is_calibrated: bool  # needs the Hessian of each matrix, from calibration data
+    # (config, matrix [inputs outputs], its Hessian [inputs inputs], key) -> quantized matrix
+    quantize: Callable[[Any, Array, Array | None, Array], QuantizedMatrix]
+    # (config, matrices by the names of their linear layers) -> `quantization_config` of config.json
+    quantization_config: Callable[[Any, QuantizedLayer], dict[str, Any]]
+    # Finetuning of codebooks to each layer's output, and of all codebooks to the training loss; None: none.
+    layer_finetuning: Callable[[Any], Finetuning | None]
+    end_to_end_finetuning: Callable[[Any], Finetuning | None]
+
+    @classmethod
+    def from_module(cls, plugin: ModuleType) -> "QuantizeMethod":
+        """Make a method from the members of its plugin's module."""
+        members = vars(plugin)
+        return cls(
+            is_calibrated=plugin.IS_CALIBRATED,
+            quantize=plugin.quantize,
+            quantization_config=plugin.quantization_config,
+            layer_finetuning=members.get("layer_finetuning", lambda cfg: None),
+            end_to_end_finetuning=members.get("end_to_end_finetuning", lambda cfg: None),
+        )
 
 
 def load_method(cfg: MethodConfig) -> QuantizeMethod:
     """Load the method that `method.use` names."""
-    return cast(QuantizeMethod, importlib.import_module(f"headrace.quantize.methods.{cfg.use}"))
+    return _load_method(cfg.use)
+
+
+@functools.cache
+def _load_method(name: str) -> QuantizeMethod:
+    return QuantizeMethod.from_module(importlib.import_module(f"headrace.quantize.methods.{name}"))

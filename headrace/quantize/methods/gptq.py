@@ -1,22 +1,28 @@
-"""GPTQ (arXiv 2210.17323): weights are rounded input by input, and those of the inputs that are left make up
-for it as well as they can, by what goes into the matrix in calibration. Inputs with the largest activations
-come first (its `act_order`); scales are set before, by groups of inputs in their own order."""
+"""GPTQ (arXiv 2210.17323): weights are rounded input by input, and the inputs that are not rounded yet
+compensate for the error, weighted by the inputs' correlations in calibration data. Inputs with the largest
+activations come first (`act_order`); scales are chosen beforehand, for groups of inputs in their original
+order."""
 
+import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from headrace.low_precision import grid
 from headrace.model_formats import gptq
-from headrace.quantize import hessian as quantize_hessian
+from headrace.model_formats.gptq import GPTQMatrix
+from headrace.nn.module import Array
+from headrace.quantize.hessian import RoundInput, cholesky_inverse, gptq_sweep, regularize
 
-CALIBRATED = True
+IS_CALIBRATED = True
 
 
 @dataclass(frozen=True)
 class Config:
+    """The settings of `--method gptq`."""
+
     bits: int = 4  # size of a quantized weight: 2, 3, 4 or 8 [bits]
     group_size: int = 128  # inputs of an output that share a scale; 0: all of them
 
@@ -27,35 +33,30 @@ class Config:
             raise ValueError("group_size: expected a number of inputs, or 0 for all of them")
 
 
-def quantize(cfg: Any, w: jax.Array, hessian: jax.Array | None, key: jax.Array) -> gptq.GPTQMatrix:
-    """A matrix [inputs outputs], by the Hessian [inputs inputs] of its inputs."""
+def quantize(cfg: Config, w: Array, hessian: Array | None, key: Array) -> GPTQMatrix:
+    """Round a matrix [inputs outputs] to integers and scales, given the Hessian [inputs inputs]. The key is
+    not used."""
     assert hessian is not None
-    w, hessian = quantize_hessian.regularize(w.astype(jnp.float32), hessian)
+    w, hessian = regularize(w.astype(jnp.float32), hessian)
     scales = grid.search_scales(w, cfg.bits, cfg.group_size)
     order = jnp.argsort(-jnp.diag(hessian))
-    upper = quantize_hessian.cholesky_inverse(hessian[order][:, order])
-    each = grid.expand_scales(scales, w.shape[0], cfg.group_size)[order]
-    numbers = quantize_hessian.gptq_sweep(w[order], upper, NEAREST[cfg.bits], None, each)[0]
-    return gptq.store(numbers[jnp.argsort(order)], scales, cfg.bits, cfg.group_size)
+    upper = cholesky_inverse(hessian[order][:, order])
+    weight_scales = grid.expand_scales(scales, w.shape[0], cfg.group_size)[order]
+    sweep = gptq_sweep(w[order], upper, make_round_input(cfg.bits), None, weight_scales)
+    return gptq.store(sweep.codes[jnp.argsort(order)], scales, cfg.bits, cfg.group_size)
 
 
-def _nearest(bits: int) -> Any:
-    def nearest(given: None, scale: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
-        number = grid.round_to_grid(w / scale, bits)
-        return number * scale, number.astype(jnp.int8)
+@functools.cache  # compiled programs depend on the function's identity
+def make_round_input(bits: int) -> RoundInput:
+    """Make the function that rounds the weights of one input to multiples of their scales."""
 
-    return nearest
+    def round_input(shared: None, scales: Array, weights: Array) -> tuple[Array, Array]:
+        integers = grid.round_to_grid(weights / scales, bits)
+        return integers * scales, integers.astype(jnp.int8)
 
-
-NEAREST = {
-    bits: _nearest(bits) for bits in (2, 3, 4, 8)
-}  # functions that stay the same, for the compiler's sake
+    return round_input
 
 
-def settings(cfg: Any, layers: dict[str, Any]) -> dict[str, Any]:
+def quantization_config(cfg: Config, matrices: Mapping[str, GPTQMatrix]) -> dict[str, Any]:
+    """The `quantization_config` of config.json."""
     return gptq.settings(cfg.bits, cfg.group_size)
-
-
-def size(cfg: Any, inputs: int, outputs: int) -> int:
-    """Bits of a file that a matrix takes."""
-    return gptq.size(inputs, outputs, bits=cfg.bits, group=cfg.group_size)

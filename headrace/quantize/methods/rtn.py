@@ -1,19 +1,22 @@
-"""Rounding to nearest: each weight to the nearest multiple of its scale. Needs no text, and is what the other
-methods are measured against."""
+"""Rounding to nearest: each weight to the nearest multiple of its scale. Needs no calibration data; the
+baseline of the other methods."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import jax
-
 from headrace.low_precision import grid
 from headrace.model_formats import gptq
+from headrace.model_formats.gptq import GPTQMatrix
+from headrace.nn.module import Array
 
-CALIBRATED = False  # whether it looks at what goes into a matrix
+IS_CALIBRATED = False
 
 
 @dataclass(frozen=True)
 class Config:
+    """The settings of `--method rtn`."""
+
     bits: int = 4  # size of a quantized weight: 2, 3, 4 or 8 [bits]
     group_size: int = 128  # inputs of an output that share a scale; 0: all of them
 
@@ -24,17 +27,13 @@ class Config:
             raise ValueError("group_size: expected a number of inputs, or 0 for all of them")
 
 
-def quantize(cfg: Any, w: jax.Array, hessian: jax.Array | None, key: jax.Array) -> gptq.GPTQMatrix:
-    """A matrix [inputs outputs]."""
+def quantize(cfg: Config, w: Array, hessian: Array | None, key: Array) -> GPTQMatrix:
+    """Round a matrix [inputs outputs] to integers and scales. The other arguments are not used."""
     scales = grid.search_scales(w, cfg.bits, cfg.group_size)
-    each = grid.expand_scales(scales, w.shape[0], cfg.group_size)
-    return gptq.store(grid.round_to_grid(w / each, cfg.bits), scales, cfg.bits, cfg.group_size)
+    weight_scales = grid.expand_scales(scales, w.shape[0], cfg.group_size)
+    return gptq.store(grid.round_to_grid(w / weight_scales, cfg.bits), scales, cfg.bits, cfg.group_size)
 
 
-def settings(cfg: Any, layers: dict[str, Any]) -> dict[str, Any]:
+def quantization_config(cfg: Config, matrices: Mapping[str, GPTQMatrix]) -> dict[str, Any]:
+    """The `quantization_config` of config.json."""
     return gptq.settings(cfg.bits, cfg.group_size)
-
-
-def size(cfg: Any, inputs: int, outputs: int) -> int:
-    """Bits of a file that a matrix takes."""
-    return gptq.size(inputs, outputs, bits=cfg.bits, group=cfg.group_size)

@@ -1,30 +1,35 @@
-"""VPTQ (arXiv 2409.17066): some outputs of an input are one vector of a codebook. The codebook is made by
-k-means, in which a vector counts as much as its input does in calibration; inputs are rounded one by one, the
-largest activations first, and those that are left make up for it, as in GPTQ; what is left of each vector
-then has a second codebook, and all is rounded again with both. The first inputs, the outliers, can have a
-finer codebook."""
+"""VPTQ (arXiv 2409.17066): several outputs of one input form a vector, which is stored as an index into a
+codebook.
 
+The codebook is fitted by k-means, in which a vector weighs as much as the activations of its input in
+calibration data. Inputs are rounded one by one, those with the largest activations first, and the later ones
+compensate for the error, as in GPTQ. A second codebook is then fitted to the errors of the first, and all
+inputs are rounded again with both. The first inputs, the outliers, can have a finer codebook."""
+
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from headrace.model_formats import vptq
-from headrace.quantize import hessian as quantize_hessian
-from headrace.quantize import kmeans
+from headrace.model_formats.vptq import VPTQMatrix, VPTQShape
+from headrace.nn.module import Array
+from headrace.quantize.hessian import cholesky_inverse, gptq_sweep, regularize
+from headrace.quantize.kmeans import find_nearest, fit_centroids
+from headrace.quantize.methods import Finetuning
 
-Array = jax.Array
+IS_CALIBRATED = True
 
-CALIBRATED = True
-
-FIRST = 2  # bits of a weight that are the first codebook's; the others are the second's
-CODEBOOK = 0.05  # a longer vector is taken if its codebooks take less than this share of the indices
-OUTLIER_VECTOR, OUTLIER_INDEX = 4, 12  # of outliers, as published for 1 % of the inputs
+FIRST_BITS = 2  # of a weight, for the first codebook; the others are for the second
+MAX_CODEBOOK_SHARE = 0.05  # of the indices' size, up to which longer vectors are chosen
+OUTLIER_VECTOR, OUTLIER_INDEX_BITS = 4, 12  # as published for 1 % of outliers
 
 
 @dataclass(frozen=True)
 class Config:
+    """The settings of `--method vptq`."""
+
     bits: int = 2  # size of a weight's index: 2, 3 or 4; codebooks come on top [bits]
     vector_length: int = 0  # outputs that form one vector: 2, 4, 6 or 8; 0: chosen by the size of the matrix
     outlier_share: float = 0.0  # share of the inputs that have a codebook of their own; 0.01 is usual
@@ -41,98 +46,117 @@ class Config:
             raise ValueError("vector_length: expected 2, 4, 6 or 8, or 0")
         if not 0 <= self.outlier_share < 1:
             raise ValueError("outlier_share: expected a share from 0 up to, but not including, 1")
-        if self.tune_steps < 0:
-            raise ValueError("tune_steps: expected 0 or more")
-        if self.finetune_steps < 0:
-            raise ValueError("finetune_steps: expected 0 or more")
         for name in ("tune", "finetune"):
-            name, rate = f"{name}_steps", f"{name}_learning_rate"
-            if getattr(self, rate) <= 0:
-                raise ValueError(f"{rate}: expected a number above 0")
-            if not getattr(self, name) and getattr(self, rate) != getattr(type(self), rate):
-                raise ValueError(f"{rate}: expected {name} above 0, or it has no effect")
+            steps, learning_rate = f"{name}_steps", f"{name}_learning_rate"
+            if getattr(self, steps) < 0:
+                raise ValueError(f"{steps}: expected 0 or more")
+            if getattr(self, learning_rate) <= 0:
+                raise ValueError(f"{learning_rate}: expected a number above 0")
+            is_default = getattr(self, learning_rate) == getattr(type(self), learning_rate)
+            if not getattr(self, steps) and not is_default:
+                raise ValueError(f"{learning_rate}: expected {steps} above 0, or it has no effect")
 
 
-def quantize(cfg: Any, w: Array, hessian: Array | None, key: Array) -> vptq.VPTQMatrix:
-    """A matrix [inputs outputs], by the Hessian [inputs inputs] of its inputs."""
+def quantize(cfg: Config, w: Array, hessian: Array | None, key: Array) -> VPTQMatrix:
+    """Round a matrix [inputs outputs] to vectors of codebooks, given the Hessian [inputs inputs]. The key
+    chooses the vectors that k-means starts from."""
     assert hessian is not None
-    w, hessian = quantize_hessian.regularize(w.astype(jnp.float32), hessian)
-    sizes = sizes_of(cfg, *w.shape)
+    w, hessian = regularize(w.astype(jnp.float32), hessian)
+    shape = choose_shape(cfg, *w.shape)
     order = jnp.argsort(-jnp.diag(hessian))
     w, hessian = w[order], hessian[order][:, order]
-    upper, weights, count = quantize_hessian.cholesky_inverse(hessian), jnp.diag(hessian), sizes.outliers
-    outlier = None
+    upper, input_weights = cholesky_inverse(hessian), jnp.diag(hessian)
+    outliers, count = None, shape.outliers
     if count:
-        first = padded(w, sizes.outlier_vector)
-        book = codebook(key, first[:count], weights[:count], sizes.outlier_vector, sizes.outlier_index)
-        indices, rounded, now = quantize_hessian.gptq_sweep(
-            first[:count], upper[:count, :count], nearest, (book,)
-        )
-        # As the loop would have it: the inputs that follow make up for these.
-        errors = (now - rounded) / jnp.diag(upper)[:count, None]
-        w = w.at[count:].add(
-            -jnp.matmul(upper[:count, count:].T, errors, precision="highest")[:, : w.shape[1]]
-        )
-        outlier = indices[:, 0], book
-    rest, upper = padded(w[count:], sizes.vector), upper[count:, count:]
-    books: tuple[Array, ...] = (codebook(key, rest, weights[count:], sizes.vector, sizes.index),)
-    indices, rounded, now = quantize_hessian.gptq_sweep(rest, upper, nearest, books)
-    if sizes.residual:
-        left = codebook(key, now - rounded, weights[count:], sizes.vector, sizes.residual)
-        books = (*books, left)
-        indices, *_ = quantize_hessian.gptq_sweep(rest, upper, nearest, books)
-    return vptq.store([indices[:, n] for n in range(len(books))], list(books), outlier, order, sizes)
+        w, outliers = _round_outliers(shape, key, w, upper, input_weights)
+    w, upper = pad_outputs(w[count:], shape.vector), upper[count:, count:]
+    input_weights = input_weights[count:]
+    codebooks: tuple[Array, ...] = (fit_codebook(key, w, input_weights, shape.vector, shape.index),)
+    sweep = gptq_sweep(w, upper, round_to_codebooks, codebooks)
+    if shape.residual:
+        errors = sweep.compensated - sweep.rounded
+        residual = fit_codebook(key, errors, input_weights, shape.vector, shape.residual)
+        codebooks = (*codebooks, residual)
+        sweep = gptq_sweep(w, upper, round_to_codebooks, codebooks)
+    indices = [sweep.codes[:, number] for number in range(len(codebooks))]
+    return vptq.store(indices, list(codebooks), outliers, order, shape)
 
 
-def padded(w: Array, vector: int) -> Array:
-    """With as many outputs as make whole vectors."""
+def _round_outliers(
+    shape: VPTQShape, key: Array, w: Array, upper: Array, input_weights: Array
+) -> tuple[Array, tuple[Array, Array]]:
+    """Round the outliers, the first inputs of w.
+
+    Returns w, in which the other inputs compensate for them, and the outliers' indices and codebook."""
+    count = shape.outliers
+    outliers = pad_outputs(w, shape.outlier_vector)[:count]
+    codebook = fit_codebook(key, outliers, input_weights[:count], shape.outlier_vector, shape.outlier_index)
+    sweep = gptq_sweep(outliers, upper[:count, :count], round_to_codebooks, (codebook,))
+    # As `gptq_sweep` does for the inputs after a block.
+    errors = (sweep.compensated - sweep.rounded) / jnp.diag(upper)[:count, None]
+    compensation = jnp.matmul(upper[:count, count:].T, errors, precision="highest")[:, : w.shape[1]]
+    return w.at[count:].add(-compensation), (sweep.codes[:, 0], codebook)
+
+
+def pad_outputs(w: Array, vector: int) -> Array:
+    """Pad a matrix [inputs outputs] with zeros to a multiple of `vector` outputs."""
     return jnp.pad(w, [(0, 0), (0, -w.shape[1] % vector)])
 
 
-def codebook(key: Array, w: Array, weights: Array, vector: int, index: int) -> Array:
-    """In float16, as it is stored, so that all that is rounded to it knows."""
-    book = kmeans.cluster(key, w.reshape(w.shape[0], -1, vector), weights, 2**index)
-    return book.astype(jnp.float16).astype(jnp.float32)
+def fit_codebook(key: Array, w: Array, input_weights: Array, vector: int, index_bits: int) -> Array:
+    """Fit a codebook [2^index_bits vector] to a matrix, rounded to float16 as it is stored."""
+    centroids = fit_centroids(key, w.reshape(w.shape[0], -1, vector), input_weights, 2**index_bits)
+    return centroids.astype(jnp.float16).astype(jnp.float32)
 
 
-def nearest(books: tuple[Array, ...], row: None, w: Array) -> tuple[Array, Array]:
-    """The outputs of one input as vectors of the books, each of what those before it left; and the
-    indices."""
-    left = w.reshape(-1, books[0].shape[1])
+def round_to_codebooks(codebooks: tuple[Array, ...], _: None, weights: Array) -> tuple[Array, Array]:
+    """Round the weights [outputs] of one input to vectors of the first codebook, the error to the second.
+    Returns the rounded weights, and the indices [codebooks vectors]."""
+    remainder = weights.reshape(-1, codebooks[0].shape[1])
     indices = []
-    for book in books:
-        indices.append(kmeans.nearest(book, left))
-        left = left - book[indices[-1]]
-    return w - left.reshape(-1), jnp.stack(indices)
+    for codebook in codebooks:
+        indices.append(find_nearest(codebook, remainder))
+        remainder = remainder - codebook[indices[-1]]
+    return weights - remainder.reshape(-1), jnp.stack(indices)
 
 
-def sizes_of(cfg: Any, inputs: int, outputs: int) -> vptq.VPTQShape:
+def choose_shape(cfg: Config, inputs: int, outputs: int) -> VPTQShape:
+    """Choose the vector length and the codebook sizes of a matrix."""
     outliers = min(round(cfg.outlier_share * inputs), inputs - 1)
-    vector = cfg.vector_length or next((v for v in (8, 6) if pays(cfg, v, inputs * outputs)), 4)
-    # Of few outliers no more vectors than a quarter of theirs.
-    most = max(4, (outliers * outputs // OUTLIER_VECTOR // 4).bit_length() - 1)
-    return vptq.VPTQShape(
+    vector = cfg.vector_length or next((v for v in (8, 6) if is_worthwhile(cfg, v, inputs * outputs)), 4)
+    # Few outliers get a smaller codebook: at most one entry for four of their vectors.
+    outlier_vectors = outliers * outputs // OUTLIER_VECTOR
+    max_index_bits = max(4, (outlier_vectors // 4).bit_length() - 1)
+    return VPTQShape(
         inputs=inputs,
         outputs=outputs,
         vector=vector,
-        index=min(FIRST, cfg.bits) * vector,
-        residual=(cfg.bits - FIRST) * vector,
+        index=min(FIRST_BITS, cfg.bits) * vector,
+        residual=(cfg.bits - FIRST_BITS) * vector,
         outliers=outliers,
         outlier_vector=OUTLIER_VECTOR if outliers else 0,
-        outlier_index=min(OUTLIER_INDEX, most) if outliers else 0,
+        outlier_index=min(OUTLIER_INDEX_BITS, max_index_bits) if outliers else 0,
     )
 
 
-def pays(cfg: Any, vector: int, weights: int) -> bool:
-    """Whether the codebooks for longer vectors are small beside the indices of a matrix."""
-    entries = 2 ** (FIRST * vector) + (2 ** ((cfg.bits - FIRST) * vector) if cfg.bits > FIRST else 0)
-    return 16 * vector * entries <= CODEBOOK * cfg.bits * weights
+def is_worthwhile(cfg: Config, vector: int, weights: int) -> bool:
+    """Whether the codebooks for vectors of this length are small compared to the indices of a matrix with
+    this many weights."""
+    second_bits = cfg.bits - FIRST_BITS
+    entries = 2 ** (FIRST_BITS * vector) + (2 ** (second_bits * vector) if second_bits > 0 else 0)
+    return 16 * vector * entries <= MAX_CODEBOOK_SHARE * cfg.bits * weights
 
 
-def settings(cfg: Any, layers: dict[str, Any]) -> dict[str, Any]:
-    return vptq.settings({name: stored.sizes for name, stored in layers.items()})
+def quantization_config(cfg: Config, matrices: Mapping[str, VPTQMatrix]) -> dict[str, Any]:
+    """The `quantization_config` of config.json."""
+    return vptq.settings({name: matrix.sizes for name, matrix in matrices.items()})
 
 
-def size(cfg: Any, inputs: int, outputs: int) -> int:
-    """Bits of a file that a matrix takes."""
-    return sizes_of(cfg, inputs, outputs).bits
+def layer_finetuning(cfg: Config) -> Finetuning | None:
+    """How the codebooks of a layer are finetuned to its output."""
+    return Finetuning(cfg.tune_steps, cfg.tune_learning_rate) if cfg.tune_steps else None
+
+
+def end_to_end_finetuning(cfg: Config) -> Finetuning | None:
+    """How the codebooks of all layers are finetuned to the training loss."""
+    return Finetuning(cfg.finetune_steps, cfg.finetune_learning_rate) if cfg.finetune_steps else None
