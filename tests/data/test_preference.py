@@ -26,7 +26,7 @@ from headrace.data.tokenizer import tokenizer as tokenizer_io
 from headrace.data.tokenizer import train as tokenizer_train
 from headrace.data.verify import verify
 from headrace.errors import UserError
-from headrace.quantize import run as quantize_run
+from headrace.quantize.calibration_data import open_dataset
 from tests.data.chat.test_encode import GENERATION, TOOLS, pair, say
 from tests.data.test_labeled import lines, prepared, silent
 
@@ -207,17 +207,16 @@ def test_finetuning_for_few_bits_refuses_preference_pairs(tmp_path: Path) -> Non
     source = f"  a: {{path: {lines(tmp_path / 'a.jsonl', records)}}}"
     folder = str(prepared(tmp_path, source, "tokenizer.chat_template=plain", "pack.sequence_length=120"))
 
-    def opened(objective: str, *options: str) -> Dataset:
+    def opened(objective: str, *, is_trained_on: bool = False) -> Dataset:
         section = reader.part_class("objectives", objective)()
         run = SimpleNamespace(
             recipe=SimpleNamespace(objective=section, data=SimpleNamespace(sequence_length=120)),
             tokenizer_sha256=None,
         )
-        method = recipe.load_method("vptq", options)
-        return quantize_run.open_data(run, quantize_run.QuantizeRequest("out", method, 8, "float32", folder))
+        return open_dataset(run, folder, is_trained_on=is_trained_on)
 
     assert opened("dpo").index.pairs  # to be calibrated with
     with pytest.raises(UserError, match=r"finetune_steps: .* holds pairs of answers"):
-        opened("dpo", "finetune_steps=10")
-    with pytest.raises(UserError, match=r"--data: .* holds pairs of answers, which objective causal"):
+        opened("dpo", is_trained_on=True)
+    with pytest.raises(UserError, match=r"data: .* holds pairs of answers, which objective causal"):
         opened("causal")
