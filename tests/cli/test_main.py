@@ -86,6 +86,43 @@ def test_a_mistake_ends_in_one_line_and_code_2_before_jax_is_imported(
     assert done.stderr.count("\n") == 1
 
 
+MISTAKES = {
+    "eval run --limit 3": "--limit: found 3, expected --tasks as well, or it has no effect",
+    "eval run --tasks x --batch 0": "--batch: found 0, expected 1 or more",
+    "eval run schedule.step=3": "override: schedule.step: unknown key; did you mean schedule.steps?",
+    "generate run --recurrence 2": "--recurrence: expected nothing: the run has no recurrent depth",
+    "generate nowhere": "nowhere: not a run folder",
+    "export run out --dtype q8_0": "--dtype: found q8_0, which only .gguf files have",
+    "export run out.gguf --packed": "--packed: expected a folder as target",
+    "export run out --adapter --dtype float16": "--adapter: expected a folder as target, and the weights in",
+    "quantize run --method gptx": 'override: method.use: found "gptx", expected one of gptq, rtn, vptq;',
+    "quantize run group=64": "override: method.group: unknown key; did you mean method.group_size?",
+    "train recipe.yaml --program nowhere": "--program: no such folder: nowhere",
+    "plan recipe.yaml": "plan: expected --slice NAME",
+    "plan recipe.yaml --slice v5p-32 --budget 5": "plan: --budget has no effect",
+    "report run --samples 0": "--samples: found 0, expected 1 or more",
+    "report run --out .": "--out: found a folder, ., expected a file",
+    "data prepare recipe.yaml": "recipe.yaml:1: found a training recipe, expected a data recipe",
+}
+MANY_WITHOUT_JAX = """\
+import shlex, sys
+from headrace.cli.main import main
+for command in sys.argv[1:]:
+    assert main(shlex.split(command)) == 2, command
+    assert "jax" not in sys.modules, command
+"""
+
+
+def test_options_are_checked_before_jax_is_imported() -> None:
+    Path("run").mkdir()
+    Path("run/recipe.yaml").write_text(TRAINING)
+    command = [sys.executable, "-c", MANY_WITHOUT_JAX, *MISTAKES]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for line, message in zip(done.stderr.splitlines(), MISTAKES.values(), strict=True):
+        assert line.startswith(f"headrace: {message}")
+
+
 def test_the_module_runs_as_a_program() -> None:
     command = [sys.executable, "-m", "headrace", "recipe", "check", "recipe.yaml"]
     done = subprocess.run(command, capture_output=True, text=True)
