@@ -7,7 +7,7 @@ import re
 import textwrap
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from headrace.errors import ExitCode, UserError
 
@@ -20,8 +20,8 @@ HELP_WIDTH = 110  # columns at most
 
 
 class HelpFormatter(argparse.HelpFormatter):
-    """Fills paragraphs, and prints those with indented lines as they are. Lists commands without a heading
-    line for their metavar."""
+    """The form of help: paragraphs are filled, those with indented lines stay as they are, and a list of
+    commands does not begin with their metavar."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog)
@@ -47,15 +47,8 @@ class HelpFormatter(argparse.HelpFormatter):
 class Parser(argparse.ArgumentParser):
     """A parser that raises mistakes as UserError: one line, with the closest valid name."""
 
-    def __init__(
-        self,
-        prog: str | None = None,
-        *,
-        help: str | None = None,
-        description: str | None = None,
-        epilog: str | None = None,
-    ) -> None:
-        super().__init__(prog=prog, description=description, epilog=epilog, formatter_class=HelpFormatter)
+    def __init__(self, **options: Any) -> None:  # which ones argparse passes depends on Python's version
+        super().__init__(**options, formatter_class=HelpFormatter)
         self._positionals.title = "arguments"
 
     def error(self, message: str) -> NoReturn:
