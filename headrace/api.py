@@ -66,7 +66,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> "TrainRecipe
     """
     from headrace.config import recipe
 
-    check_overrides(overrides)
+    check_settings("overrides", overrides)
     return recipe.load_train(path, overrides)
 
 
@@ -102,7 +102,7 @@ def prepare_data(
     from headrace.config import recipe
     from headrace.data.pipeline.prepare import prepare
 
-    check_overrides(overrides)
+    check_settings("overrides", overrides)
     data_recipe = recipe.load_data(path, overrides)
     prepare(data_recipe, report or (lambda line: None), until=until, replace=replace)
     return Path(data_recipe.path)
@@ -164,7 +164,7 @@ def open_run(run_dir: str | Path, overrides: Sequence[str] = (), *, ema: bool | 
     """
     from headrace.config import recipe
 
-    check_overrides(overrides)
+    check_settings("overrides", overrides)
     run_recipe = recipe.load_run(run_dir, overrides)
     from headrace.checkpoint import open_run
 
@@ -348,10 +348,10 @@ def export(
     return to_huggingface.export(run, target, dtype, packed=packed)
 
 
-def check_overrides(overrides: Sequence[str]) -> None:
-    """Raise InvalidArgument for a text in place of a list of texts."""
-    if isinstance(overrides, str):
-        raise InvalidArgument("overrides", f"found a text, expected a list of settings: [{overrides!r}]")
+def check_settings(name: str, settings: Sequence[str]) -> None:
+    """Raise InvalidArgument for a single text in place of a list of `key=value` settings."""
+    if isinstance(settings, str):
+        raise InvalidArgument(name, f"found a text, expected a list of settings: [{settings!r}]")
 
 
 def refuse_path(name: str, value: object, loader: str) -> None:
@@ -464,6 +464,7 @@ def choose_quantization(
     """Choose the method by which `quantize` compresses a run, and read its settings.
 
     Returns the name of the kind of quantization, for the folder, and the method's config."""
+    check_settings("settings", settings)
     from headrace.config.recipe import load_method
 
     qat = recipe.qat
@@ -475,5 +476,5 @@ def choose_quantization(
             f"quantize: found a method, bits or settings, expected none: {recipe.run_dir} was trained for "
             f"{qat.bits} bits (qat.bits)"
         )
-    # Training computed with the very integers that are stored: they are only rounded.
+    # Training has rounded the weights to the numbers that are stored: no method can improve on that.
     return "qat", load_method("rtn", [f"bits={qat.bits}", f"group_size={qat.group_size}"])
