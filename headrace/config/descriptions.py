@@ -10,9 +10,12 @@ import inspect
 import io
 import re
 import tokenize
+import types
+import typing
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
 PACKAGE = Path(__file__).parent.parent
 UNIT = re.compile(r"\s*\[([^\]]+)\]$")
@@ -79,3 +82,14 @@ def _comment_above(line: int, comments: dict[int, str], lines: list[str]) -> str
     while first - 1 in comments and lines[first - 2].lstrip().startswith("#"):
         first -= 1
     return " ".join(comments[number] for number in range(first, line))
+
+
+def type_text(hint: Any) -> str:
+    """Describe a type in words: "a whole number or null"."""
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
+    words |= {dict: "`key: value` pairs"}
+    if typing.get_origin(hint) is Literal:
+        return "one of " + ", ".join(map(str, typing.get_args(hint)))
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return " or ".join(type_text(option) for option in typing.get_args(hint))
+    return words.get(hint, str(hint))

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace.config import descriptions, synonyms
-from headrace.config.descriptions import PACKAGE, Description
-from headrace.config.reader import Field, all_keys, part_names, recipe_fields, type_text
+from headrace.config.descriptions import PACKAGE, Description, type_text
+from headrace.config.reader import Field, all_keys, part_names, recipe_fields
 from headrace.config.sections import DataRecipe, QuantizeRecipe, TrainRecipe
 from headrace.config.yaml_tree import did_you_mean, nearest
 from headrace.errors import UserError

@@ -20,6 +20,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from headrace.config import synonyms
+from headrace.config.descriptions import type_text
 from headrace.config.wrappers import ModelWrappers, at_least
 from headrace.config.yaml_tree import OVERRIDE, RecipeTree, Tree, did_you_mean, nearest, short
 from headrace.errors import UserError
@@ -390,14 +391,3 @@ def _is_section(f: Field) -> bool:
 def _any_of(words: Iterable[str]) -> str:
     words = list(words)
     return " or ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
-
-
-def type_text(hint: Any) -> str:
-    """Describe a type in words: "a whole number or null"."""
-    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
-    words |= {dict: "`key: value` pairs"}
-    if typing.get_origin(hint) is Literal:
-        return "one of " + ", ".join(map(str, typing.get_args(hint)))
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        return " or ".join(type_text(option) for option in typing.get_args(hint))
-    return words.get(hint, str(hint))

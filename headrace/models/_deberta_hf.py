@@ -59,7 +59,7 @@ HF_CLASSIFIER = HeadLayout(
     drops=("places", "w_head", "b_head", "head_norm", "head_norm_bias", "head_bias"),
 )
 
-# The only values of these settings that can be imported, and transformers' defaults of them.
+# The only values of these settings that can be imported; DEFAULTS are those of transformers.
 REQUIRED: dict[str, Any] = {
     "relative_attention": True,
     "share_att_key": True,
@@ -67,6 +67,15 @@ REQUIRED: dict[str, Any] = {
     "position_biased_input": False,
     "type_vocab_size": 0,
     "tie_word_embeddings": True,
+}
+# Settings of an export that do not depend on the model.
+CONSTANT: dict[str, Any] = {
+    "model_type": "deberta-v2",
+    "pos_att_type": ["p2c", "c2p"],
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+    "pooler_hidden_act": "gelu",
+    "legacy": False,
 }
 DEFAULTS = {"relative_attention": False, "share_att_key": False, "norm_rel_ebd": "none"}
 DEFAULTS |= {"position_biased_input": True}

@@ -1,7 +1,7 @@
 """DeBERTa-V3: an encoder whose attention separates content from distance (arXiv 2006.03654, 2111.09543).
 
 It is trained to detect the tokens that a generator, half as deep and trained together with it, has replaced.
-`Config.generator` makes the pair; without it the model is an encoder that predicts masked tokens."""
+`generator_layers` makes the pair; without it the model is an encoder that predicts masked tokens."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -66,9 +66,7 @@ class Config:
         if self.max_relative_positions < self.position_buckets // 2 + 2:
             raise ValueError("max_relative_positions: expected more than half of position_buckets, plus one")
         if not self.generator_layers and self.embedding_sharing != type(self).embedding_sharing:
-            raise ValueError(
-                "embedding_sharing: expected generator_layers to be set too, or it has no effect"
-            )
+            raise ValueError("embedding_sharing: expected generator_layers, without which it has no effect")
         if self.mask_decoder and (self.generator_layers or self.layers) < 2:
             name = "generator_layers" if self.generator_layers else "layers"
             raise ValueError(f"{name}: expected 2 or more, since mask_decoder reads the last but one")
@@ -334,9 +332,8 @@ DISTANCE_KERNELS = disentangled_tpu
 
 
 def flops_per_token(cfg: Config, sequence_length: int) -> float:
-    """Count the FLOPs of forward and backward pass: 6 per weight, those of attention, and those of products
-    with vectors of distances, of which a token meets at most as many as there are tokens. Those of a pair are
-    the sum of both models."""
+    """Count the FLOPs of forward and backward pass, of a pair those of both models: 6 per weight, attention,
+    and products with vectors of distances, of which a token meets fewer than there are tokens."""
     num_distances = min(sequence_length - 1, cfg.distances)
     attention = 12 * cfg.layers * cfg.embed * (sequence_length + num_distances)
     if not cfg.generator_layers:
@@ -349,8 +346,7 @@ def flops_per_token(cfg: Config, sequence_length: int) -> float:
 
 HF_TENSORS, HF_IGNORED = _deberta_hf.HF_TENSORS, _deberta_hf.HF_IGNORED
 HF_TYPES = ("deberta-v2",)
-HF_LOAD = _deberta_hf.HF_LOAD
-HF_CLASSIFIER = _deberta_hf.HF_CLASSIFIER
+HF_LOAD, HF_CLASSIFIER = _deberta_hf.HF_LOAD, _deberta_hf.HF_CLASSIFIER
 
 
 def split_for_export(cfg: Config, params: Model) -> dict[str, tuple[Config, Model]]:
@@ -363,34 +359,32 @@ def split_for_export(cfg: Config, params: Model) -> dict[str, tuple[Config, Mode
 
 def to_hf_config(cfg: Config, sequence_length: int) -> HFSettings:
     """Translate to the settings of config.json."""
-    return _deberta_hf.REQUIRED | {
-        "architectures": ["DebertaV2ForMaskedLM" if predicts_tokens(cfg) else "DebertaV2Model"],
-        "model_type": "deberta-v2",
-        "vocab_size": cfg.vocab,
-        "hidden_size": cfg.embed,
-        "intermediate_size": cfg.mlp,
-        "num_hidden_layers": cfg.layers,
-        "num_attention_heads": cfg.heads,
-        "layer_norm_eps": cfg.norm_eps,
-        "position_buckets": cfg.position_buckets,
-        "max_relative_positions": cfg.max_relative_positions,
-        "max_position_embeddings": max(sequence_length, cfg.max_relative_positions),
-        "pos_att_type": ["p2c", "c2p"],
-        "hidden_dropout_prob": 0.0,
-        "attention_probs_dropout_prob": 0.0,
-        "pooler_hidden_act": "gelu",
-        "pooler_hidden_size": cfg.embed,
-        "hidden_act": cfg.plain_activation,
-        "mask_decoder": has_positions(cfg),  # not a setting of transformers
-        "legacy": False,
-    }
+    return (
+        _deberta_hf.REQUIRED
+        | _deberta_hf.CONSTANT
+        | {
+            "architectures": ["DebertaV2ForMaskedLM" if predicts_tokens(cfg) else "DebertaV2Model"],
+            "vocab_size": cfg.vocab,
+            "hidden_size": cfg.embed,
+            "intermediate_size": cfg.mlp,
+            "num_hidden_layers": cfg.layers,
+            "num_attention_heads": cfg.heads,
+            "layer_norm_eps": cfg.norm_eps,
+            "position_buckets": cfg.position_buckets,
+            "max_relative_positions": cfg.max_relative_positions,
+            "max_position_embeddings": max(sequence_length, cfg.max_relative_positions),
+            "pooler_hidden_size": cfg.embed,
+            "hidden_act": cfg.plain_activation,
+            "mask_decoder": has_positions(cfg),  # not a setting of transformers
+        }
+    )
 
 
 def from_hf_config(settings: HFSettings) -> dict[str, Any]:
     """Translate the settings of config.json to a recipe's `model` section."""
     _deberta_hf.check_settings(settings)
-    has_reach = settings.get("max_relative_positions") not in (None, -1)
-    reach_key = "max_relative_positions" if has_reach else "max_position_embeddings"
+    has_maximum = settings.get("max_relative_positions") not in (None, -1)
+    distance_key = "max_relative_positions" if has_maximum else "max_position_embeddings"
     keys = {
         "vocab": hf_config.get_int(settings, "vocab_size"),
         "layers": hf_config.get_int(settings, "num_hidden_layers"),
@@ -399,7 +393,7 @@ def from_hf_config(settings: HFSettings) -> dict[str, Any]:
         "mlp": hf_config.get_int(settings, "intermediate_size"),
         "activation": settings.get("hidden_act", "gelu"),
         "position_buckets": hf_config.get_int(settings, "position_buckets"),
-        "max_relative_positions": hf_config.get_int(settings, reach_key),
+        "max_relative_positions": hf_config.get_int(settings, distance_key),
         "mask_decoder": hf_config.get_bool(settings, "mask_decoder"),
         "norm_eps": hf_config.number(settings, "layer_norm_eps", 1e-7),
     }

@@ -274,8 +274,7 @@ class Model:
 
 
 def flops_per_token(cfg: Config, sequence_length: int) -> float:
-    """Count the FLOPs of forward and backward pass: 6 per weight that the token passes through, and those of
-    causal attention."""
+    """Count the FLOPs of forward and backward pass: 6 per active weight, and those of causal attention."""
     params = count(Model, cfg) - cfg.vocab * cfg.embed
     unused = cfg.routed_layers * (cfg.experts - cfg.top_k) * 3 * cfg.embed * cfg.expert_mlp
     return 6 * (params - unused) + 6 * cfg.layers * cfg.heads * cfg.head_dim * sequence_length
