@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from headrace.errors import ExitCode, InvalidArgument, UserError
+from headrace.errors import ExitCode, InvalidArgument
 from headrace.html_page import render_notebook_table
 
 if TYPE_CHECKING:
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from headrace.config.sections import TrainRecipe
     from headrace.data.pipeline.stages import StageName
     from headrace.plan.outcome import Outcome
-    from headrace.quantize.methods import MethodConfig
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,6 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> "TrainRecipe
     """
     from headrace.config import recipe
 
-    check_settings("overrides", overrides)
     return recipe.load_train(path, overrides)
 
 
@@ -102,7 +100,6 @@ def prepare_data(
     from headrace.config import recipe
     from headrace.data.pipeline.prepare import prepare
 
-    check_settings("overrides", overrides)
     data_recipe = recipe.load_data(path, overrides)
     prepare(data_recipe, report or (lambda line: None), until=until, replace=replace)
     return Path(data_recipe.path)
@@ -164,7 +161,6 @@ def open_run(run_dir: str | Path, overrides: Sequence[str] = (), *, ema: bool | 
     """
     from headrace.config import recipe
 
-    check_settings("overrides", overrides)
     run_recipe = recipe.load_run(run_dir, overrides)
     from headrace.checkpoint import open_run
 
@@ -337,6 +333,8 @@ def export(
         >>> transformers.AutoModelForCausalLM.from_pretrained("exported")
     """
     refuse_path("run", run, "open_run")
+    from headrace.convert.options import check_export
+
     target = str(target)
     check_export(target, dtype, packed=packed, adapter=adapter)
     from headrace.convert import gguf, peft, to_huggingface
@@ -346,29 +344,6 @@ def export(
     if adapter:
         return peft.export(run, target)
     return to_huggingface.export(run, target, dtype, packed=packed)
-
-
-def check_settings(name: str, settings: Sequence[str]) -> None:
-    """Raise InvalidArgument for a single text in place of a list of `key=value` settings."""
-    if isinstance(settings, str):
-        raise InvalidArgument(name, f"found a text, expected a list of settings: [{settings!r}]")
-
-
-def refuse_path(name: str, value: object, loader: str) -> None:
-    """Raise InvalidArgument for a path in place of what the function `loader` reads from it."""
-    if isinstance(value, str | Path):
-        raise InvalidArgument(name, f"found a path, expected hr.{loader}({str(value)!r})")
-
-
-def check_export(target: str, dtype: str, *, packed: bool, adapter: bool) -> None:
-    """Raise InvalidArgument for arguments of `export` that do not go together."""
-    is_file = target.endswith(".gguf")
-    if dtype.startswith("q") and not is_file:
-        raise InvalidArgument("dtype", f"found {dtype}, which only .gguf files have; see `headrace quantize`")
-    if packed and is_file:
-        raise InvalidArgument("packed", "expected a folder as target: .gguf files have no packed weights")
-    if adapter and (packed or is_file or dtype != "float32"):
-        raise InvalidArgument("adapter", "expected a folder as target, and the weights in float32")
 
 
 def quantize(
@@ -409,11 +384,12 @@ def quantize(
         >>> hr.evaluate(hr.open_run("q4"))
     """
     refuse_path("run", run, "open_run")
+    from headrace.quantize.options import choose_method, default_target
     from headrace.quantize.run import QuantizeRequest, quantize
 
-    name, config = choose_quantization(run.recipe, method, bits, settings)
-    target = target or f"{run.recipe.run_dir.rstrip('/')}-{name}-{config.bits}"
-    request = QuantizeRequest(str(target), config, samples, dtype, str(data or run.recipe.data.path))
+    config = choose_method(run.recipe, method, bits, settings)
+    target = str(target or default_target(run.recipe, config))
+    request = QuantizeRequest(target, config, samples, dtype, str(data or run.recipe.data.path))
     return quantize(run, request, report or (lambda line: None))
 
 
@@ -458,23 +434,7 @@ def plan(
     return planner.plan_slice(recipe, slice_shape, price, fast=fast, save_dir=save_dir)
 
 
-def choose_quantization(
-    recipe: "TrainRecipe", method: str | None, bits: int | None, settings: Sequence[str]
-) -> tuple[str, "MethodConfig"]:
-    """Choose the method by which `quantize` compresses a run, and read its settings.
-
-    Returns the name of the kind of quantization, for the folder, and the method's config."""
-    check_settings("settings", settings)
-    from headrace.config.recipe import load_method
-
-    qat = recipe.qat
-    if qat is None:
-        name = method or "gptq"
-        return name, load_method(name, [*([] if bits is None else [f"bits={bits}"]), *settings])
-    if method or bits or settings:
-        raise UserError(
-            f"quantize: found a method, bits or settings, expected none: {recipe.run_dir} was trained for "
-            f"{qat.bits} bits (qat.bits)"
-        )
-    # Training has rounded the weights to the numbers that are stored: no method can improve on that.
-    return "qat", load_method("rtn", [f"bits={qat.bits}", f"group_size={qat.group_size}"])
+def refuse_path(name: str, value: object, loader: str) -> None:
+    """Raise InvalidArgument for a path in place of what the function `loader` reads from it."""
+    if isinstance(value, str | Path):
+        raise InvalidArgument(name, f"found a path, expected hr.{loader}({str(value)!r})")

@@ -10,7 +10,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from headrace import api
+from headrace.config.recipe import load_run
+from headrace.convert.options import check_export
 from headrace.errors import UserError
+from headrace.quantize.options import choose_method
 
 
 def evaluate(args: argparse.Namespace) -> None:
@@ -62,9 +65,7 @@ def generate(args: argparse.Namespace) -> None:
 
 def check_recurrence(run_dir: str, rounds: int) -> None:
     """Raise UserError for --recurrence if it is below 1, or the run has no recurrent depth."""
-    from headrace.config import recipe
-
-    if recipe.load_run(run_dir).recurrence is None:
+    if load_run(run_dir).recurrence is None:
         raise UserError("--recurrence: expected nothing: the run has no recurrent depth")
     if rounds < 1:
         raise UserError(f"--recurrence: found {rounds}, expected 1 or more")
@@ -81,7 +82,7 @@ def serve(args: argparse.Namespace) -> None:
 
 def export(args: argparse.Namespace) -> None:
     """Export a model, and print the files that were written."""
-    api.check_export(args.target, args.dtype, packed=args.packed, adapter=args.adapter)
+    check_export(args.target, args.dtype, packed=args.packed, adapter=args.adapter)
     run = api.open_run(args.run, ema=args.ema)
     print_files(api.export(run, args.target, dtype=args.dtype, packed=args.packed, adapter=args.adapter))
 
@@ -101,9 +102,7 @@ def import_model(args: argparse.Namespace) -> None:
 
 def quantize(args: argparse.Namespace) -> None:
     """Quantize a model, and print the files that were written."""
-    from headrace.config import recipe
-
-    api.choose_quantization(recipe.load_run(args.run), args.method, args.bits, args.overrides)
+    choose_method(load_run(args.run), args.method, args.bits, args.overrides)
     skip_triton_matmuls()
     run = api.open_run(args.run, ema=args.ema)
     print_files(

@@ -34,6 +34,8 @@ class RecipeTree:
     """Contents of a recipe before its keys are checked."""
 
     def __init__(self, path: str | Path | None, overrides: Sequence[str] = ()):
+        if isinstance(overrides, str):
+            raise UserError(f"{OVERRIDE}: found a text, expected a list of settings: [{overrides!r}]")
         self.path, self.overrides = OVERRIDE if path is None else str(path), tuple(overrides)
         self.locations: dict[str, str] = {}  # file:line of each key
         self.texts: dict[str, str] = {}  # values as they were written
