@@ -17,7 +17,14 @@ from headrace.config.source_model import find_hf_family
 from headrace.config.wrappers import ClassifierKeys
 from headrace.errors import UserError
 from headrace.model_formats.hf_config import HFSettings
-from headrace.model_formats.hf_tensors import Table, Tensors, is_like, layer_name, split_spec
+from headrace.model_formats.hf_tensors import (
+    SafetensorsFolder,
+    TensorTable,
+    layer_name,
+    matches_any,
+    split_spec,
+)
+from headrace.model_formats.hf_ternary import TernaryFormat
 from headrace.model_wrappers import classification_head, load_family
 from headrace.models import Family, ModelConfig, load_base_family
 from headrace.nn import module
@@ -39,10 +46,10 @@ def to_recipe_sections(settings: HFSettings) -> tuple[dict[str, Any], Classifier
 
 
 def read_params(
-    table: Table,
+    table: TensorTable,
     shapes: PyTree,
     folder: Path,
-    ternary_format: str | None = None,
+    ternary_format: TernaryFormat | None = None,
     ignored: tuple[str, ...] = (),
 ) -> PyTree:
     """Read all weights into host memory: an import needs no device.
@@ -50,19 +57,21 @@ def read_params(
     `ternary_format` is that of packed tensors (model_formats/hf_ternary.py). Tensors that match a pattern in
     `ignored` may be left unread."""
     names = [name for name, _ in module.named_leaves(shapes)]
-    weights = [w for _, w in iter_weights(table, shapes, Tensors(folder, ternary_format, ignored), names)]
+    weights = [
+        w for _, w in iter_weights(table, shapes, SafetensorsFolder(folder, ternary_format, ignored), names)
+    ]
     return jax.tree.unflatten(jax.tree.structure(shapes), weights)
 
 
 def iter_weights(
-    table: Table, shapes: PyTree, tensors: Tensors, selected: Collection[str]
+    table: TensorTable, shapes: PyTree, tensors: SafetensorsFolder, selected: Collection[str]
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Yield the selected weights one by one, with their paths. Raises UserError if tensors are left over."""
     for name, leaf in module.named_leaves(shapes):
         if name in selected:
-            yield name, tensors.weight(*table[name], leaf.shape)
+            yield name, tensors.read_weight(*table[name], leaf.shape)
         else:
-            tensors.pass_over(table[name][0])
+            tensors.skip_weight(table[name][0])
     tensors.check_all_read()
 
 
@@ -71,16 +80,16 @@ def check_head_tensors(cfg: ModelConfig, selected: Collection[str], folder: Path
 
     Raises UserError otherwise, with what the folder can be used for instead."""
     refuse_pickles(cfg, folder)
-    family, in_folder = load_family(cfg), Tensors(folder).places
+    family, in_folder = load_family(cfg), SafetensorsFolder(folder).files
     table, known_heads = family.tensor_table(cfg), family.hf_naming.ignored_tensors
     needed = [hf_name for name, (hf_name, _) in table.items() if name in selected]
-    absent = [hf_name for hf_name in needed if is_like(hf_name, known_heads) and hf_name not in in_folder]
+    absent = [hf_name for hf_name in needed if matches_any(hf_name, known_heads) and hf_name not in in_folder]
     if not absent:
         return
     available: dict[str, None] = {}  # patterns for `init_weights`
     for name, (hf_name, _) in table.items():
         first = layer_name(split_spec(hf_name)[0], [0] * hf_name.count("{"))
-        if first in in_folder and not is_like(first, known_heads):
+        if first in in_folder and not matches_any(first, known_heads):
             available[name.split(".")[0] + ".*" * ("." in name)] = None
     inner = "".join(f"; {path.parent} is a separate model" for path in sorted(folder.glob("*/config.json")))
     raise UserError(
@@ -92,11 +101,11 @@ def check_head_tensors(cfg: ModelConfig, selected: Collection[str], folder: Path
 
 def ignored_note(cfg: ModelConfig, selected: Collection[str], folder: Path) -> str:
     """Name the tensors of the folder that have no counterpart in the model. Empty if there are none."""
-    family, tensors = load_family(cfg), Tensors(folder)
+    family, tensors = load_family(cfg), SafetensorsFolder(folder)
     table, patterns = family.tensor_table(cfg), family.hf_naming.ignored_tensors
     for name in selected if patterns else ():
-        tensors.pass_over(table[name][0])
-    unread = [pattern for pattern in patterns if any(is_like(name, [pattern]) for name in tensors.unread)]
+        tensors.skip_weight(table[name][0])
+    unread = [pattern for pattern in patterns if any(matches_any(name, [pattern]) for name in tensors.unread)]
     return f"ignored {', '.join(unread)} in {folder}, which this model does not have" if unread else ""
 
 

@@ -84,7 +84,7 @@ def _open_quantized(recipe: TrainRecipe, item: WeightItem | None) -> LoadedRun:
     if item == "ema":
         raise UserError(f"{recipe.run_dir}: no averaged weights in it, since it is quantized")
     mesh = _mesh_of_all_devices()
-    params = quantized_folder.read(recipe.run_dir, load_family(recipe.model), recipe.model)
+    params = quantized_folder.read_params(recipe.run_dir, load_family(recipe.model), recipe.model)
     replicated = NamedSharding(mesh, PartitionSpec())
     return _with_tokenizer(recipe, jax.device_put(params, replicated), 0, mesh)
 

@@ -37,7 +37,7 @@ def import_model(folder: str, run_dir: str) -> TrainRecipe:
         shapes = module.shapes(family.Model, cfg.model)
         open_hf.check_head_tensors(cfg.model, open_hf.weight_paths(cfg.model), source)
         table, ignored = family.tensor_table(cfg.model), family.hf_naming.ignored_tensors
-        params = open_hf.read_params(table, shapes, source, hf_ternary.stored(settings), ignored)
+        params = open_hf.read_params(table, shapes, source, hf_ternary.read_format(settings), ignored)
         copy_tokenizer(source, target)
         has_tokenizer = (target / "tokenizer.json").is_file()
         meta = {
@@ -72,5 +72,5 @@ def make_recipe_tree(settings: HFSettings, run_dir: str) -> dict[str, Any]:
         return tree
     soft_cap = family.hf_naming.soft_cap
     if soft_cap is not None and settings.get(soft_cap) is not None:
-        tree["loss"] = {"use": "cross_entropy", "soft_cap": hf_config.number(settings, soft_cap)}
+        tree["loss"] = {"use": "cross_entropy", "soft_cap": hf_config.get_float(settings, soft_cap)}
     return tree

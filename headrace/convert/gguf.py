@@ -168,8 +168,10 @@ def add_hyperparameters(writer: "GGUFWriter", run: LoadedRun, architecture: Arch
     if cfg.rope_scaling == "llama3" and not architecture.interleaved:
         refuse_export("model.rope_scaling", "llama3", architecture.name, "linear, ntk and yarn")
     for key, value in architecture.keys.items():
-        add = writer.add_uint32 if isinstance(value, int) else writer.add_float32
-        add(f"{architecture.name}.{key}", value)
+        if isinstance(value, int):
+            writer.add_uint32(f"{architecture.name}.{key}", value)
+        else:
+            writer.add_float32(f"{architecture.name}.{key}", value)
 
 
 def iter_tensors(run: LoadedRun, architecture: Architecture) -> Iterator[tuple[str, np.ndarray]]:

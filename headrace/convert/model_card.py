@@ -93,7 +93,7 @@ def quantization_format(settings: HFSettings) -> str | None:
 def is_quantized_copy(settings: HFSettings) -> bool:
     """Whether `headrace quantize` made the model from a run in another folder. Packed ternary matrices are
     those of the run itself."""
-    return quantization_format(settings) in quantized_folder.READ
+    return quantization_format(settings) in quantized_folder.FORMATS
 
 
 def is_quantization_aware(run_facts: Facts | None) -> bool:
@@ -235,9 +235,11 @@ def quantization_section(
         per = f"per group of {group} inputs of an output" if group > 0 else "per output"
         stored = f"in GPTQ's format, {config['bits']} bits per weight and a scale {per}"
     elif format_name == "vptq":
-        shapes = [vptq.read_sizes(layer) for layer in config["config_for_layers"].values()]
-        bits = sum(shape.bits for shape in shapes) / sum(shape.inputs * shape.outputs for shape in shapes)
-        lengths = " or ".join(str(length) for length in sorted({shape.vector for shape in shapes}))
+        shapes = [vptq.read_shape(layer) for layer in config["config_for_layers"].values()]
+        bits = sum(shape.stored_bits for shape in shapes) / sum(
+            shape.inputs * shape.outputs for shape in shapes
+        )
+        lengths = " or ".join(str(length) for length in sorted({shape.vector_length for shape in shapes}))
         stored = f"in VPTQ's format: vectors of {lengths} weights, {bits:.2f} bits per weight with codebooks"
     else:
         stored = "in BitNet's format, ternary, 2 bits per weight"

@@ -18,7 +18,7 @@ from headrace.checkpoint.open_run import LoadedRun
 from headrace.convert.output import new_folder
 from headrace.errors import InvalidArgument
 from headrace.model_formats.hf_tensors import layer_name
-from headrace.model_formats.quantized_folder import Linear, linears
+from headrace.model_formats.quantized_folder import Linear, find_linears
 from headrace.model_wrappers import load_family, lora
 from headrace.model_wrappers.lora import LoRAWeight
 from headrace.models import ModelConfig
@@ -44,7 +44,7 @@ def export(run: LoadedRun, folder: str) -> list[Path]:
     check_base_model(run, base_model)
     adapters = find_adapters(run.params)
     adapted = [
-        linear for linear in linears(family, base_model) if not adapters.keys().isdisjoint(linear.paths)
+        linear for linear in find_linears(family, base_model) if not adapters.keys().isdisjoint(linear.paths)
     ]
     unnamed = sorted(adapters.keys() - {path for linear in adapted for path in linear.paths})
     if unnamed:
@@ -101,7 +101,7 @@ def make_layer_tensors(params: PyTree, linear: Linear, layer: int) -> dict[str, 
     adapters = [w for w in matrices if isinstance(w, LoRAWeight)]
     rank, row, column = adapters[0].sizes.rank, 0, 0
     lora_b = np.zeros((linear.outputs, rank * len(adapters)), np.float32)
-    for w, place in zip(matrices, linear.places, strict=True):
+    for w, place in zip(matrices, linear.sub_matrices, strict=True):
         outputs = math.prod(place.shape) // linear.inputs
         if isinstance(w, LoRAWeight):
             lora_b[row : row + outputs, column : column + rank] = w.up.reshape(rank, -1).T

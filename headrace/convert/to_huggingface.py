@@ -53,8 +53,10 @@ def export(run: LoadedRun, folder: str, dtype: str, *, packed: bool = False) -> 
             tensors = to_tensors(table, params, dtype)
             if packed:
                 settings |= {"quantization_config": hf_ternary.PACKED}
-                matrices = hf_ternary.matrices(table, module.axes(family.Model, model), model.layers)
-                tensors = hf_ternary.packed(to_tensors(table, params, "float32"), matrices, jnp.dtype(dtype))
+                matrices = hf_ternary.ternary_tensors(table, module.axes(family.Model, model), model.layers)
+                tensors = hf_ternary.pack_tensors(
+                    to_tensors(table, params, "float32"), matrices, jnp.dtype(dtype)
+                )
             write_model_folder(run, settings, tensors, target / subfolder)
     return sorted(path for path in Path(folder).rglob("*") if path.is_file())
 

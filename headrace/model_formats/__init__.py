@@ -1,1 +1,1 @@
-"""How others name and store weights: Hugging Face, GPTQ, VPTQ, GGUF."""
+"""Names and layouts in which others store weights: Hugging Face, GPTQ, VPTQ, GGUF."""

@@ -1,31 +1,89 @@
-"""config.json, Hugging Face's account of a model, in terms of our own settings: the sizes and rotary
-positions that families share. What is a family's own (its names, its extras) stands in its model file."""
+"""Translation between Hugging Face's config.json and the `model` section of a recipe.
+
+Here are the sizes and rotary positions that families share. What only one family has stands in its file."""
 
 import dataclasses
 import json
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 from headrace.errors import UserError
 
 HFSettings = dict[str, Any]  # the settings of a config.json
+IsGlobal = Callable[[int, int], bool]  # (layer, global_every) -> whether the layer has no window
 
 ACTIVATIONS = {"swiglu": "silu", "geglu": "gelu_pytorch_tanh", "reglu": "relu", "relu2": "relu2"}
 
-# What else config.json may say about a kind of scaling, and the only values we have of it.
-BOUNDS: dict[str, dict[str, Any]] = {
+# The kinds of rope scaling, with further settings that config.json may have, and their only supported values.
+ROPE_SCALINGS: dict[str, dict[str, Any]] = {
     "default": {},
     "linear": {},
     "llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0},
     "yarn": {"beta_fast": 32, "beta_slow": 1, "truncate": True},
 }
 
+LAYER_TYPES = {True: "full_attention", False: "sliding_attention"}  # of layers without and with a window
 
-def write(cfg: Any, sequence: int) -> dict[str, Any]:
-    """Their settings for a model section of ours that was trained on `sequence` tokens at a time."""
-    scaled = cfg.rope_scaling in ("yarn", "llama3")
-    length = max(sequence, round(cfg.rope_factor * cfg.rope_original_length)) if scaled else sequence
+
+class RopeConfig(Protocol):
+    """The keys of a model's config about rotary positions."""
+
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def rope_theta(self) -> float: ...
+    @property
+    def rope_scaling(self) -> str: ...
+    @property
+    def rope_factor(self) -> float: ...
+    @property
+    def rope_original_length(self) -> int: ...
+
+
+class LocalRopeConfig(RopeConfig, Protocol):
+    """The same for models whose layers with a window have a base of their own."""
+
+    @property
+    def rope_local_theta(self) -> float: ...
+
+
+class WindowConfig(Protocol):
+    """The keys of a model's config about the order of layers with and without a window."""
+
+    @property
+    def layers(self) -> int: ...
+    @property
+    def global_every(self) -> int: ...
+
+
+class DecoderKeys(RopeConfig, Protocol):
+    """The keys of a model's config that decoders share."""
+
+    @property
+    def vocab(self) -> int: ...
+    @property
+    def embed(self) -> int: ...
+    @property
+    def mlp(self) -> int: ...
+    @property
+    def layers(self) -> int: ...
+    @property
+    def heads(self) -> int: ...
+    @property
+    def kv_heads(self) -> int: ...
+    @property
+    def activation(self) -> str: ...
+    @property
+    def norm_eps(self) -> float: ...
+    @property
+    def tie_embeddings(self) -> bool: ...
+
+
+def decoder_settings(cfg: DecoderKeys, sequence_length: int) -> HFSettings:
+    """The settings of config.json that decoders share, for a model trained on rows of `sequence_length`."""
+    is_scaled = cfg.rope_scaling in ("yarn", "llama3")
+    scaled_length = round(cfg.rope_factor * cfg.rope_original_length) if is_scaled else 0
     return {
         "vocab_size": cfg.vocab,
         "hidden_size": cfg.embed,
@@ -35,37 +93,43 @@ def write(cfg: Any, sequence: int) -> dict[str, Any]:
         "num_key_value_heads": cfg.kv_heads,
         "head_dim": cfg.head_dim,
         "hidden_act": ACTIVATIONS[cfg.activation],
-        "max_position_embeddings": length,
+        "max_position_embeddings": max(sequence_length, scaled_length),
         "rms_norm_eps": cfg.norm_eps,
         "tie_word_embeddings": cfg.tie_embeddings,
         "attention_bias": False,
         "mlp_bias": False,
-    } | write_rope(cfg)
+    } | rope_settings(cfg)
 
 
-def write_rope(cfg: Any) -> dict[str, Any]:
-    """In both spellings: transformers 5 wants `rope_parameters`; what was made for 4 reads the other two, and
-    would otherwise take the positions for unscaled ones of base 10,000."""
+def rope_settings(cfg: RopeConfig) -> HFSettings:
+    """The settings of config.json about rotary positions, in two spellings.
+
+    transformers 5 reads `rope_parameters`. What was made for transformers 4 reads the other two, and would
+    otherwise assume unscaled positions with base 10,000."""
     kind, theta = cfg.rope_scaling, cfg.rope_theta
-    if kind == "ntk":  # a larger base, which is all that it is
+    if kind == "ntk":  # no more than a larger base
         kind, theta = "none", theta * cfg.rope_factor ** (cfg.head_dim / (cfg.head_dim - 2))
     if kind == "none":
         default = {"rope_type": "default", "rope_theta": theta}
         return {"rope_theta": theta, "rope_scaling": None, "rope_parameters": default}
-    scaling = {"rope_type": kind, "factor": cfg.rope_factor}
+    scaling: HFSettings = {"rope_type": kind, "factor": cfg.rope_factor}
     if kind != "linear":
         scaling["original_max_position_embeddings"] = cfg.rope_original_length
     if kind == "llama3":
-        scaling |= BOUNDS[kind]
-    both = {"rope_scaling": scaling, "rope_parameters": scaling | {"rope_theta": theta}}
-    return {"rope_theta": theta} | both
+        scaling |= ROPE_SCALINGS[kind]
+    return {
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+        "rope_parameters": scaling | {"rope_theta": theta},
+    }
 
 
-def read(settings: dict[str, Any], config: type, **own: Any) -> dict[str, Any]:
-    """The recipe's model section for their settings and the family's `own` keys. `config` is the family's
-    Config; UserError where the settings say what it cannot be."""
+def decoder_keys(settings: HFSettings, config_class: type, **family_keys: object) -> dict[str, Any]:
+    """Translate config.json to the keys of a recipe's `model` section that decoders share.
+
+    `family_keys` are added. Raises UserError if the family's `config_class` cannot represent the model."""
     heads, embed = get_int(settings, "num_attention_heads"), get_int(settings, "hidden_size")
-    found = {
+    keys = {
         "vocab": get_int(settings, "vocab_size"),
         "layers": get_int(settings, "num_hidden_layers"),
         "embed": embed,
@@ -73,143 +137,167 @@ def read(settings: dict[str, Any], config: type, **own: Any) -> dict[str, Any]:
         "kv_heads": get_int(settings, "num_key_value_heads", heads),
         "head_dim": get_int(settings, "head_dim", embed // heads),
         "mlp": get_int(settings, "intermediate_size"),
-        "norm_eps": number(settings, "rms_norm_eps", 1e-6),
+        "norm_eps": get_float(settings, "rms_norm_eps", 1e-6),
         "activation": read_activation(settings),
         "tie_embeddings": get_bool(settings, "tie_word_embeddings"),
     }
-    return section(found | read_rope(settings) | own, settings, config)
+    return select_keys(keys | rope_keys(settings) | family_keys, settings, config_class)
 
 
-def section(found: dict[str, Any], settings: dict[str, Any], config: type) -> dict[str, Any]:
-    """Of all that was found, what the family's Config takes; the rest must be as it has it."""
-    refuse_extras(settings)
-    keys = {field.name for field in dataclasses.fields(config)}
-    taken = {key: value for key, value in found.items() if key in keys}
+def select_keys(keys: Mapping[str, object], settings: HFSettings, config_class: type[Any]) -> dict[str, Any]:
+    """Select the keys that are fields of a family's config. The others must have the values that it fixes.
+
+    Raises UserError if they have not, or if config.json has settings that no family supports."""
+    refuse_unsupported(settings)
+    fields = {field.name for field in dataclasses.fields(config_class)}
+    selected = {key: value for key, value in keys.items() if key in fields}
     try:
-        cfg = config(**taken)
+        cfg = config_class(**selected)
     except ValueError as error:
         raise UserError(f"config.json: these sizes cannot be imported: {error}") from None
-    for key, value in found.items():
+    for key, value in keys.items():
         fixed = getattr(cfg, key)
         if fixed != value:
             raise UserError(
                 f"config.json: {settings['model_type']} with {key} {value}: only {fixed} can be imported"
             )
-    return taken
+    return selected
 
 
-def read_activation(settings: dict[str, Any]) -> str:
-    by_name = {theirs: ours for ours, theirs in ACTIVATIONS.items()}
-    name = require(settings, "hidden_act")
-    if not isinstance(name, str) or name not in by_name:
+def read_activation(settings: HFSettings) -> str:
+    """Translate `hidden_act` to `model.activation`. Raises UserError for an unknown one."""
+    by_hf_name = {hf_name: name for name, hf_name in ACTIVATIONS.items()}
+    hf_name = require(settings, "hidden_act")
+    if not isinstance(hf_name, str) or hf_name not in by_hf_name:
         raise UserError(
-            f"config.json: hidden_act: found {short_value(name)}, expected one of {', '.join(by_name)}"
+            f"config.json: hidden_act: found {short_value(hf_name)}, expected one of {', '.join(by_hf_name)}"
         )
-    return by_name[name]
+    return by_hf_name[hf_name]
 
 
-def read_rope(settings: dict[str, Any]) -> dict[str, Any]:
-    """Both spellings: `rope_parameters` (transformers 5) and `rope_theta` with `rope_scaling` (4)."""
+def rope_keys(settings: HFSettings) -> dict[str, Any]:
+    """Translate rotary positions to keys of the `model` section.
+
+    Reads `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (4). Raises UserError for
+    kinds of scaling that cannot be imported."""
     rope = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
     if not isinstance(rope, dict):
         raise UserError(f"config.json: rope_scaling: found {short_value(rope)}, expected values in braces")
     kind = rope.get("rope_type") or rope.get("type") or "default"
-    theta = number(rope, "rope_theta", number(settings, "rope_theta", 10_000.0))
-    out: dict[str, Any] = {"rope_theta": theta}
-    if not isinstance(kind, str) or kind not in BOUNDS:
+    theta = get_float(rope, "rope_theta", get_float(settings, "rope_theta", 10_000.0))
+    keys: dict[str, Any] = {"rope_theta": theta}
+    if not isinstance(kind, str) or kind not in ROPE_SCALINGS:
         raise UserError(
-            f"config.json: rope_type: found {short_value(kind)}, expected one of {', '.join(BOUNDS)}"
+            f"config.json: rope_type: found {short_value(kind)}, expected one of {', '.join(ROPE_SCALINGS)}"
         )
-    known = {"rope_type": ..., "type": ..., "rope_theta": ..., "partial_rotary_factor": 1.0} | BOUNDS[kind]
+    # The only supported value of each setting; ... for any.
+    supported = {"rope_type": ..., "type": ..., "rope_theta": ..., "partial_rotary_factor": 1.0}
+    supported |= ROPE_SCALINGS[kind]
     if kind != "default":
-        factor = number(rope, "factor")
-        out |= {"rope_scaling": kind, "rope_factor": factor}
-        known |= {"factor": ..., "original_max_position_embeddings": ...}
-        if kind != "linear":  # which is the same whatever the context was
+        factor = get_float(rope, "factor")
+        keys |= {"rope_scaling": kind, "rope_factor": factor}
+        supported |= {"factor": ..., "original_max_position_embeddings": ...}
+        if kind != "linear":  # which does not depend on the original length
             name = "original_max_position_embeddings"
             length = rope.get(name) or require(settings, "max_position_embeddings")
-            out["rope_original_length"] = get_int({name: length}, name)
+            keys["rope_original_length"] = get_int({name: length}, name)
         if kind == "yarn":
-            known["attention_factor"] = 0.1 * math.log(max(factor, 1.0)) + 1.0
+            supported["attention_factor"] = 0.1 * math.log(max(factor, 1.0)) + 1.0
+    _check_rope(rope, kind, supported)
+    return keys
+
+
+def _check_rope(rope: HFSettings, kind: str, supported: Mapping[str, object]) -> None:
     for name, value in rope.items():
-        usual = known.get(name)
-        if usual is not ... and value is not None and value != usual:
-            said = f"only {usual}" if name in known else f"no {kind} scaling with it"
-            raise UserError(f"config.json: rope: {name}: found {short_value(value)}, {said} can be imported")
-    return out
+        expected = supported.get(name)
+        if expected is not ... and value is not None and value != expected:
+            limit = f"only {expected}" if name in supported else f"no {kind} scaling with it"
+            raise UserError(f"config.json: rope: {name}: found {short_value(value)}, {limit} can be imported")
 
 
-KINDS = {True: "full_attention", False: "sliding_attention"}  # of layers: those that see the whole text?
+def layer_type_settings(cfg: WindowConfig, is_global: IsGlobal) -> HFSettings:
+    """The setting of config.json that lists which layers have a window."""
+    return {"layer_types": [LAYER_TYPES[is_global(layer, cfg.global_every)] for layer in range(cfg.layers)]}
 
 
-def write_kinds(cfg: Any, sees_all: Callable[[int, int], bool]) -> dict[str, Any]:
-    """Which layers see the whole text, and which a window: `sees_all(layer, every)` is the family's order."""
-    return {"layer_types": [KINDS[sees_all(layer, cfg.global_every)] for layer in range(cfg.layers)]}
+def read_global_every(settings: HFSettings, default: int, is_global: IsGlobal) -> int:
+    """Translate `layer_types` to `model.global_every`; `default` if config.json does not list them.
 
-
-def read_kinds(settings: dict[str, Any], usual: int, sees_all: Callable[[int, int], bool]) -> int:
-    """Our `global_every`. `usual` is what it is where nothing is said."""
-    kinds, layers = settings.get("layer_types"), get_int(settings, "num_hidden_layers")
-    if kinds is None:
-        return usual
-    is_complete = isinstance(kinds, list) and len(kinds) == layers
-    for every in (usual, *range(1, layers + 2)) if is_complete else ():
-        if kinds == [KINDS[sees_all(layer, every)] for layer in range(layers)]:
+    Raises UserError for an order of layers that no value of `global_every` describes."""
+    layer_types, layers = settings.get("layer_types"), get_int(settings, "num_hidden_layers")
+    if layer_types is None:
+        return default
+    is_complete = isinstance(layer_types, list) and len(layer_types) == layers
+    for every in (default, *range(1, layers + 2)) if is_complete else ():
+        if layer_types == [LAYER_TYPES[is_global(layer, every)] for layer in range(layers)]:
             return every
     raise UserError(
-        f"config.json: layer_types: found {short_value(kinds)}, expected {KINDS[True]} at every n-th layer"
+        f"config.json: layer_types: found {short_value(layer_types)}, expected {LAYER_TYPES[True]} at every "
+        "n-th layer"
     )
 
 
-def write_two_ropes(cfg: Any) -> dict[str, Any]:
-    """Positions where the layers with a window have a base of their own."""
-    whole_text, local = write_rope(cfg), {"rope_type": "default", "rope_theta": cfg.rope_local_theta}
-    both = {KINDS[True]: whole_text["rope_parameters"], KINDS[False]: local}
-    return whole_text | {"rope_parameters": both}
+def two_rope_settings(cfg: LocalRopeConfig) -> HFSettings:
+    """The settings about rotary positions of a model whose layers with a window have a base of their own."""
+    settings, local = rope_settings(cfg), {"rope_type": "default", "rope_theta": cfg.rope_local_theta}
+    by_layer_type = {LAYER_TYPES[True]: settings["rope_parameters"], LAYER_TYPES[False]: local}
+    return settings | {"rope_parameters": by_layer_type}
 
 
-def read_two_ropes(settings: dict[str, Any], **usual: float) -> tuple[dict[str, Any], float]:
-    """The settings with the positions of layers that see the whole text alone, and the base of the others.
-    `usual` has the names that transformers 4 gives to both bases, and what they are where nothing is said."""
-    bases = [{"rope_theta": number(settings, name, value)} for name, value in usual.items()]
-    both = settings.get("rope_parameters")
-    nested = isinstance(both, dict) and bool({*KINDS.values()} & both.keys())
-    found = both if nested else {KINDS[True]: settings.get("rope_scaling") or both}
-    ropes = [(found or {}).get(KINDS[sees_all]) or {} for sees_all in (True, False)]
+def split_two_ropes(
+    settings: HFSettings, global_theta: tuple[str, float], local_theta: tuple[str, float]
+) -> tuple[HFSettings, float]:
+    """Split off the rotary positions of layers with a window.
+
+    Returns the settings with only the positions of the other layers, and the base of those with a window.
+    `global_theta` and `local_theta` are transformers 4's names of both bases, and their defaults."""
+    bases = [{"rope_theta": get_float(settings, name, value)} for name, value in (global_theta, local_theta)]
+    parameters = settings.get("rope_parameters")
+    is_nested = isinstance(parameters, dict) and bool({*LAYER_TYPES.values()} & parameters.keys())
+    if is_nested:
+        by_layer_type = parameters
+    else:
+        by_layer_type = {LAYER_TYPES[True]: settings.get("rope_scaling") or parameters}
+    ropes = [(by_layer_type or {}).get(LAYER_TYPES[is_global]) or {} for is_global in (True, False)]
     if not all(isinstance(rope, dict) for rope in ropes):
-        raise UserError(f"config.json: rope_parameters: found {short_value(both)}, expected values in braces")
-    far, near = (base | rope for base, rope in zip(bases, ropes, strict=True))
-    local = read_rope({"rope_parameters": near})
-    if "rope_scaling" in local:
-        raise UserError("config.json: rope_parameters: stretched positions in windows cannot be imported")
-    rest = {name: value for name, value in settings.items() if name != "rope_scaling"}
-    return rest | {"rope_parameters": far}, local["rope_theta"]
+        raise UserError(
+            f"config.json: rope_parameters: found {short_value(parameters)}, expected values in braces"
+        )
+    global_rope, local_rope = (base | rope for base, rope in zip(bases, ropes, strict=True))
+    local_keys = rope_keys({"rope_parameters": local_rope})
+    if "rope_scaling" in local_keys:
+        raise UserError("config.json: rope_parameters: scaled positions in windows cannot be imported")
+    remaining = {name: value for name, value in settings.items() if name != "rope_scaling"}
+    return remaining | {"rope_parameters": global_rope}, local_keys["rope_theta"]
 
 
-def refuse_extras(settings: dict[str, Any]) -> None:
-    """Settings that change what a model computes, and of which our models have only the usual value."""
+def refuse_unsupported(settings: HFSettings) -> None:
+    """Raise UserError for settings that change what a model computes, and that no family supports."""
     for name in ("attention_bias", "mlp_bias"):
         if get_bool(settings, name):
             raise UserError(f"config.json: {name}: found true, but weights with biases cannot be imported")
-    windows = "sliding_attention" in str(settings.get("layer_types"))
-    if windows or settings.get("use_sliding_window"):
+    has_windows = LAYER_TYPES[False] in str(settings.get("layer_types"))
+    if has_windows or settings.get("use_sliding_window"):
         raise UserError("config.json: layers with a sliding window, which cannot be imported")
     if settings.get("partial_rotary_factor") not in (None, 1, 1.0):
         raise UserError("config.json: partial_rotary_factor: only 1.0 can be imported")
     if settings.get("quantization_config"):
-        raise UserError("config.json: quantization_config: quantised weights cannot be imported")
+        raise UserError("config.json: quantization_config: quantized weights cannot be imported")
 
 
-def require(settings: dict[str, Any], name: str) -> Any:
+def require(settings: HFSettings, name: str) -> Any:
+    """Get a setting. Raises UserError if it is absent or null."""
     if settings.get(name) is None:
         raise UserError(f"config.json: {name}: found nothing, and there is no model without it")
     return settings[name]
 
 
-def get_int(settings: dict[str, Any], name: str, usual: int | None = None) -> int:
-    """A size. Null, and the 0 that some write for it, mean the usual where there is one."""
-    if usual is not None and settings.get(name) in (None, 0):
-        return usual
+def get_int(settings: HFSettings, name: str, default: int | None = None) -> int:
+    """Get a size of 1 or more. `default`, unless None, replaces null, and 0, which some write for null.
+
+    Raises UserError for other values."""
+    if default is not None and settings.get(name) in (None, 0):
+        return default
     value = require(settings, name)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise UserError(
@@ -218,22 +306,24 @@ def get_int(settings: dict[str, Any], name: str, usual: int | None = None) -> in
     return value
 
 
-def number(settings: dict[str, Any], name: str, usual: float | None = None) -> float:
-    if usual is not None and settings.get(name) is None:
-        return usual
+def get_float(settings: HFSettings, name: str, default: float | None = None) -> float:
+    """Get a finite number. `default`, unless None, replaces null. Raises UserError for other values."""
+    if default is not None and settings.get(name) is None:
+        return default
     value = require(settings, name)
     if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
         raise UserError(f"config.json: {name}: found {short_value(value)}, expected a number")
     return float(value)
 
 
-def get_bool(settings: dict[str, Any], name: str) -> bool:
+def get_bool(settings: HFSettings, name: str) -> bool:
+    """Get a boolean; false for null. Raises UserError for other values."""
     value = settings.get(name)
     if not isinstance(value, bool | None):
         raise UserError(f"config.json: {name}: found {short_value(value)}, expected true or false")
     return bool(value)
 
 
-def short_value(value: Any) -> str:
-    """As it stands in the file, in few characters."""
+def short_value(value: object) -> str:
+    """Format a value as in the file, in at most 60 characters."""
     return json.dumps(value)[:60]

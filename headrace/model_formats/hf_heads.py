@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from headrace.model_formats.hf_tensors import Table
+from headrace.model_formats.hf_tensors import TensorTable
 
 EACH_TOKEN = "each"  # the pooling of models that label every token
 
@@ -16,7 +16,7 @@ class Head:
     our ways to pool to transformers' names of them, or to "" where config.json does not name it."""
 
     architecture: str
-    table: Table
+    table: TensorTable
     pooling: dict[str, str]
 
 
@@ -35,7 +35,7 @@ class HeadLayout:
         return self.tokens if pooling == EACH_TOKEN else self.texts
 
 
-def linear_tensors(name: str, hf_name: str, bias: bool = True) -> Table:
+def linear_tensors(name: str, hf_name: str, bias: bool = True) -> TensorTable:
     """The tensors of a head's linear layer; `name` is `classes` or `pool`."""
     pattern = "c d -> d c" if name == "classes" else "e d -> d e"
     table = {f"w_{name}": (f"{hf_name}.weight", pattern)}

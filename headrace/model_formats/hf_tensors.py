@@ -1,9 +1,9 @@
-"""Weights as Hugging Face has them: under its names, with its axes, one tensor for each layer."""
+"""Weights in Hugging Face's layout: under its names, with its axes, one tensor for each layer."""
 
 import fnmatch
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,147 +14,173 @@ from safetensors import SafetensorError, safe_open
 
 from headrace.errors import UserError
 from headrace.model_formats import hf_ternary
+from headrace.model_formats.hf_ternary import TernaryFormat
 from headrace.nn import module
+from headrace.nn.module import PyTree
 
-TIED = ("lm_head.weight", "decoder.weight")  # often stored beside the embedding that they equal
+TIED = ("lm_head.weight", "decoder.weight")  # often stored although they equal the embedding
 
-# Our weight -> their tensor, and its axes in terms of ours. In the name {} is the layer, {+1} the one after,
-# and [0/3] the first of three equal parts of the tensor. A second {} is the number along the weight's next
-# axis, such as the expert.
-Table = dict[str, tuple[str, str]]
+# The path of a weight -> the name of its tensor, and the pattern from the tensor's axes to the weight's, e.g.
+# "blocks.w_q": ("model.layers.{}.q_proj.weight", "(n h) d -> d n h"). In the name, {} is the layer, {+1} the
+# layer plus one, and [0/3] the first of three equal parts of the tensor. A second {} is the index along the
+# weight's next axis, such as the expert.
+TensorTable = dict[str, tuple[str, str]]
 
 
 class TensorFamily(Protocol):
-    """What naming tensors needs of a model family (`models.Family`)."""
+    """A model family (`models.Family`), as far as its tensors are concerned."""
 
     @property
     def Model(self) -> module.ModelClass: ...
 
-    def tensor_table(self, cfg: Any) -> Table: ...
+    def tensor_table(self, cfg: Any) -> TensorTable: ...
 
 
-def to_tensors(table: Table, params: Any, dtype: str) -> Iterator[tuple[str, np.ndarray]]:
-    """Their names and tensors, one stacked weight in memory at a time, or those that are one tensor there."""
+def to_tensors(table: TensorTable, params: PyTree, dtype: str) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield the tensors of a model with their names. In memory is one stacked weight at a time, or those that
+    are parts of the same tensor."""
     weights = [
         (*split_spec(table[path][0]), table[path][1], leaf) for path, leaf in module.named_leaves(params)
     ]
-    for theirs in dict.fromkeys(name for name, *_ in weights):
-        same = [(part, pattern, leaf) for name, part, _, pattern, leaf in weights if name == theirs]
-        parts = sorted(same, key=lambda one: one[0])
+    for hf_name in dict.fromkeys(name for name, *_ in weights):
+        parts = [(part, pattern, leaf) for name, part, _, pattern, leaf in weights if name == hf_name]
+        parts.sort(key=lambda entry: entry[0])
         arrays = [np.asarray(jax.device_get(leaf.astype(jnp.dtype(dtype)))) for *_, leaf in parts]
-        for place in np.ndindex(arrays[0].shape[: theirs.count("{")]):
-            made = [to_hf_layout(array[place], part[1]) for array, part in zip(arrays, parts, strict=True)]
-            whole = np.concatenate(made) if made[1:] else made[0]  # a number alone has no axis to join
-            yield layer_name(theirs, place), np.asarray(whole, order="C")
+        for index in np.ndindex(arrays[0].shape[: hf_name.count("{")]):
+            pieces = [
+                to_hf_layout(array[index], pattern)
+                for array, (_, pattern, _) in zip(arrays, parts, strict=True)
+            ]
+            tensor = np.concatenate(pieces) if pieces[1:] else pieces[0]  # a scalar cannot be concatenated
+            yield layer_name(hf_name, index), np.asarray(tensor, order="C")
 
 
 def to_hf_layout(array: np.ndarray, pattern: str) -> np.ndarray:
-    left, right = pattern.split(" -> ")
-    return rearrange(array, f"{right} -> {left}", dict(zip(right.split(), array.shape, strict=True)))
+    """Rearrange one layer's weight to its tensor, by a pattern of the tensor table."""
+    tensor_axes, weight_axes = pattern.split(" -> ")
+    sizes = dict(zip(weight_axes.split(), array.shape, strict=True))
+    return rearrange(array, f"{weight_axes} -> {tensor_axes}", sizes)
 
 
-def split_spec(theirs: str) -> tuple[str, int, int]:
-    """A name of the table without its part, which part it is and of how many."""
-    found = re.fullmatch(r"(.*)\[(\d+)/(\d+)\]", theirs)
-    return (found[1], int(found[2]), int(found[3])) if found else (theirs, 0, 1)
+def split_spec(spec: str) -> tuple[str, int, int]:
+    """Split a name of the tensor table, such as `a.{}.qkv.weight[0/3]`, into name, part and number of
+    parts."""
+    match = re.fullmatch(r"(.*)\[(\d+)/(\d+)\]", spec)
+    return (match[1], int(match[2]), int(match[3])) if match else (spec, 0, 1)
 
 
-def layer_name(theirs: str, place: Iterable[int]) -> str:
-    """The name for a layer, and an expert where there is one."""
-    numbers = iter(place)
-    return re.sub(r"{(\+\d+)?}", lambda found: str(next(numbers) + int(found[1] or 0)), theirs)
+def layer_name(name: str, indices: Iterable[int]) -> str:
+    """Replace the placeholders in a name of the tensor table by a layer, and by an expert if it has two."""
+    numbers = iter(indices)
+    return re.sub(r"{(\+\d+)?}", lambda match: str(next(numbers) + int(match[1] or 0)), name)
 
 
-def rearrange(array: np.ndarray, pattern: str, sizes: dict[str, int]) -> np.ndarray:
-    """Axes by name, those in brackets lying in one: (n h) d -> d n h. ValueError if they do not fit."""
+def rearrange(array: np.ndarray, pattern: str, sizes: Mapping[str, int]) -> np.ndarray:
+    """Reshape and transpose by the names of axes, e.g. "(n h) d -> d n h", as einops does.
+
+    Raises ValueError if the array does not have the sizes."""
     sides = [re.findall(r"(?<=[(])[^)]+|[^ ()]+", side) for side in pattern.split(" -> ")]
-    before, after = ([math.prod(sizes[name] for name in axis.split()) for axis in side] for side in sides)
-    if array.shape != tuple(before):
-        raise ValueError(f"{array.shape} is not {before}")
-    left, right = (" ".join(side).split() for side in sides)
-    turned = array.reshape([sizes[name] for name in left]).transpose([left.index(name) for name in right])
-    return turned.reshape(after)
+    in_shape, out_shape = (
+        [math.prod(sizes[name] for name in axis.split()) for axis in side] for side in sides
+    )
+    if array.shape != tuple(in_shape):
+        raise ValueError(f"{array.shape} is not {in_shape}")
+    in_axes, out_axes = (" ".join(side).split() for side in sides)
+    order = [in_axes.index(name) for name in out_axes]
+    return array.reshape([sizes[name] for name in in_axes]).transpose(order).reshape(out_shape)
 
 
-def is_like(name: str, patterns: Iterable[str]) -> bool:
+def matches_any(name: str, patterns: Iterable[str]) -> bool:
+    """Whether a name matches one of the patterns, in which * stands for any characters."""
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
-class Tensors:
-    """The tensors of one or several safetensors files by name. Those like `aside` need no place anywhere."""
+class SafetensorsFolder:
+    """The tensors of a folder's safetensors files by name, and which of them were not read yet.
 
-    def __init__(self, folder: Path, stored: str | None = None, aside: tuple[str, ...] = ()):
-        files = sorted(folder.glob("*.safetensors"))
-        if not files:
+    Those that match a pattern in `ignored` may be left unread. `ternary_format` is that of packed tensors."""
+
+    def __init__(
+        self, folder: Path, ternary_format: TernaryFormat | None = None, ignored: Sequence[str] = ()
+    ):
+        paths = sorted(folder.glob("*.safetensors"))
+        if not paths:
             raise UserError(f"{folder}: no .safetensors file in it")
-        self.folder, self.stored, self.aside = folder, stored, aside
-        self.places: dict[str, Any] = {}
-        for path in files:
+        self.folder, self.ternary_format, self.ignored = folder, ternary_format, tuple(ignored)
+        self.files: dict[str, safe_open] = {}  # by the names of the tensors in them
+        for path in paths:
             try:
-                opened = safe_open(path, framework="np")
+                file = safe_open(path, framework="np")
             except SafetensorError as error:
-                raise UserError(f"{path}: not a whole safetensors file: {error}") from None
-            self.places |= dict.fromkeys(opened.keys(), opened)
-        self.unread = set(self.places)
+                raise UserError(f"{path}: not a complete safetensors file: {error}") from None
+            self.files |= dict.fromkeys(file.keys(), file)
+        self.unread = set(self.files)
 
-    def read(self, name: str, pattern: str, shape: tuple[int, ...], part: int, parts: int) -> np.ndarray:
-        """The tensor in float32, or one of its equal parts, rearranged by `pattern` to `shape`."""
-        tensor = self.take(name)
+    def read_weight(self, spec: str, pattern: str, shape: Sequence[int]) -> np.ndarray:
+        """Read all layers of a weight in float32, by its entry in the tensor table.
+
+        Raises UserError if tensors are absent or have other shapes."""
+        name, part, parts = split_spec(spec)
+        num_stacked = name.count("{")
+        stacked_shape, layer_shape = shape[:num_stacked], shape[num_stacked:]
+
+        def read_layer(index: Sequence[int]) -> np.ndarray:
+            return self._read_part(layer_name(name, index), pattern, layer_shape, part, parts)
+
+        # The last layer is read before memory is allocated for all: sizes in config.json may be impossible.
+        last = read_layer([size - 1 for size in stacked_shape])
+        weight = np.empty(shape, np.float32)
+        weight[(-1,) * num_stacked] = last
+        for index in list(np.ndindex(*stacked_shape))[:-1]:
+            weight[index] = read_layer(index)
+        return weight
+
+    def _read_part(self, name: str, pattern: str, shape: Sequence[int], part: int, parts: int) -> np.ndarray:
+        """Read one of the equal parts of a tensor in float32, rearranged by `pattern` to `shape`."""
+        tensor = self.read_stored(name)
         if tensor.dtype == np.uint8:
-            tensor = self.unpack(name, tensor)
+            tensor = self._unpack_ternary(name, tensor)
         tensor = tensor.astype(np.float32)
         sizes = dict(zip(pattern.split(" -> ")[1].split(), shape, strict=True))
         try:
             return rearrange(np.split(tensor, parts)[part], pattern, sizes)
         except ValueError:
             raise UserError(
-                f"{self.folder}: {name} is of shape {tensor.shape}, and by config.json its parts are {shape}"
+                f"{self.folder}: {name} is of shape {tensor.shape}, and by config.json its parts are "
+                f"{tuple(shape)}"
             ) from None
 
-    def weight(self, theirs: str, pattern: str, shape: tuple[int, ...]) -> np.ndarray:
-        """A weight of ours, all layers of it, by what the table says of it."""
-        name, *part = split_spec(theirs)
-        lead = name.count("{")
-        stack, shape_of_one = shape[:lead], shape[lead:]
-        # The last of them before there is room for all: config.json may tell of sizes that no memory has.
-        last = self.read(layer_name(name, [size - 1 for size in stack]), pattern, shape_of_one, *part)
-        array = np.empty(shape, np.float32)
-        array[(-1,) * lead] = last
-        for place in list(np.ndindex(stack))[:-1]:
-            array[place] = self.read(layer_name(name, place), pattern, shape_of_one, *part)
-        return array
-
-    def take(self, name: str) -> np.ndarray:
-        """As it is stored."""
-        if name not in self.places:
+    def read_stored(self, name: str) -> np.ndarray:
+        """Read a tensor as it is stored. Raises UserError if it is absent or of a type that numpy lacks."""
+        if name not in self.files:
             raise UserError(f"{self.folder}: no tensor {name} in its .safetensors files")
         self.unread.discard(name)
         try:
-            return np.asarray(self.places[name].get_tensor(name))
-        except (SafetensorError, AttributeError, TypeError, ValueError) as error:  # of a type numpy has not
+            return np.asarray(self.files[name].get_tensor(name))
+        except (SafetensorError, AttributeError, TypeError, ValueError) as error:
             raise UserError(f"{self.folder}: {name} cannot be read: {error}") from None
 
-    def unpack(self, name: str, tensor: np.ndarray) -> np.ndarray:
-        if self.stored not in ("multiplies", "divides"):
+    def _unpack_ternary(self, name: str, packed: np.ndarray) -> np.ndarray:
+        if self.ternary_format not in ("multiplies", "divides"):
             raise UserError(f"{self.folder}: {name} is packed, and its config.json does not say how")
-        scales = self.take(hf_ternary.scale_name(name))
+        scale_name = hf_ternary.scale_name(name)
+        scales = self.read_stored(scale_name)
         if scales.size != 1:
-            raise UserError(
-                f"{self.folder}: {hf_ternary.scale_name(name)} is of shape {scales.shape}, not one number"
-            )
+            raise UserError(f"{self.folder}: {scale_name} is of shape {scales.shape}, not one number")
         scale = float(scales.reshape(()))
-        return hf_ternary.unpacked(tensor, scale if self.stored == "multiplies" else 1 / scale)
+        return hf_ternary.unpack_matrix(packed, scale if self.ternary_format == "multiplies" else 1 / scale)
 
-    def pass_over(self, theirs: str) -> None:
-        """A weight that nobody asks for is no tensor too many."""
-        parts = re.split(r"{(?:\+\d+)?}", split_spec(theirs)[0])
+    def skip_weight(self, spec: str) -> None:
+        """Allow that the tensors of a weight, by its name in the tensor table, are left unread."""
+        parts = re.split(r"{(?:\+\d+)?}", split_spec(spec)[0])
         name = r"\d+".join(map(re.escape, parts))
-        like = re.compile(f"{name}|{hf_ternary.scale_name(name)}")
-        self.unread = {name for name in self.unread if not like.fullmatch(name)}
+        pattern = re.compile(f"{name}|{hf_ternary.scale_name(name)}")
+        self.unread = {name for name in self.unread if not pattern.fullmatch(name)}
 
     def check_all_read(self) -> None:
-        known = lambda name: name in TIED or "rotary_emb" in name or is_like(name, self.aside)
-        left = sorted(name for name in self.unread if not known(name))
-        if left:
-            more = f" and {len(left) - 1} more" if len(left) > 1 else ""
-            raise UserError(f"{self.folder}: no place in this model for the tensor {left[0]}{more}")
+        """Raise UserError if a tensor was not read that is not skipped, ignored, tied or computed."""
+        is_optional = lambda name: name in TIED or "rotary_emb" in name or matches_any(name, self.ignored)
+        unread = sorted(name for name in self.unread if not is_optional(name))
+        if unread:
+            more = f" and {len(unread) - 1} more" if len(unread) > 1 else ""
+            raise UserError(f"{self.folder}: no place in this model for the tensor {unread[0]}{more}")

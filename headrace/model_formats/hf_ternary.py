@@ -1,93 +1,106 @@
-"""Ternary weights at Hugging Face: in full precision and rounded when they are used (`online`), or packed,
-four of them in a byte, with a scale for each matrix."""
+"""Ternary weights in Hugging Face's formats.
 
-from collections.abc import Iterator
-from typing import Any
+They are stored in full precision, to be rounded when they are used (`online`), or packed: four of them in a
+byte, with a scale for each matrix."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import DTypeLike
 
-from headrace.errors import InvalidArgument, UserError
+from headrace.errors import UserError
 from headrace.nn import module
+from headrace.nn.module import PyTree
 
 METHOD = {"quant_method": "bitnet", "linear_class": "autobitlinear"}
 ONLINE = METHOD | {"quantization_mode": "online"}
 PACKED = METHOD | {"quantization_mode": "offline"}  # as microsoft/bitnet-b1.58-2B-4T has it
 
-EACH = 4  # to a byte
+VALUES_PER_BYTE = 4
+
+# Not packed; or packed, with a scale that the layer's class in transformers multiplies or divides by.
+TernaryFormat = Literal["online", "multiplies", "divides"]
 
 
-def stored(settings: dict[str, Any]) -> str | None:
-    """How config.json says the matrices are stored: None, as they are and so multiplied; `online`; or packed,
-    with a scale that their class `multiplies` by or `divides` by."""
-    found = settings.get("quantization_config")
-    if not found:
+def read_format(settings: Mapping[str, Any]) -> TernaryFormat | None:
+    """Read from config.json how ternary matrices are stored. None if they are plain matrices.
+
+    Raises UserError for what cannot be imported."""
+    quantization = settings.get("quantization_config")
+    if not quantization:
         return None
-    if not isinstance(found, dict):
+    if not isinstance(quantization, dict):
         raise UserError("config.json: quantization_config: expected names and values in braces")
-    known: dict[str, tuple[Any, ...]] = {
+    supported: dict[str, tuple[object, ...]] = {
         "quant_method": ("bitnet",),
         "use_rms_norm": (None, False),
         "modules_to_not_convert": (None, []),
     }
-    for name, values in known.items():
-        if found.get(name) not in values:
+    for name, values in supported.items():
+        if quantization.get(name) not in values:
             raise UserError(
-                f"config.json: quantization_config: {name}: found {found.get(name)}, only {values[0]} can be "
-                "imported"
+                f"config.json: quantization_config: {name}: found {quantization.get(name)}, only {values[0]} "
+                "can be imported"
             )
-    kind = found.get("linear_class", "bitlinear")
-    if kind not in ("bitlinear", "autobitlinear"):
+    layer_class = quantization.get("linear_class", "bitlinear")
+    if layer_class not in ("bitlinear", "autobitlinear"):
         raise UserError(
-            f"config.json: quantization_config: linear_class: found {kind}, expected bitlinear or "
+            f"config.json: quantization_config: linear_class: found {layer_class}, expected bitlinear or "
             "autobitlinear"
         )
-    if kind == "bitlinear":
+    if layer_class == "bitlinear":
         return "divides"
-    return "online" if found.get("quantization_mode", "offline") == "online" else "multiplies"
+    return "online" if quantization.get("quantization_mode", "offline") == "online" else "multiplies"
 
 
 def round_weight(w: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """-1, 0 and 1, and the scale, as low_precision/ternary.py has them."""
+    """Round a matrix to -1, 0 and 1, as low_precision/ternary.py does. Returns these and the scale."""
     scale = np.maximum(np.abs(w).mean(dtype=np.float32), np.float32(1e-5))
     return np.clip(np.round(w / scale), -1, 1).astype(np.int8), scale
 
 
-def matrices(table: dict[str, tuple[str, str]], axes: Any, layers: int) -> set[str]:
-    """Their names of the matrices that are ternary: those of the layers."""
-    ours = [path for path, one in module.named_leaves(axes) if one.is_hidden_matrix]
-    return {table[path][0].format(number) for path in ours for number in range(layers)}
+def ternary_tensors(table: Mapping[str, tuple[str, str]], axes: PyTree, layers: int) -> set[str]:
+    """The Hugging Face names of all ternary matrices: the matrices of the layers."""
+    paths = [path for path, leaf in module.named_leaves(axes) if leaf.is_hidden_matrix]
+    return {table[path][0].format(layer) for path in paths for layer in range(layers)}
 
 
-def packed(
-    tensors: Iterator[tuple[str, np.ndarray]], matrices: set[str], dtype: Any
+def pack_tensors(
+    tensors: Iterable[tuple[str, np.ndarray]], ternary_names: set[str], dtype: DTypeLike
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Two tensors in the place of each of these matrices, the others in `dtype`."""
+    """Yield two tensors in place of each ternary one, packed values and scale, and the others in `dtype`."""
     for name, tensor in tensors:
-        if name in matrices:
-            yield from pack(name, tensor, dtype)
+        if name in ternary_names:
+            yield from pack_matrix(name, tensor, dtype)
         else:
             yield name, tensor.astype(dtype)
 
 
-def pack(name: str, w: np.ndarray, dtype: Any) -> Iterator[tuple[str, np.ndarray]]:
-    """A matrix of theirs, [outputs inputs]: rows a quarter of all apart share a byte."""
-    if w.shape[0] % EACH:
-        raise InvalidArgument(
-            "packed", f"{name} has {w.shape[0]} outputs, and transformers reads only multiples of {EACH}"
+def pack_matrix(name: str, w: np.ndarray, dtype: DTypeLike) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield the two tensors of a ternary matrix [outputs inputs]: packed values, and the scale in `dtype`.
+
+    A byte has one value of each quarter of the rows. Raises UserError if rows cannot be divided by four."""
+    if w.shape[0] % VALUES_PER_BYTE:
+        raise UserError(
+            f"--packed: {name} has {w.shape[0]} outputs, and transformers reads only multiples of "
+            f"{VALUES_PER_BYTE}"
         )
     values, scale = round_weight(w)
-    quarters = (values + 1).astype(np.uint8).reshape(EACH, -1, *w.shape[1:])
-    yield name, np.bitwise_or.reduce([part << 2 * number for number, part in enumerate(quarters)])
+    quarters = (values + 1).astype(np.uint8).reshape(VALUES_PER_BYTE, -1, *w.shape[1:])
+    yield name, np.bitwise_or.reduce([quarter << 2 * index for index, quarter in enumerate(quarters)])
     yield scale_name(name), scale.reshape(1).astype(dtype)
 
 
-def unpacked(quarters: np.ndarray, scale: float) -> np.ndarray:
-    """A matrix that is rounded to the same -1, 0 and 1 with the same scale, which is the mean of sizes: where
-    some are 0, the others are larger than it."""
-    values = np.concatenate([quarters >> shift & 3 for shift in range(0, 8, 2)]).astype(np.float32) - 1
+def unpack_matrix(packed: np.ndarray, scale: float) -> np.ndarray:
+    """Unpack a matrix, such that it is rounded to the same values and the same scale again.
+
+    A scale is the mean of absolute values: the more values are 0, the larger the others must be."""
+    values = np.concatenate([packed >> shift & 3 for shift in range(0, 8, 2)]).astype(np.float32) - 1
     share = np.abs(values).mean()
     return values * np.float32(scale / max(share, 1e-9))
 
 
 def scale_name(name: str) -> str:
+    """The name of the tensor that has a packed matrix's scale."""
     return name.removesuffix("weight") + "weight_scale"

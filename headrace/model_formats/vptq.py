@@ -1,19 +1,22 @@
-"""A matrix of vectors from codebooks, in the tensors that VPTQ's files have and the package vptq reads (arXiv
-2409.17066). A vector is of some outputs of one input; inputs lie in the order in which they were rounded; the
-first of them, the outliers, may have a codebook of their own."""
+"""A matrix as vectors from codebooks, in the tensors of VPTQ's files (arXiv 2409.17066).
 
+A vector is of several outputs of one input. Inputs lie in the order in which they were rounded; the first of
+them, the outliers, may have a codebook of their own."""
+
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from headrace.low_precision import bitpack
 
 Array = jax.Array
 
-# Of each linear layer, in the place of `weight`.
+# Fields of `VPTQMatrix` -> the tensors of a linear layer that replace its `weight`.
 TENSORS = {
     "indices": "indices",
     "centroids": "centroids.weight",
@@ -26,138 +29,143 @@ TENSORS = {
 
 @dataclass(frozen=True)
 class VPTQShape:
-    """`index` bits of an index are of the codebook, `residual` of the one for what that leaves."""
+    """The sizes of a matrix, its vectors and its codebooks."""
 
     inputs: int
     outputs: int
-    vector: int
-    index: int
-    residual: int = 0
+    vector_length: int  # outputs
+    index_bits: int  # of an index into the codebook, which has 2 ** index_bits vectors
+    residual_bits: int = 0  # of an index into the codebook for what the first leaves; 0: none
     outliers: int = 0  # inputs
-    outlier_vector: int = 0
-    outlier_index: int = 0
+    outlier_vector_length: int = 0
+    outlier_index_bits: int = 0
 
     @property
-    def bits(self) -> int:
-        """Of a file that such a matrix takes: indices, in whole words for each row of vectors, codebooks of
-        16 bits, and the order of the inputs."""
-        rows = -(-self.outputs // self.vector)
-        words = bitpack.num_words(self.inputs - self.outliers, self.index + self.residual)
-        total = 32 * rows * words + 16 * self.vector * 2**self.index + 16 * self.inputs
-        total += 16 * self.vector * 2**self.residual if self.residual else 0
+    def stored_bits(self) -> int:
+        """The bits that a matrix takes in a file: indices, in whole words for each row of vectors, codebooks
+        of 16 bits, and the order of the inputs."""
+        rows = -(-self.outputs // self.vector_length)
+        words = bitpack.num_words(self.inputs - self.outliers, self.index_bits + self.residual_bits)
+        total = 32 * rows * words + 16 * self.vector_length * 2**self.index_bits + 16 * self.inputs
+        total += 16 * self.vector_length * 2**self.residual_bits if self.residual_bits else 0
         if self.outliers:
-            total += 16 * -(-self.outputs // self.outlier_vector) * self.outliers
-            total += 16 * self.outlier_vector * 2**self.outlier_index
+            total += 16 * -(-self.outputs // self.outlier_vector_length) * self.outliers
+            total += 16 * self.outlier_vector_length * 2**self.outlier_index_bits
         return total
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=list(TENSORS), meta_fields=["sizes"])
+@partial(jax.tree_util.register_dataclass, data_fields=list(TENSORS), meta_fields=["shape"])
 @dataclass(frozen=True)
 class VPTQMatrix:
-    """`indices` are [1, vectors of an input, words], packed along the inputs; what is not there is None."""
+    """A linear layer's matrix [outputs inputs] as VPTQ stores it."""
 
-    indices: Array
-    centroids: Array
-    residual: Array | None
-    outlier_indices: Array | None
+    indices: Array  # [1, vectors of an input, words], packed along the inputs, of both codebooks
+    centroids: Array  # [1, vectors x vector_length]
+    residual: Array | None  # the codebook for what the first leaves
+    outlier_indices: Array | None  # [1, vectors of an input, outliers]
     outlier_centroids: Array | None
-    order: Array
-    sizes: VPTQShape
+    order: Array  # [inputs]: the input that each column belongs to
+    shape: VPTQShape
 
     def to_dense(self) -> Array:
-        """The matrix as files of Hugging Face have it, [outputs inputs], in float32."""
-        sizes = self.sizes
+        """Make the dense matrix, [outputs inputs] as in Hugging Face's files, in float32."""
+        shape = self.shape
         words = jax.lax.bitcast_convert_type(self.indices[0], jnp.uint32)
-        both = bitpack.unpack(words, sizes.index + sizes.residual, sizes.inputs - sizes.outliers)
-        made = _gathered(self.centroids, both & jnp.uint32(2**sizes.index - 1), sizes.vector)
+        indices = bitpack.unpack(words, shape.index_bits + shape.residual_bits, shape.inputs - shape.outliers)
+        dense = _look_up(self.centroids, indices & jnp.uint32(2**shape.index_bits - 1), shape.vector_length)
         if self.residual is not None:
-            made = made + _gathered(self.residual, both >> jnp.uint32(sizes.index), sizes.vector)
-        made = made[: sizes.outputs]
+            residual_indices = indices >> jnp.uint32(shape.index_bits)
+            dense = dense + _look_up(self.residual, residual_indices, shape.vector_length)
+        dense = dense[: shape.outputs]
         if self.outlier_indices is not None and self.outlier_centroids is not None:
-            places = jax.lax.bitcast_convert_type(self.outlier_indices[0], jnp.uint16)
-            first = _gathered(self.outlier_centroids, places, sizes.outlier_vector)
-            made = jnp.concatenate([first[: sizes.outputs], made], axis=1)
+            outlier_indices = jax.lax.bitcast_convert_type(self.outlier_indices[0], jnp.uint16)
+            outliers = _look_up(self.outlier_centroids, outlier_indices, shape.outlier_vector_length)
+            dense = jnp.concatenate([outliers[: shape.outputs], dense], axis=1)
         order = jax.lax.bitcast_convert_type(self.order, jnp.uint16).astype(jnp.int32)
-        return jnp.zeros_like(made).at[:, order].set(made, unique_indices=True)
+        return jnp.zeros_like(dense).at[:, order].set(dense, unique_indices=True)
 
 
-def _gathered(codebook: Array, indices: Array, vector: int) -> Array:
-    """[vectors of an input, inputs] of indices to [outputs inputs]."""
-    found = codebook.reshape(-1, vector).astype(jnp.float32)[indices.astype(jnp.int32)]
-    return found.transpose(0, 2, 1).reshape(-1, indices.shape[1])
+def _look_up(codebook: Array, indices: Array, vector_length: int) -> Array:
+    """Replace indices [vectors of an input, inputs] by their vectors: [outputs inputs]."""
+    vectors = codebook.reshape(-1, vector_length).astype(jnp.float32)[indices.astype(jnp.int32)]
+    return vectors.transpose(0, 2, 1).reshape(-1, indices.shape[1])
 
 
-def store(
-    indices: list[Array],
-    codebooks: list[Array],
-    outlier: tuple[Array, Array] | None,
+def pack_matrix(
+    indices: Sequence[Array],
+    codebooks: Sequence[Array],
+    outliers: tuple[Array, Array] | None,
     order: Array,
-    sizes: VPTQShape,
+    shape: VPTQShape,
 ) -> VPTQMatrix:
-    """Of indices [inputs, vectors of an input] into the codebook, and into that of what it leaves if there is
-    one; and the outliers' indices and codebook."""
-    both = indices[0].astype(jnp.uint32)
-    for more in indices[1:]:
-        both = both | more.astype(jnp.uint32) << jnp.uint32(sizes.index)
-    halves = [book.astype(jnp.float16).reshape(1, -1) for book in codebooks]
+    """Pack a matrix that was quantized to vectors.
+
+    `indices` [inputs, vectors of an input] and `codebooks` are those of the vectors, and, if there is a
+    second codebook, of what the first leaves. `outliers` has the indices and the codebook of the outliers."""
+    packed = indices[0].astype(jnp.uint32)
+    for residual_indices in indices[1:]:
+        packed = packed | residual_indices.astype(jnp.uint32) << jnp.uint32(shape.index_bits)
+    stored_codebooks = [codebook.astype(jnp.float16).reshape(1, -1) for codebook in codebooks]
+    words = bitpack.pack(packed.T, shape.index_bits + shape.residual_bits)
     return VPTQMatrix(
-        indices=jax.lax.bitcast_convert_type(bitpack.pack(both.T, sizes.index + sizes.residual), jnp.int32)[
-            None
-        ],
-        centroids=halves[0],
-        residual=halves[1] if halves[1:] else None,
-        outlier_indices=None if outlier is None else _int16(outlier[0].T)[None],
-        outlier_centroids=None if outlier is None else outlier[1].astype(jnp.float16).reshape(1, -1),
-        order=_int16(order),
-        sizes=sizes,
+        indices=jax.lax.bitcast_convert_type(words, jnp.int32)[None],
+        centroids=stored_codebooks[0],
+        residual=stored_codebooks[1] if stored_codebooks[1:] else None,
+        outlier_indices=None if outliers is None else _to_int16(outliers[0].T)[None],
+        outlier_centroids=None if outliers is None else outliers[1].astype(jnp.float16).reshape(1, -1),
+        order=_to_int16(order),
+        shape=shape,
     )
 
 
-def settings(layers: dict[str, VPTQShape]) -> dict[str, Any]:
-    """What config.json says of it, by the names of linear layers."""
+def quantization_config(layers: Mapping[str, VPTQShape]) -> dict[str, Any]:
+    """The `quantization_config` of config.json, from the shapes of linear layers by their names."""
     return {
         "quant_method": "vptq",
-        "config_for_layers": {name: _layer(sizes) for name, sizes in layers.items()},
+        "config_for_layers": {name: _layer_config(shape) for name, shape in layers.items()},
     }
 
 
-def _layer(sizes: VPTQShape) -> dict[str, Any]:
+def _layer_config(shape: VPTQShape) -> dict[str, Any]:
     none = -1
     return {
         "bias": False,  # unless the model has one
         "enable_norm": False,
         "enable_perm": True,
         "group_num": 1,
-        "group_size": sizes.inputs - sizes.outliers,
-        "in_features": sizes.inputs,
-        "out_features": sizes.outputs,
+        "group_size": shape.inputs - shape.outliers,
+        "in_features": shape.inputs,
+        "out_features": shape.outputs,
         "indices_as_float": False,
         "is_indice_packed": True,
-        "vector_lens": [sizes.outlier_vector or none, sizes.vector],
-        "num_centroids": [2**sizes.outlier_index if sizes.outliers else none, 2**sizes.index],
-        "num_res_centroids": [none, 2**sizes.residual if sizes.residual else none],
-        "outlier_size": sizes.outliers,
+        "vector_lens": [shape.outlier_vector_length or none, shape.vector_length],
+        "num_centroids": [2**shape.outlier_index_bits if shape.outliers else none, 2**shape.index_bits],
+        "num_res_centroids": [none, 2**shape.residual_bits if shape.residual_bits else none],
+        "outlier_size": shape.outliers,
     }
 
 
-def read_sizes(layer: dict[str, Any]) -> VPTQShape:
-    index = lambda count: max(int(count), 1).bit_length() - 1
-    outliers = int(layer["outlier_size"])
+def read_shape(layer_config: Mapping[str, Any]) -> VPTQShape:
+    """Read the shape of a matrix from the entry of its layer in `config_for_layers`."""
+    to_bits = lambda count: max(int(count), 1).bit_length() - 1
+    outliers = int(layer_config["outlier_size"])
     return VPTQShape(
-        inputs=layer["in_features"],
-        outputs=layer["out_features"],
-        vector=layer["vector_lens"][1],
-        index=index(layer["num_centroids"][1]),
-        residual=index(layer["num_res_centroids"][1]),
+        inputs=layer_config["in_features"],
+        outputs=layer_config["out_features"],
+        vector_length=layer_config["vector_lens"][1],
+        index_bits=to_bits(layer_config["num_centroids"][1]),
+        residual_bits=to_bits(layer_config["num_res_centroids"][1]),
         outliers=outliers,
-        outlier_vector=layer["vector_lens"][0] if outliers else 0,
-        outlier_index=index(layer["num_centroids"][0]) if outliers else 0,
+        outlier_vector_length=layer_config["vector_lens"][0] if outliers else 0,
+        outlier_index_bits=to_bits(layer_config["num_centroids"][0]) if outliers else 0,
     )
 
 
-def read(tensors: dict[str, Any], sizes: VPTQShape) -> VPTQMatrix:
-    return VPTQMatrix(**{name: tensors.get(theirs) for name, theirs in TENSORS.items()}, sizes=sizes)  # type: ignore[arg-type]
+def from_tensors(tensors: Mapping[str, np.ndarray], shape: VPTQShape) -> VPTQMatrix:
+    """Make a matrix, in host memory, of the tensors of a file by the names in TENSORS."""
+    fields: dict[str, Any] = {name: tensors.get(hf_name) for name, hf_name in TENSORS.items()}
+    return VPTQMatrix(**fields, shape=shape)
 
 
-def _int16(numbers: Array) -> Array:
-    return jax.lax.bitcast_convert_type(numbers.astype(jnp.uint16), jnp.int16)
+def _to_int16(integers: Array) -> Array:
+    return jax.lax.bitcast_convert_type(integers.astype(jnp.uint16), jnp.int16)

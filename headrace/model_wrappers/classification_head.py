@@ -21,7 +21,7 @@ from headrace.errors import UserError
 from headrace.model_formats import hf_config
 from headrace.model_formats.hf_config import HFSettings
 from headrace.model_formats.hf_heads import EACH_TOKEN, HeadLayout, default_layout
-from headrace.model_formats.hf_tensors import Table
+from headrace.model_formats.hf_tensors import TensorTable
 from headrace.models import Family, HFNaming, ModelConfig
 from headrace.nn import sharding
 from headrace.nn.bias import add_bias
@@ -69,7 +69,7 @@ def wrap(family: Family) -> Family:
 
 
 def _hf_naming(family: Family, plain: HFNaming, layout: HeadLayout) -> HFNaming:
-    def tensors(cfg: ModelConfig) -> Table:
+    def tensors(cfg: ModelConfig) -> TensorTable:
         table = {name: entry for name, entry in plain.tensors(cfg).items() if name not in layout.drops}
         return table | layout.head(pooling_of(cfg)).table
 

@@ -18,7 +18,7 @@ from headrace.config.wrappers import ClassifierKeys, LoRAKeys, QATKeys, Recurren
 from headrace.model_formats.gguf_architecture import Architecture
 from headrace.model_formats.hf_config import HFSettings
 from headrace.model_formats.hf_heads import HeadLayout
-from headrace.model_formats.hf_tensors import Table
+from headrace.model_formats.hf_tensors import TensorTable
 from headrace.nn.module import Array, ModelClass, PyTree
 from headrace.nn.stack import Execution
 
@@ -105,7 +105,7 @@ class HFNaming:
     """A family's counterpart in transformers: how its config.json and its tensors are named."""
 
     types: tuple[str, ...]  # values of `model_type` in config.json that are imported as this family
-    tensors: Callable[[ModelConfig], Table]
+    tensors: Callable[[ModelConfig], TensorTable]
     to_config: Callable[[ModelConfig, int], HFSettings]  # (config, sequence length) -> config.json
     from_config: Callable[[HFSettings], dict[str, Any]]  # config.json -> the recipe's `model` section
     soft_cap: str | None  # config.json's name for the cap on logits; None if transformers has no such cap
@@ -158,7 +158,7 @@ class Family:
         assert self.hf is not None, f"headrace/models/{self.name}.py has no HF_TENSORS"
         return self.hf
 
-    def tensor_table(self, cfg: ModelConfig) -> Table:
+    def tensor_table(self, cfg: ModelConfig) -> TensorTable:
         """Our weights' paths -> transformers' tensors and their axes."""
         return self.hf_naming.tensors(cfg)
 

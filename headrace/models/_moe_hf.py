@@ -31,7 +31,7 @@ def glm_keys(settings: HFSettings) -> dict[str, Any]:
         "load_balance": "bias",
         "experts": hf_config.get_int(settings, experts),
         "shared_experts": hf_config.get_int(settings, "n_shared_experts"),
-        "routed_scale": hf_config.number(settings, "routed_scaling_factor", 1.0),
+        "routed_scale": hf_config.get_float(settings, "routed_scaling_factor", 1.0),
         "dense_layers": settings.get("first_k_dense_replace") or 0,
         "qk_norm": hf_config.get_bool(settings, "use_qk_norm"),
     }

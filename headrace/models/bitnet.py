@@ -170,12 +170,12 @@ def to_hf_config(cfg: Config, sequence_length: int) -> HFSettings:
     """Translate to the settings of config.json."""
     names = {"architectures": ["BitNetForCausalLM"], "model_type": "bitnet"}
     rounding = {"quantization_config": hf_ternary.ONLINE} if cfg.ternary else {}
-    return names | hf_config.write(cfg, sequence_length) | rounding
+    return names | hf_config.decoder_settings(cfg, sequence_length) | rounding
 
 
 def from_hf_config(settings: HFSettings) -> dict[str, Any]:
     """Translate the settings of config.json to a recipe's `model` section. Without a `quantization_config`
     transformers does not round the matrices."""
-    is_ternary = hf_ternary.stored(settings) is not None
+    is_ternary = hf_ternary.read_format(settings) is not None
     plain = {key: value for key, value in settings.items() if key != "quantization_config"}
-    return {"use": "bitnet"} | hf_config.read(plain, Config, ternary=is_ternary)
+    return {"use": "bitnet"} | hf_config.decoder_keys(plain, Config, ternary=is_ternary)

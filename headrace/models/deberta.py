@@ -395,6 +395,6 @@ def from_hf_config(settings: HFSettings) -> dict[str, Any]:
         "position_buckets": hf_config.get_int(settings, "position_buckets"),
         "max_relative_positions": hf_config.get_int(settings, distance_key),
         "mask_decoder": hf_config.get_bool(settings, "mask_decoder"),
-        "norm_eps": hf_config.number(settings, "layer_norm_eps", 1e-7),
+        "norm_eps": hf_config.get_float(settings, "layer_norm_eps", 1e-7),
     }
-    return {"use": "deberta"} | hf_config.section(keys, settings, Config)
+    return {"use": "deberta"} | hf_config.select_keys(keys, settings, Config)

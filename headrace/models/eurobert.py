@@ -64,9 +64,9 @@ class Config:
 def to_hf_config(cfg: Config, sequence_length: int) -> HFSettings:
     """Translate to the settings of config.json."""
     names = {"architectures": ["EuroBertForMaskedLM"], "model_type": "eurobert"}
-    return names | hf_config.write(cfg, sequence_length)
+    return names | hf_config.decoder_settings(cfg, sequence_length)
 
 
 def from_hf_config(settings: HFSettings) -> dict[str, Any]:
     """Translate the settings of config.json to a recipe's `model` section."""
-    return {"use": "eurobert"} | hf_config.read(settings, Config)
+    return {"use": "eurobert"} | hf_config.decoder_keys(settings, Config)

@@ -179,12 +179,12 @@ def to_hf_config(cfg: Config, sequence_length: int) -> HFSettings:
     """Translate to the settings of config.json."""
     names = {"architectures": ["FANformerForCausalLM"], "model_type": "fanformer"}
     fourier = {"periodic": cfg.periodic_share, "values": cfg.value_projection}
-    return names | hf_config.write(cfg, sequence_length) | fourier
+    return names | hf_config.decoder_settings(cfg, sequence_length) | fourier
 
 
 def from_hf_config(settings: HFSettings) -> dict[str, Any]:
     """Translate the settings of config.json to a recipe's `model` section."""
-    periodic, values = hf_config.number(settings, "periodic"), hf_config.require(settings, "values")
-    return {"use": "fanformer"} | hf_config.read(
+    periodic, values = hf_config.get_float(settings, "periodic"), hf_config.require(settings, "values")
+    return {"use": "fanformer"} | hf_config.decoder_keys(
         settings, Config, periodic_share=periodic, value_projection=values
     )

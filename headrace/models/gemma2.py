@@ -255,7 +255,9 @@ def common_hf_settings(cfg: Config, sequence_length: int) -> HFSettings:
             f"model.heads: found {cfg.heads}, expected a divisor of model.embed, {cfg.embed}: transformers "
             "loads no other Gemma"
         )
-    settings = hf_config.write(cfg, sequence_length) | hf_config.write_kinds(cfg, is_global)
+    settings = hf_config.decoder_settings(cfg, sequence_length) | hf_config.layer_type_settings(
+        cfg, is_global
+    )
     return settings | {
         "hidden_activation": settings["hidden_act"],
         "query_pre_attn_scalar": cfg.query_scale,
@@ -303,8 +305,10 @@ def common_keys(settings: HFSettings, config: type, *, global_every: int, **keys
         raise UserError("config.json: use_bidirectional_attention: found true, only false can be imported")
     cap = settings.get("attn_logit_softcapping")
     keys |= {
-        "attention_soft_cap": None if cap is None else hf_config.number(settings, "attn_logit_softcapping"),
-        "global_every": hf_config.read_kinds(settings, global_every, is_global),
+        "attention_soft_cap": None
+        if cap is None
+        else hf_config.get_float(settings, "attn_logit_softcapping"),
+        "global_every": hf_config.read_global_every(settings, global_every, is_global),
         "window": hf_config.get_int(settings, "sliding_window"),
         "query_scale": hf_config.get_int(settings, "query_pre_attn_scalar", 256),
     }
@@ -312,4 +316,4 @@ def common_keys(settings: HFSettings, config: type, *, global_every: int, **keys
     plain["hidden_act"] = settings.get("hidden_activation") or settings.get("hidden_act")
     # The head is tied whether config.json has the key or not.
     plain["tie_word_embeddings"] = settings.get("tie_word_embeddings", True)
-    return hf_config.read(plain, config, **keys)
+    return hf_config.decoder_keys(plain, config, **keys)

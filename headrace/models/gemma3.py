@@ -69,14 +69,14 @@ class Config:
 def to_hf_config(cfg: Config, sequence_length: int) -> HFSettings:
     """Translate to the settings of config.json."""
     names = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"}
-    positions = hf_config.write_two_ropes(cfg) | {"rope_local_base_freq": cfg.rope_local_theta}
+    positions = hf_config.two_rope_settings(cfg) | {"rope_local_base_freq": cfg.rope_local_theta}
     return names | gemma2.common_hf_settings(cast(gemma2.Config, cfg), sequence_length) | positions
 
 
 def from_hf_config(settings: HFSettings) -> dict[str, Any]:
     """Translate the settings of config.json to a recipe's `model` section."""
     every = hf_config.get_int(settings, "sliding_window_pattern", 6)  # transformers 4's name
-    plain, local = hf_config.read_two_ropes(settings, rope_theta=1e6, rope_local_base_freq=1e4)
+    plain, local = hf_config.split_two_ropes(settings, ("rope_theta", 1e6), ("rope_local_base_freq", 1e4))
     return {"use": "gemma3"} | gemma2.common_keys(plain, Config, global_every=every, rope_local_theta=local)
 
 

@@ -253,12 +253,12 @@ def to_hf_config(cfg: Config, sequence_length: int) -> HFSettings:
             f"model.heads: found {cfg.heads}, expected a divisor of model.embed, {cfg.embed}: transformers "
             "loads no other Llama"
         )
-    return names | hf_config.write(cfg, sequence_length)
+    return names | hf_config.decoder_settings(cfg, sequence_length)
 
 
 def from_hf_config(settings: HFSettings) -> dict[str, Any]:
     """Translate the settings of config.json to a recipe's `model` section."""
-    section = hf_config.read(settings, Config, qk_norm=settings["model_type"] == "qwen3")
+    section = hf_config.decoder_keys(settings, Config, qk_norm=settings["model_type"] == "qwen3")
     return {"use": "llama"} | section
 
 

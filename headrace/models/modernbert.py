@@ -303,8 +303,8 @@ def common_hf_settings(cfg: Config, sequence_length: int) -> HFSettings:
         "norm_eps": cfg.norm_eps,
         "local_attention": cfg.window,
         "global_attn_every_n_layers": cfg.global_every,
-        "layer_types": hf_config.write_kinds(cfg, is_global)["layer_types"],
-        "rope_parameters": hf_config.write_two_ropes(cfg)["rope_parameters"],
+        "layer_types": hf_config.layer_type_settings(cfg, is_global)["layer_types"],
+        "rope_parameters": hf_config.two_rope_settings(cfg)["rope_parameters"],
         "global_rope_theta": cfg.rope_theta,
         "local_rope_theta": cfg.rope_local_theta,
         "tie_word_embeddings": True,
@@ -330,7 +330,9 @@ def common_keys(settings: HFSettings, config: type) -> dict[str, Any]:
             shown = f"found {hf_config.short_value(settings[name])}, only {hf_config.short_value(value)}"
             raise UserError(f"config.json: {name}: {shown} can be imported")
     every = hf_config.get_int(settings, "global_attn_every_n_layers", 3)
-    plain, local = hf_config.read_two_ropes(settings, global_rope_theta=1.6e5, local_rope_theta=1e4)
+    plain, local = hf_config.split_two_ropes(
+        settings, ("global_rope_theta", 1.6e5), ("local_rope_theta", 1e4)
+    )
     keys = {
         "vocab": hf_config.get_int(settings, "vocab_size"),
         "layers": hf_config.get_int(settings, "num_hidden_layers"),
@@ -338,10 +340,10 @@ def common_keys(settings: HFSettings, config: type) -> dict[str, Any]:
         "heads": hf_config.get_int(settings, "num_attention_heads"),
         "mlp": hf_config.get_int(settings, "intermediate_size"),
         "window": hf_config.get_int(settings, "local_attention", 128),
-        "global_every": hf_config.read_kinds(settings, every, is_global),
-        "norm_eps": hf_config.number(settings, "norm_eps", 1e-5),
+        "global_every": hf_config.read_global_every(settings, every, is_global),
+        "norm_eps": hf_config.get_float(settings, "norm_eps", 1e-5),
         "rope_local_theta": local,
         "tie_embeddings": settings.get("tie_word_embeddings", True),
     }
     plain.pop("layer_types", None)
-    return hf_config.section(keys | hf_config.read_rope(plain), plain, config)
+    return hf_config.select_keys(keys | hf_config.rope_keys(plain), plain, config)

@@ -15,7 +15,7 @@ from headrace.config.sections import at_least
 from headrace.errors import UserError
 from headrace.model_formats import hf_config
 from headrace.model_formats.hf_config import HFSettings
-from headrace.model_formats.hf_tensors import Table
+from headrace.model_formats.hf_tensors import TensorTable
 from headrace.models import _moe_hf, llama
 from headrace.nn.attention_mask import Mask
 from headrace.nn.experts import ExpertWeights, max_load, mix, route, update_router_bias
@@ -284,7 +284,7 @@ HF_TYPES = ("mixtral", "qwen3_moe", "glm4_moe")
 ATTENTION = ("attn_norm", "w_q", "w_k", "w_v", "w_o", "q_norm", "k_norm", "mlp_norm")
 
 
-def HF_TENSORS(cfg: Config) -> Table:
+def HF_TENSORS(cfg: Config) -> TensorTable:
     """Weight -> (Hugging Face tensor, its axes -> ours).
 
     The first {} of a name is the layer, counted from the first with experts; the second is the expert."""
@@ -326,7 +326,7 @@ def to_hf_config(cfg: Config, sequence_length: int) -> HFSettings:
     kind = hf_type(cfg)
     name = {"mixtral": "Mixtral", "qwen3_moe": "Qwen3Moe", "glm4_moe": "Glm4Moe"}[kind]
     _check_exportable(cfg, kind, name)
-    settings = hf_config.write(cfg, sequence_length) | {
+    settings = hf_config.decoder_settings(cfg, sequence_length) | {
         "architectures": [f"{name}ForCausalLM"],
         "model_type": kind,
         "num_experts_per_tok": cfg.top_k,
@@ -385,16 +385,16 @@ def from_hf_config(settings: HFSettings) -> dict[str, Any]:
         "top_k": hf_config.get_int(settings, "num_experts_per_tok"),
         "load_balance": "none",
     }
-    rate = hf_config.number(settings, "router_aux_loss_coef", 0.0)
+    rate = hf_config.get_float(settings, "router_aux_loss_coef", 0.0)
     if kind != "glm4_moe" and rate > 0:
         keys |= {"load_balance": "loss", "load_balance_rate": rate}
     if kind == "mixtral":
         keys |= {"experts": hf_config.get_int(settings, "num_local_experts")}
         if settings.get("sliding_window"):
             raise UserError("config.json: sliding_window: layers with a window cannot be imported")
-        return {"use": "moe"} | hf_config.read(settings, Config, **keys)
+        return {"use": "moe"} | hf_config.decoder_keys(settings, Config, **keys)
     keys |= {"normalize_top_k": hf_config.get_bool(settings, "norm_topk_prob")}
     keys |= _moe_hf.qwen_keys(settings) if kind == "qwen3_moe" else _moe_hf.glm_keys(settings)
     width = hf_config.get_int(settings, "moe_intermediate_size")
     keys |= {"expert_mlp": width} if keys["dense_layers"] else {"mlp": width}
-    return {"use": "moe"} | hf_config.read(settings, Config, **keys)
+    return {"use": "moe"} | hf_config.decoder_keys(settings, Config, **keys)

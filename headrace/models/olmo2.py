@@ -131,12 +131,12 @@ HF_CLASSIFIER = hf_heads.default_layout()
 def to_hf_config(cfg: Config, sequence_length: int) -> HFSettings:
     """Translate to the settings of config.json."""
     names = {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"}
-    return names | hf_config.write(cfg, sequence_length)
+    return names | hf_config.decoder_settings(cfg, sequence_length)
 
 
 def from_hf_config(settings: HFSettings) -> dict[str, Any]:
     """Translate the settings of config.json to a recipe's `model` section."""
-    return {"use": "olmo2"} | hf_config.read(settings, Config)
+    return {"use": "olmo2"} | hf_config.decoder_keys(settings, Config)
 
 
 def to_gguf(cfg: Config, soft_cap: float | None) -> Architecture:

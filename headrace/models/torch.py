@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 
 from headrace.errors import UserError
 from headrace.model_formats.hf_config import HFSettings
-from headrace.model_formats.hf_tensors import Table
+from headrace.model_formats.hf_tensors import TensorTable
 from headrace.nn.bias import pad_columns
 from headrace.nn.module import Array, MakeLeaf, module
 from headrace.nn.stack import Execution
@@ -164,7 +164,7 @@ def flops_per_token(cfg: Config, sequence_length: int) -> float:
     return torch_module().flops_per_token(cfg, sequence_length)
 
 
-def HF_TENSORS(cfg: Config) -> Table:
+def HF_TENSORS(cfg: Config) -> TensorTable:
     """Weight -> (tensor, its axes -> ours): names and axes are the module's own."""
     letters = lambda shape: " ".join("abcdefgh"[: len(shape)])
     return {

@@ -381,16 +381,16 @@ def from_hf_config(settings: HFSettings) -> dict[str, Any]:
     settings = settings | {name: settings.get(name) or settings.get(alias) for name, alias in aliases.items()}
     embed, heads = hf_config.get_int(settings, "hidden_size"), hf_config.get_int(settings, "num_heads")
     multiple = hf_config.get_int(settings, "ffn_round_up_to_multiple_of", 64)
-    width = embed * hf_config.number(settings, "ffn_proj_factor", 2.667)
+    width = embed * hf_config.get_float(settings, "ffn_proj_factor", 2.667)
     section: dict[str, Any] = {
         "layers": hf_config.get_int(settings, "num_hidden_layers"),
         "embed": embed,
         "heads": heads,
         "mlp": int((width + multiple - 1) // multiple) * multiple,
         "vocab": hf_config.get_int(settings, "vocab_size"),
-        "key_dim": int(embed * hf_config.number(settings, "qk_dim_factor", 0.5)) // heads,
-        "gate_soft_cap": hf_config.number(settings, "gate_soft_cap", 15.0),
-        "norm_eps": hf_config.number(settings, "norm_eps", 1e-6),
+        "key_dim": int(embed * hf_config.get_float(settings, "qk_dim_factor", 0.5)) // heads,
+        "gate_soft_cap": hf_config.get_float(settings, "gate_soft_cap", 15.0),
+        "norm_eps": hf_config.get_float(settings, "norm_eps", 1e-6),
     }
     try:
         Config(**section)

@@ -14,7 +14,7 @@ import optax
 from jax.typing import DTypeLike
 
 from headrace.low_precision.cast import cast
-from headrace.model_formats.quantized_folder import Linear, with_layer, with_stacks
+from headrace.model_formats.quantized_folder import Linear, with_stored_layer, with_stored_stacks
 from headrace.model_formats.vptq import VPTQMatrix
 from headrace.nn.module import Array, PyTree
 from headrace.objectives import Batch, TrainTask, load_objective, update_phases
@@ -81,7 +81,7 @@ def layer_error(
     target: Array,
 ) -> Array:
     """The squared distance of the layer's output from the target, summed over features, mean over tokens."""
-    model = with_layer(layer.params, linears, with_codebooks(matrices, codebooks))
+    model = with_stored_layer(layer.params, linears, with_codebooks(matrices, codebooks))
     error = (layer.run(model, batch, x) - target).astype(jnp.float32) * batch.token_mask[..., None]
     return jnp.sum(error**2) / jnp.maximum(batch.token_mask.sum(), 1.0)
 
@@ -185,7 +185,7 @@ def training_loss(
 ) -> Array:
     """The training loss of a model with quantized matrices, the sum over the update phases. `stacks` are the
     matrices of all layers, `params` all weights."""
-    model = cast(with_stacks(params, linears, with_codebooks(stacks, codebooks)), axes, task.exec_opts)
+    model = cast(with_stored_stacks(params, linears, with_codebooks(stacks, codebooks)), axes, task.exec_opts)
     key = jax.random.fold_in(jax.random.key(0), step)
     examples = load_objective(task.objective).prepare(task, batch, key)
     total = jnp.zeros(())

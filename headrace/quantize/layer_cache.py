@@ -18,7 +18,7 @@ from safetensors.numpy import save_file
 from headrace.data import shards
 from headrace.errors import UserError
 from headrace.model_formats import quantized_folder
-from headrace.model_formats.quantized_folder import Linear, tensors_of
+from headrace.model_formats.quantized_folder import Linear, matrix_tensors
 from headrace.nn.module import Array, PyTree
 from headrace.quantize.methods import MethodConfig, QuantizedLayer, QuantizedMatrix, load_method
 
@@ -74,7 +74,7 @@ class LayerCache:
         by_name = {linear.name.format(index): matrices[linear.name] for linear in self.linears}
         tensors: dict[str, np.ndarray] = {}
         for name, matrix in by_name.items():
-            tensors |= tensors_of(name, matrix)
+            tensors |= matrix_tensors(name, matrix)
         config = load_method(self.method).quantization_config(self.method, by_name)
         scratch = self.path(index).with_suffix(".part")
         save_file(tensors, scratch, metadata={"settings": json.dumps(config)})
@@ -87,7 +87,7 @@ class LayerCache:
             names = set(file.keys())
             take = lambda name: file.get_tensor(name) if name in names else None
             return {
-                linear.name: quantized_folder.load(config, linear.name.format(index), take)
+                linear.name: quantized_folder.load_matrix(config, linear.name.format(index), take)
                 for linear in self.linears
             }
 

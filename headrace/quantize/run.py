@@ -22,7 +22,7 @@ from headrace.errors import InvalidArgument, UserError
 from headrace.model_formats import gptq, quantized_folder
 from headrace.model_formats.gptq import GPTQMatrix
 from headrace.model_formats.hf_tensors import to_hf_layout
-from headrace.model_formats.quantized_folder import Linear, with_layer
+from headrace.model_formats.quantized_folder import Linear, with_stored_layer
 from headrace.model_wrappers import load_family, qat
 from headrace.models import ModelConfig, fixed_matmul
 from headrace.nn import module
@@ -124,7 +124,7 @@ def check_quantizable(run: LoadedRun, request: QuantizeRequest) -> None:
 def find_linears(cfg: ModelConfig) -> list[Linear]:
     """The matrices of a model that are linear layers in transformers. Raises UserError if there are none."""
     plain = model_wrappers.without_wrapper(cfg)
-    found = quantized_folder.linears(load_family(plain), plain)
+    found = quantized_folder.find_linears(load_family(plain), plain)
     if not found:
         raise UserError(f"quantize: no matrix of {cfg.use} is a linear layer in transformers")
     return found
@@ -176,7 +176,7 @@ def quantize_calibrated_layers(job: QuantizeJob, dataset: Dataset) -> None:
                 )
             job.cache.save(index, matrices)
         if index + 1 < cfg.layers:
-            model = with_layer(run.params, job.cache.linears, job.cache.load(index))
+            model = with_stored_layer(run.params, job.cache.linears, job.cache.load(index))
             inputs = [
                 np.asarray(layer.run(model, batch, to_devices(x)))
                 for batch, x in zip(batches, inputs, strict=True)
@@ -224,7 +224,7 @@ def quantize_matrix(
     params = dict(module.named_leaves(run.params))
     parts = [
         to_hf_layout(params[path][index].astype(jnp.float32), place.pattern)
-        for path, place in zip(linear.paths, linear.places, strict=True)
+        for path, place in zip(linear.paths, linear.sub_matrices, strict=True)
     ]
     mesh_axes = tuple(run.mesh.shape)
     spec = P(None, mesh_axes if linear.outputs % run.mesh.size == 0 else None)
@@ -249,7 +249,7 @@ def from_qat(run: LoadedRun, linear: Linear, index: int) -> GPTQMatrix:
         w = jax.tree.map(lambda leaf: leaf[index], module.get_path(run.params, path))
         parts.append(qat.to_integers(w, qat.make_grid(cfg, axes[path])))
     integers, scales = (jnp.concatenate(arrays, axis=1) for arrays in zip(*parts, strict=True))
-    return gptq.store(integers, scales, cfg.qat.bits, cfg.qat.group_size)
+    return gptq.pack_matrix(integers, scales, cfg.qat.bits, cfg.qat.group_size)
 
 
 def finetune_codebooks(job: QuantizeJob, dataset: Dataset, finetuning: Finetuning) -> LayerCache:

@@ -13,7 +13,7 @@ from headrace.config import reader
 from headrace.convert import to_huggingface
 from headrace.convert.output import new_folder
 from headrace.model_formats.hf_tensors import layer_name, split_spec, to_tensors
-from headrace.model_formats.quantized_folder import tensors_of
+from headrace.model_formats.quantized_folder import matrix_tensors
 from headrace.model_wrappers import load_family
 from headrace.nn.module import path_name
 from headrace.quantize.calibration_data import without_preference
@@ -69,7 +69,7 @@ def iter_tensors(run: LoadedRun, dtype: str, cache: LayerCache) -> Iterator[tupl
     yield from to_tensors(load_family(cfg).tensor_table(cfg), other_weights, dtype)
     for index in range(cfg.layers):
         for name, matrix in cache.load(index).items():
-            yield from tensors_of(name.format(index), matrix).items()
+            yield from matrix_tensors(name.format(index), matrix).items()
 
 
 def deep_merge(config: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from headrace.config.source_model import read_hf_config
 from headrace.data.memory_map import open_folder
 from headrace.errors import UserError
 from headrace.model_formats import hf_ternary, quantized_folder
-from headrace.model_formats.hf_tensors import Tensors
+from headrace.model_formats.hf_tensors import SafetensorsFolder
 from headrace.model_wrappers import classification_head, frozen_reference, load_family
 from headrace.nn import module, sharding
 from headrace.nn.module import named_leaves
@@ -255,8 +255,11 @@ def _each(source: InitSource, devices: Mesh) -> Iterator[tuple[str, Any]]:
     path, family = source.path, load_family(source.model)
     target = sharding.abstract_params(family.Model, source.model, devices)
     if not is_run(path):
-        packed, homes = hf_ternary.stored(read_hf_config(Path(path))), dict(named_leaves(target))
-        tensors, table = Tensors(Path(path), packed, source.aside), family.tensor_table(source.model)
+        packed, homes = hf_ternary.read_format(read_hf_config(Path(path))), dict(named_leaves(target))
+        tensors, table = (
+            SafetensorsFolder(Path(path), packed, source.aside),
+            family.tensor_table(source.model),
+        )
         for name, w in open_hf.iter_weights(table, target, tensors, source.taken):
             yield name, jax.make_array_from_callback(w.shape, homes[name].sharding, w.__getitem__)
     elif model_wrappers.has_frozen_base(source.held) or source.whole:

@@ -436,7 +436,7 @@ def rope(**values: Any) -> dict[str, Any]:
         (rope(factor=None), "factor: found nothing"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: only 1.0 can be imported"),
         ({"use_sliding_window": True}, "a sliding window, which cannot be imported"),
-        ({"quantization_config": {"bits": 4}}, "quantised weights cannot be imported"),
+        ({"quantization_config": {"bits": 4}}, "quantized weights cannot be imported"),
         (
             {"model_type": "eurobert", "tie_word_embeddings": True},
             "eurobert with tie_embeddings True: only False",
@@ -486,7 +486,7 @@ def test_a_folder_without_a_model_is_refused(saved, tmp_path):
     (source / "config.json").write_bytes((saved / "config.json").read_bytes())
     refused("no .safetensors file in it")
     (source / "model.safetensors").write_bytes((saved / "model.safetensors").read_bytes()[:5000])
-    refused("model.safetensors: not a whole safetensors file")
+    refused("model.safetensors: not a complete safetensors file")
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 

@@ -118,7 +118,7 @@ def test_the_card_of_a_quantized_model_says_how_it_is_stored_and_what_reads_it(t
     assert front["library_name"] == "headrace" and "from_pretrained" not in body
     assert "```\nheadrace generate FOLDER\n```" in body and "before quantization" in body
     assert "quantized after training, by vptq." in body
-    linears = quantized_folder.linears(load_family(run.recipe.model), run.recipe.model)
+    linears = quantized_folder.find_linears(load_family(run.recipe.model), run.recipe.model)
     names = {linear.name.format(layer) for linear in linears for layer in range(run.recipe.model.layers)}
     tensors = load_file(target / "model.safetensors")
     size = sum(tensor.nbytes for name, tensor in tensors.items() if any(map(name.startswith, names)))

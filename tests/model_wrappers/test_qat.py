@@ -130,7 +130,7 @@ def test_low_rank_training_moves_the_thin_matrices_and_the_scales_alone(plain, t
     np.testing.assert_array_equal(run.params.embedding, before.params.embedding)
     rank, count = 8, sum(leaf.size for name, leaf in module.named_leaves(run.params) if name in learns)
     matrices = [
-        its for its in quantized_folder.linears(load_family(before.recipe.model), before.recipe.model)
+        its for its in quantized_folder.find_linears(load_family(before.recipe.model), before.recipe.model)
     ]
     assert count == 2 * sum(rank * (one.inputs + one.outputs) + one.outputs for one in matrices)
 

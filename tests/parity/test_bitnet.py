@@ -224,12 +224,12 @@ def test_a_packed_export_holds_four_weights_in_a_byte(trained, tmp_path):
 
 def test_weights_are_packed_as_transformers_packs_them():
     w = np.random.default_rng(0).normal(0, 1, (8, 6)).astype(np.float32)
-    (_, ours), (name, scale) = hf_ternary.pack("a.weight", w, np.float32)
+    (_, ours), (name, scale) = hf_ternary.pack_matrix("a.weight", w, np.float32)
     values, same = hf_ternary.round_weight(w)
     assert (name, scale.tolist()) == ("a.weight_scale", [same])
     integration = transformers.integrations.bitnet
     np.testing.assert_array_equal(ours, integration.pack_weights(torch.tensor(values)).numpy())
-    again = hf_ternary.unpacked(ours, float(same))
+    again = hf_ternary.unpack_matrix(ours, float(same))
     np.testing.assert_array_equal(hf_ternary.round_weight(again)[0], values)
     assert hf_ternary.round_weight(again)[1] == pytest.approx(same, rel=1e-6)
 
@@ -257,7 +257,7 @@ def test_what_cannot_be_packed_is_refused(tmp_path):
 )
 def test_other_kinds_of_rounding_are_refused(found, message):
     with pytest.raises(UserError, match=message):
-        hf_ternary.stored({"quantization_config": found})
+        hf_ternary.read_format({"quantization_config": found})
 
 
 AXES = Axes(("layers", "embed", "mlp"), stacked=1)

@@ -129,7 +129,7 @@ def test_a_config_of_transformers_4_is_read():
         ({"rope_parameters": {"full_attention": 3}}, "rope_parameters: found .* expected values in braces"),
         (
             {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
-            "stretched positions in windows",
+            "scaled positions in windows",
         ),
     ],
     ids=str,

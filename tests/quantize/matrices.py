@@ -15,3 +15,10 @@ def random_matrix(inputs: int = 64, outputs: int = 32, seed: int = 0) -> tuple[j
     hessian = x.T @ x / 512
     w = rng.standard_normal((inputs, outputs))
     return jnp.asarray(w, jnp.float32), jnp.asarray(hessian / np.mean(np.diag(hessian)), jnp.float32)
+
+
+def gptq_bits(inputs: int, outputs: int, *, bits: int, group_size: int) -> int:
+    """The bits of a matrix in GPTQ's files: its integers, a scale and a zero per group, and each input's
+    group."""
+    groups = -(-inputs // group_size) if group_size else 1
+    return bits * inputs * outputs + groups * outputs * (16 + bits) + 32 * inputs

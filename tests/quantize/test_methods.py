@@ -16,7 +16,7 @@ from headrace.model_formats import vptq as vptq_format
 from headrace.quantize.hessian import cholesky_inverse, gptq_sweep, proxy_error
 from headrace.quantize.kmeans import find_nearest, fit_centroids
 from headrace.quantize.methods import gptq, rtn, vptq
-from tests.quantize.matrices import KEY, random_matrix
+from tests.quantize.matrices import KEY, gptq_bits, random_matrix
 
 
 def make_config(name: str, **settings: Any) -> Any:
@@ -62,7 +62,7 @@ def test_gptq_files_read_number_by_number_are_the_matrix(bits, group_size):
     tensors = {name: np.asarray(getattr(matrix, name)) for name in gptq_format.TENSORS}
     np.testing.assert_array_equal(read_gptq_number_by_number(tensors, bits, 64, 32), matrix.to_dense())
     size = sum(8 * tensor.nbytes for tensor in tensors.values())
-    assert size == gptq_format.size(64, 32, bits=bits, group=group_size)
+    assert size == gptq_bits(64, 32, bits=bits, group_size=group_size)
 
 
 def unequal_matrix() -> tuple[jax.Array, jax.Array]:
@@ -141,9 +141,9 @@ def test_vptq_files_read_number_by_number_are_the_matrix(settings):
     """As the package vptq reads them: an index and that of the residual are one number, lowest bits first."""
     w, hessian = random_matrix()
     matrix = vptq.quantize(make_config("vptq", **settings), w, hessian, KEY)
-    layer = vptq_format.settings({"x": matrix.sizes})["config_for_layers"]["x"]
-    assert vptq_format.read_sizes(json.loads(json.dumps(layer))) == matrix.sizes
-    named = quantized_folder.tensors_of("x", matrix)
+    layer = vptq_format.quantization_config({"x": matrix.shape})["config_for_layers"]["x"]
+    assert vptq_format.read_shape(json.loads(json.dumps(layer))) == matrix.shape
+    named = quantized_folder.matrix_tensors("x", matrix)
     tensors = {name.split(".")[1]: tensor for name, tensor in named.items()}
     vector, (k_outlier, k) = layer["vector_lens"][1], layer["num_centroids"]
     k_residual = layer["num_res_centroids"][1]
@@ -172,7 +172,7 @@ def test_vptq_files_read_number_by_number_are_the_matrix(settings):
         columns.append(np.concatenate(vectors)[:32])
     dense = np.stack(columns, axis=1)[:, np.argsort(tensors["perm"].view(np.uint16))]
     np.testing.assert_allclose(dense, matrix.to_dense(), atol=1e-6)
-    assert sum(8 * tensor.nbytes for tensor in tensors.values()) == matrix.sizes.bits
+    assert sum(8 * tensor.nbytes for tensor in tensors.values()) == matrix.shape.stored_bits
 
 
 def test_invalid_methods_and_settings_are_refused():

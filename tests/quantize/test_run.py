@@ -18,9 +18,8 @@ from headrace.config.sections import TrainRecipe
 from headrace.errors import UserError
 from headrace.inference.generate import sample
 from headrace.inference.sampling import Sampling
-from headrace.model_formats import gptq as gptq_format
 from headrace.model_formats.hf_tensors import to_hf_layout
-from headrace.model_formats.quantized_folder import QuantizedWeight, linears
+from headrace.model_formats.quantized_folder import QuantizedWeight, find_linears
 from headrace.model_wrappers import load_family
 from headrace.nn import module
 from headrace.nn.stack import Execution
@@ -30,7 +29,7 @@ from headrace.quantize.methods import rtn
 from headrace.quantize.run import QuantizeRequest
 from headrace.training import run as training_run
 from headrace.training.evaluate import evaluate_run
-from tests.quantize.matrices import KEY
+from tests.quantize.matrices import KEY, gptq_bits
 from tests.support.trained_run import learnt
 
 is_quantized = lambda w: isinstance(w, QuantizedWeight)
@@ -71,9 +70,9 @@ def test_a_quantized_folder_has_the_expected_size_and_perplexity(trained, tmp_pa
     assert perplexity(quantized) == pytest.approx(perplexity(open_newest(trained)), rel=0.2)
     tensors = load_file(tmp_path / "out" / "model.safetensors")
     cfg = quantized.recipe.model
-    matrices = linears(load_family(cfg), cfg)
+    matrices = find_linears(load_family(cfg), cfg)
     assert {m.name.rsplit(".", 1)[1] for m in matrices} >= {"q_proj", "o_proj", "gate_proj", "down_proj"}
-    layers_bits = 2 * sum(gptq_format.size(m.inputs, m.outputs, bits=4, group=32) for m in matrices)
+    layers_bits = 2 * sum(gptq_bits(m.inputs, m.outputs, bits=4, group_size=32) for m in matrices)
     others = sum(
         leaf.size
         for path, leaf in module.named_leaves(quantized.params)
@@ -94,7 +93,7 @@ def to_dense(w: Any) -> Any:
     """A stack of quantized matrices as a dense weight; other weights as they are."""
     if not is_quantized(w):
         return w
-    return jax.vmap(lambda stored: QuantizedWeight(stored, w.place).to_dense())(w.stored)
+    return jax.vmap(lambda stored: QuantizedWeight(stored, w.sub_matrix).to_dense())(w.stored)
 
 
 def interrupt_save(monkeypatch: pytest.MonkeyPatch, index: int, *, after: bool) -> None:
@@ -255,15 +254,15 @@ def quantize_weights(cfg: Any, params: dict[str, jax.Array]) -> dict[str, Quanti
     """Round the matrices whose sizes GPTQ's files can store to 8 bits. Returns weights by path."""
     method = recipe.load_method("rtn", ["bits=8", "group_size=0"])
     weights: dict[str, QuantizedWeight] = {}
-    for linear in linears(load_family(cfg), cfg):
+    for linear in find_linears(load_family(cfg), cfg):
         if linear.inputs % 4 or linear.outputs % 4:
             continue
         layers = []
         for index in range(len(params[linear.paths[0]])):
             parts = [
                 to_hf_layout(np.asarray(params[path][index]), place.pattern)
-                for path, place in zip(linear.paths, linear.places, strict=True)
+                for path, place in zip(linear.paths, linear.sub_matrices, strict=True)
             ]
             layers.append(rtn.quantize(method, jnp.asarray(np.concatenate(parts).T), None, KEY))
-        weights |= linear.parts(jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers))
+        weights |= linear.to_weights(jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers))
     return weights

@@ -194,11 +194,11 @@ def test_weights_in_pickles_are_not_read(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps(Trap(tmp_path / "sprung")))
     (tmp_path / "model.safetensors").write_bytes(pickle.dumps(Trap(tmp_path / "sprung")))
-    with pytest.raises(UserError, match="not a whole safetensors file"):
-        hf_tensors.Tensors(tmp_path)
+    with pytest.raises(UserError, match="not a complete safetensors file"):
+        hf_tensors.SafetensorsFolder(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(UserError, match=r"no \.safetensors file in it"):
-        hf_tensors.Tensors(tmp_path)
+        hf_tensors.SafetensorsFolder(tmp_path)
     assert not (tmp_path / "sprung").exists()
 
 

@@ -10,11 +10,9 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Protocol, TypeAlias
 
-from headrace.model_formats.gptq import GPTQMatrix
-from headrace.model_formats.vptq import VPTQMatrix
+from headrace.model_formats.quantized_folder import QuantizedMatrix
 from headrace.nn.module import Array
 
-QuantizedMatrix: TypeAlias = GPTQMatrix | VPTQMatrix
 QuantizedLayer: TypeAlias = Mapping[str, QuantizedMatrix]  # by the names of linear layers
 
 

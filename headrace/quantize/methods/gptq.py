@@ -43,7 +43,7 @@ def quantize(cfg: Config, w: Array, hessian: Array | None, key: Array) -> GPTQMa
     upper = cholesky_inverse(hessian[order][:, order])
     weight_scales = grid.expand_scales(scales, w.shape[0], cfg.group_size)[order]
     sweep = gptq_sweep(w[order], upper, make_round_input(cfg.bits), None, weight_scales)
-    return gptq.store(sweep.codes[jnp.argsort(order)], scales, cfg.bits, cfg.group_size)
+    return gptq.pack_matrix(sweep.codes[jnp.argsort(order)], scales, cfg.bits, cfg.group_size)
 
 
 @functools.cache  # compiled programs depend on the function's identity
@@ -59,4 +59,4 @@ def make_round_input(bits: int) -> RoundInput:
 
 def quantization_config(cfg: Config, matrices: Mapping[str, GPTQMatrix]) -> dict[str, Any]:
     """The `quantization_config` of config.json."""
-    return gptq.settings(cfg.bits, cfg.group_size)
+    return gptq.quantization_config(cfg.bits, cfg.group_size)

@@ -31,9 +31,9 @@ def quantize(cfg: Config, w: Array, hessian: Array | None, key: Array) -> GPTQMa
     """Round a matrix [inputs outputs] to integers and scales. The other arguments are not used."""
     scales = grid.search_scales(w, cfg.bits, cfg.group_size)
     weight_scales = grid.expand_scales(scales, w.shape[0], cfg.group_size)
-    return gptq.store(grid.round_to_grid(w / weight_scales, cfg.bits), scales, cfg.bits, cfg.group_size)
+    return gptq.pack_matrix(grid.round_to_grid(w / weight_scales, cfg.bits), scales, cfg.bits, cfg.group_size)
 
 
 def quantization_config(cfg: Config, matrices: Mapping[str, GPTQMatrix]) -> dict[str, Any]:
     """The `quantization_config` of config.json."""
-    return gptq.settings(cfg.bits, cfg.group_size)
+    return gptq.quantization_config(cfg.bits, cfg.group_size)

@@ -69,17 +69,19 @@ def quantize(cfg: Config, w: Array, hessian: Array | None, key: Array) -> VPTQMa
     outliers, count = None, shape.outliers
     if count:
         w, outliers = _round_outliers(shape, key, w, upper, input_weights)
-    w, upper = pad_outputs(w[count:], shape.vector), upper[count:, count:]
+    w, upper = pad_outputs(w[count:], shape.vector_length), upper[count:, count:]
     input_weights = input_weights[count:]
-    codebooks: tuple[Array, ...] = (fit_codebook(key, w, input_weights, shape.vector, shape.index),)
+    codebooks: tuple[Array, ...] = (
+        fit_codebook(key, w, input_weights, shape.vector_length, shape.index_bits),
+    )
     sweep = gptq_sweep(w, upper, round_to_codebooks, codebooks)
-    if shape.residual:
+    if shape.residual_bits:
         errors = sweep.compensated - sweep.rounded
-        residual = fit_codebook(key, errors, input_weights, shape.vector, shape.residual)
+        residual = fit_codebook(key, errors, input_weights, shape.vector_length, shape.residual_bits)
         codebooks = (*codebooks, residual)
         sweep = gptq_sweep(w, upper, round_to_codebooks, codebooks)
     indices = [sweep.codes[:, number] for number in range(len(codebooks))]
-    return vptq.store(indices, list(codebooks), outliers, order, shape)
+    return vptq.pack_matrix(indices, codebooks, outliers, order, shape)
 
 
 def _round_outliers(
@@ -89,8 +91,10 @@ def _round_outliers(
 
     Returns w, in which the other inputs compensate for them, and the outliers' indices and codebook."""
     count = shape.outliers
-    outliers = pad_outputs(w, shape.outlier_vector)[:count]
-    codebook = fit_codebook(key, outliers, input_weights[:count], shape.outlier_vector, shape.outlier_index)
+    outliers = pad_outputs(w, shape.outlier_vector_length)[:count]
+    codebook = fit_codebook(
+        key, outliers, input_weights[:count], shape.outlier_vector_length, shape.outlier_index_bits
+    )
     sweep = gptq_sweep(outliers, upper[:count, :count], round_to_codebooks, (codebook,))
     # As `gptq_sweep` does for the inputs after a block.
     errors = (sweep.compensated - sweep.rounded) / jnp.diag(upper)[:count, None]
@@ -130,12 +134,12 @@ def choose_shape(cfg: Config, inputs: int, outputs: int) -> VPTQShape:
     return VPTQShape(
         inputs=inputs,
         outputs=outputs,
-        vector=vector,
-        index=min(FIRST_BITS, cfg.bits) * vector,
-        residual=(cfg.bits - FIRST_BITS) * vector,
+        vector_length=vector,
+        index_bits=min(FIRST_BITS, cfg.bits) * vector,
+        residual_bits=(cfg.bits - FIRST_BITS) * vector,
         outliers=outliers,
-        outlier_vector=OUTLIER_VECTOR if outliers else 0,
-        outlier_index=min(OUTLIER_INDEX_BITS, max_index_bits) if outliers else 0,
+        outlier_vector_length=OUTLIER_VECTOR if outliers else 0,
+        outlier_index_bits=min(OUTLIER_INDEX_BITS, max_index_bits) if outliers else 0,
     )
 
 
@@ -149,7 +153,7 @@ def is_worthwhile(cfg: Config, vector: int, weights: int) -> bool:
 
 def quantization_config(cfg: Config, matrices: Mapping[str, VPTQMatrix]) -> dict[str, Any]:
     """The `quantization_config` of config.json."""
-    return vptq.settings({name: matrix.sizes for name, matrix in matrices.items()})
+    return vptq.quantization_config({name: matrix.shape for name, matrix in matrices.items()})
 
 
 def layer_finetuning(cfg: Config) -> Finetuning | None:
