@@ -12,14 +12,11 @@ from jax.ad_checkpoint import checkpoint_name
 
 from headrace.attention import AttentionCall, gradient_compile_error
 from headrace.kernels.flash_hopper import (
-    BLOCK_SIZES,
-    TILE,
-    FlashShape,
-    KeyBounds,
     compute_key_value_gradients,
     compute_output,
     compute_query_gradient,
 )
+from headrace.kernels.flash_tiles import BLOCK_SIZES, TILE, FlashShape, KeyBounds
 from headrace.nn.attention_mask import Mask
 from headrace.nn.remat import SAVED_ATTENTION
 

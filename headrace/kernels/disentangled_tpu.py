@@ -2,9 +2,8 @@
 nor products with the vectors of distances leave the chip.
 
 Scores by distance run along diagonals. A block of 128 rows is multiplied by the vectors of all distances that
-occur in it, in their order; then row i of the product has to move by i, which is one instruction of a TPU (a
-strided roll). The backward pass moves rows the other way, for which there is no instruction. There the rows
-are reversed first, by a matmul with a permutation matrix, so that row i has to move by 128 - i.
+occur in it, in their order; then row i of the product moves by i columns, and the backward pass moves it back
+(tpu_rolls.py).
 
 All keys of a row are on the chip at once, so that the backward pass reads only the inputs of the forward
 pass, and computes all gradients in one kernel. On a CPU the kernels run in Pallas' interpreter, for tests."""
@@ -27,6 +26,7 @@ from headrace.kernels.tpu_lanes import (
     keep_columns,
     layout_unsupported_reason,
 )
+from headrace.kernels.tpu_rolls import reverse_rows, reverse_rows_float32, to_distances, to_positions
 from headrace.nn.attention_mask import HIDDEN
 from headrace.nn.compile_target import ArrayShape, compile_error, device
 
@@ -291,12 +291,13 @@ def _forward_body(
         for start in range(0, keys, LANES):
             block = slice(start, start + LANES)
             head_k = keep_columns(columns, k[block])
-            key_scores[:, block] = _key_distance_scores(spec, head_k, start, keys, key_vectors).T
+            vectors = key_vectors[_key_slice(spec, start, keys)]
+            key_scores[:, block] = _distance_scores(spec, head_k, vectors).T
         for start in range(0, spec.tile, LANES):
             block = slice(start, start + LANES)
             head_q = keep_columns(columns, q[block])
             scores = key_scores[block] + contract(head_q, k[...], 1, 1)
-            scores = scores + _query_distance_scores(spec, head_q, start, keys, query_vectors)
+            scores = scores + _distance_scores(spec, head_q, query_vectors[_query_slice(spec, start, keys)])
             if ids:
                 scores = jnp.where(ids[0][...] == ids[1][block], scores, HIDDEN)
             weights = _softmax(spec, scores, 1)
@@ -329,12 +330,12 @@ def _backward_body(
         for start in range(0, keys, LANES):
             block = slice(start, start + LANES)
             head_k = keep_columns(columns, k[block])
-            key_scores[block] = _key_distance_scores(spec, head_k, start, keys, key_vectors)
+            key_scores[block] = _distance_scores(spec, head_k, key_vectors[_key_slice(spec, start, keys)])
         for start in range(0, spec.tile, LANES):
             block = slice(start, start + LANES)
             head_q, d_head = keep_columns(columns, q[block]), keep_columns(columns, d_out[block])
             scores = key_scores[:, block] + contract(k[...], head_q, 1, 1)
-            scores += _query_distance_scores(spec, head_q, start, keys, query_vectors).T
+            scores += _distance_scores(spec, head_q, query_vectors[_query_slice(spec, start, keys)]).T
             if ids:
                 scores = jnp.where(ids[0][:, block] == ids[1][...], scores, HIDDEN)
             weights = _softmax(spec, scores, 0)
@@ -345,16 +346,18 @@ def _backward_body(
             d_scores[:, block] = d_block
             k_sum[...] += contract(d_block, head_q, 1, 0)
             rows = d_block.T
-            by_distance, vectors = _to_distances(spec, rows), _query_vector_slice(spec, start, keys)
+            by_distance = to_distances(rows, spec.has_strided_roll)
+            vectors = _query_slice(spec, start, keys)
             d_by_distance = _multiply_vectors(by_distance, query_vectors[vectors])
             q_sum[block] += keep_columns(columns, contract(rows, k[...], 1, 0) + d_by_distance)
-            d_query_vectors[:, vectors] += contract(_reverse_rows(head_q).T, by_distance, 1, 0)
+            d_query_vectors[:, vectors] += contract(reverse_rows(head_q).T, by_distance, 1, 0)
         for start in range(0, keys, LANES):
             block = slice(start, start + LANES)
-            by_distance, vectors = _to_distances(spec, d_scores[block]), _key_vector_slice(spec, start, keys)
+            by_distance = to_distances(d_scores[block], spec.has_strided_roll)
+            vectors = _key_slice(spec, start, keys)
             k_sum[block] += keep_columns(columns, _multiply_vectors(by_distance, key_vectors[vectors]))
             d_key_vectors[:, vectors] += contract(
-                _reverse_rows(keep_columns(columns, k[block])).T, by_distance, 1, 0
+                reverse_rows(keep_columns(columns, k[block])).T, by_distance, 1, 0
             )
     d_q[...] = q_sum[...].astype(dtype)
 
@@ -369,75 +372,25 @@ def _softmax(spec: DisentangledSpec, scores: Array, axis: int) -> Array:
     return weights / weights.sum(axis, keepdims=True)
 
 
-def _query_distance_scores(
-    spec: DisentangledSpec, rows: Array, start: int, keys: int, query_vectors: Ref
-) -> Array:
-    """Multiply 128 queries, from number `start` of the tile on, by the vectors of their distances to all
-    keys. Returns scores [128 t]."""
-    vectors = query_vectors[_query_vector_slice(spec, start, keys)]
-    return _to_positions(spec, contract(rows, vectors, 1, 1))
-
-
-def _key_distance_scores(
-    spec: DisentangledSpec, rows: Array, start: int, keys: int, key_vectors: Ref
-) -> Array:
-    """Multiply 128 keys, from number `start` on, by the vectors of their distances to the tile's queries.
-    Returns scores [128 s]."""
-    vectors = key_vectors[_key_vector_slice(spec, start, keys)]
-    return _to_positions(spec, contract(rows, vectors, 1, 1))
+def _distance_scores(spec: DisentangledSpec, rows: Array, vectors: Array) -> Array:
+    """Multiply 128 queries or keys by the vectors of all distances that occur. Returns scores [128 l], by the
+    positions of keys or queries."""
+    return to_positions(contract(rows, vectors, 1, 1), spec.has_strided_roll)
 
 
 def _multiply_vectors(by_distance: Array, vectors: Array) -> Array:
-    """Multiply what `_to_distances` returns by the vectors of these distances, with the rows in their
+    """Multiply what `to_distances` returns by the vectors of these distances, with the rows in their
     original order."""
-    return _reverse_rows_float32(contract(by_distance, vectors, 1, 0))
+    return reverse_rows_float32(contract(by_distance, vectors, 1, 0))
 
 
-def _query_vector_slice(spec: DisentangledSpec, start: int, keys: int) -> slice | pl.Slice:
+def _query_slice(spec: DisentangledSpec, start: int, keys: int) -> slice | pl.Slice:
     """The part of `query_vectors` that 128 queries need, from number `start` of the tile on."""
     first = (pl.num_programs(2) - 1 - pl.program_id(2)) * spec.tile
     return pl.ds(pl.multiple_of(first + (spec.tile - LANES - start), LANES), keys + LANES)
 
 
-def _key_vector_slice(spec: DisentangledSpec, start: int, keys: int) -> slice | pl.Slice:
+def _key_slice(spec: DisentangledSpec, start: int, keys: int) -> slice | pl.Slice:
     """The part of `key_vectors` that 128 keys need, from number `start` on."""
     first = pl.program_id(2) * spec.tile + (keys - LANES - start)
     return pl.ds(pl.multiple_of(first, LANES), spec.tile + LANES)
-
-
-def _to_positions(spec: DisentangledSpec, by_distance: Array) -> Array:
-    """Align scores by distance [128 l+128] to positions [128 l]: row i is the part from column 128 - i on."""
-    length = by_distance.shape[1] - LANES
-    return _roll_rows(spec, by_distance, length)[:, :length]
-
-
-def _to_distances(spec: DisentangledSpec, by_position: Array) -> Array:
-    """Transpose of `_to_positions`, with the order of the rows reversed: [128 l] to [128 l+128]."""
-    reversed_rows = _reverse_rows(by_position).astype(jnp.float32)
-    wide = jnp.concatenate([reversed_rows, jnp.zeros((LANES, LANES), jnp.float32)], 1)
-    return _roll_rows(spec, wide, 1).astype(by_position.dtype)
-
-
-def _roll_rows(spec: DisentangledSpec, x: Array, first: int) -> Array:
-    """Roll row i of [128 l] by `first` + i columns to the right."""
-    if spec.has_strided_roll:
-        return pltpu.roll(x, first, 1, stride=1, stride_axis=0)
-    # Rows of a register by 0 to 7, bit by bit, and registers by multiples of 8.
-    row = lax.broadcasted_iota(jnp.int32, x.shape, 0)
-    for bit in (1, 2, 4):
-        x = jnp.where((row & bit) > 0, pltpu.roll(x, bit, 1), x)
-    shifts = [(first + start) % x.shape[1] for start in range(0, LANES, 8)]
-    return jnp.concatenate([pltpu.roll(x[8 * n : 8 * n + 8], shift, 1) for n, shift in enumerate(shifts)])
-
-
-def _reverse_rows(x: Array) -> Array:
-    """Reverse the order of 128 rows by a matmul, which is exact since every sum has one term."""
-    row, column = (lax.broadcasted_iota(jnp.int32, (LANES, LANES), axis) for axis in (0, 1))
-    return contract((row + column == LANES - 1).astype(x.dtype), x, 1, 0).astype(x.dtype)
-
-
-def _reverse_rows_float32(x: Array) -> Array:
-    """Reverse the order of 128 rows of float32, as a sum of two bfloat16: an error of 2^-17."""
-    high = x.astype(jnp.bfloat16)
-    low = (x - high.astype(jnp.float32)).astype(jnp.bfloat16)
-    return _reverse_rows(high).astype(jnp.float32) + _reverse_rows(low).astype(jnp.float32)

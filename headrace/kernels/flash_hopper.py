@@ -8,10 +8,8 @@ tile visits only keys that one of its queries sees, and compares positions only 
 see. Heads are side by side: [rows of the batch x positions, heads x head_dim]. Pallas' interpreter cannot run
 these kernels: on a CPU they are only lowered."""
 
-import math
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,92 +18,42 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.ref import AbstractRef
 
+from headrace.kernels.flash_tiles import (
+    LOG2E,
+    MASKED_SCORE,
+    ROWS,
+    TILE,
+    FlashShape,
+    KeyBounds,
+    add_product,
+    bounds_to_floats,
+    broadcast_per_column,
+    broadcast_per_row,
+    fill_matrix,
+    fill_per_row,
+    find_key_blocks,
+    find_query_blocks,
+    load_per_column,
+    load_per_row,
+    mask_keys,
+    mask_queries,
+    multiply,
+    read_span,
+    smem_matrix,
+    to_d_products,
+    to_scores,
+)
 from headrace.kernels.hopper_pipeline import (
     WARPGROUPS,
     Barrier,
     Ref,
     block_spec,
     make_pipeline,
-    swizzle,
     transpose,
 )
 from headrace.nn.module import PyTree
 
 Array = jax.Array
-
-ROWS = 64  # of a tile, per warpgroup: what one instruction multiplies
-TILE = WARPGROUPS * ROWS
-MAX_SPLIT_HEAD_DIM = 128  # larger heads leave no registers for two sums of ROWS
-HIDDEN = -1e30  # score of a key that is not seen; finite, so that differences of two are numbers
-LOG2E = math.log2(math.e)
-
-
-class FlashShape(NamedTuple):
-    """The sizes of one device's arrays, and the settings of the scores."""
-
-    batch: int
-    queries: int
-    keys: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    scale: float
-    soft_cap: float | None
-
-    @property
-    def group(self) -> int:
-        """Heads of queries that share a head of keys."""
-        return self.heads // self.kv_heads
-
-    @property
-    def block_sizes(self) -> "BlockSizes":
-        """The sizes of blocks for this head dimension."""
-        return BLOCK_SIZES[self.head_dim]
-
-    @property
-    def splits_keys(self) -> bool:
-        """Whether warpgroups share the keys of a tile in the backward pass. If heads are too large for that,
-        both have all keys: one computes the gradient of the keys, the other that of the values."""
-        return self.head_dim <= MAX_SPLIT_HEAD_DIM
-
-    @property
-    def key_tile(self) -> int:
-        """Keys of a tile in the backward pass."""
-        return TILE if self.splits_keys else ROWS
-
-
-class BlockSizes(NamedTuple):
-    """Lengths of the blocks that a tile meets one after the other, and how many of them are in shared
-    memory."""
-
-    forward: tuple[int, int]  # blocks of keys, in the forward pass
-    queries: tuple[int, int]  # blocks of keys, for the gradient of queries
-    keys: tuple[int, int]  # blocks of queries, for the gradients of keys and values
-
-
-# By head dimension; the fastest of those tried on an H200 (2026-11).
-BLOCK_SIZES = {
-    64: BlockSizes(forward=(128, 2), queries=(128, 3), keys=(128, 2)),
-    128: BlockSizes(forward=(128, 2), queries=(128, 4), keys=(64, 2)),
-    256: BlockSizes(forward=(64, 2), queries=(64, 3), keys=(64, 2)),
-}
-
-
-class KeyBounds(NamedTuple):
-    """The keys that each query sees, [b s] each. Neither bound decreases from one query to the next."""
-
-    start: Array
-    end: Array  # the key after the last
-
-
-class BlockSpan(NamedTuple):
-    """The blocks that a tile visits: from `start` to `end`. Those from `full_start` to `full_end` are seen in
-    full."""
-
-    start: Array
-    full_start: Array
-    full_end: Array
-    end: Array
 
 
 def compute_output(shape: FlashShape, q: Array, k: Array, v: Array, bounds: KeyBounds) -> tuple[Array, Array]:
@@ -118,7 +66,7 @@ def compute_output(shape: FlashShape, q: Array, k: Array, v: Array, bounds: KeyB
     ) -> None:
         head, tile, row, wg = (lax.axis_index(name) for name in ("head", "tile", "row", "wg"))
         tile = tiles - 1 - tile  # with a causal mask the last tiles take longest, so they start first
-        span = _read_span(spans_ref, row * tiles + tile)
+        span = read_span(spans_ref, row * tiles + tile)
 
         @partial(
             pl.run_scoped,
@@ -126,7 +74,7 @@ def compute_output(shape: FlashShape, q: Array, k: Array, v: Array, bounds: KeyB
             key_bounds=plgpu.SMEM((WARPGROUPS, 2, ROWS), jnp.float32),
             log_sums=plgpu.SMEM((WARPGROUPS, ROWS), jnp.float32),
             multiply_turn=plgpu.Barrier(num_arrivals=WARPGROUPS),
-            queries=_matrix(WARPGROUPS, ROWS, shape.head_dim),
+            queries=smem_matrix(WARPGROUPS, ROWS, shape.head_dim),
             collective_axes="wg",
         )
         def run(
@@ -145,11 +93,15 @@ def compute_output(shape: FlashShape, q: Array, k: Array, v: Array, bounds: KeyB
                 plgpu.copy_gmem_to_smem(bounds_ref.at[:, rows], key_bounds.at[wg], fetched.at[wg])
                 plgpu.barrier_wait(fetched.at[wg])
                 pl.when(wg == 1)(change_turns)
-                start = _full((ROWS, shape.head_dim), 0.0), _full_row(HIDDEN), _full_row(0.0)
+                start = (
+                    fill_matrix((ROWS, shape.head_dim), 0.0),
+                    fill_per_row(MASKED_SCORE),
+                    fill_per_row(0.0),
+                )
                 out, largest, total = run_loop(start)
                 pl.when(wg == 0)(change_turns)
                 # The queries are no longer needed: their memory takes the output on its way.
-                queries[wg] = (out / _broadcast_rows(total, out.shape)).astype(queries.dtype)
+                queries[wg] = (out / broadcast_per_row(total, out.shape)).astype(queries.dtype)
                 log_sums[wg] = largest + jnp.log(total) * LOG2E
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(queries.at[wg], out_ref.at[place])
@@ -168,24 +120,24 @@ def compute_output(shape: FlashShape, q: Array, k: Array, v: Array, bounds: KeyB
                 out, largest, total = carry
                 number = span.start + index[0]
 
-                def multiply(sums: Ref) -> Array:
+                def multiply_keys(sums: Ref) -> Array:
                     plgpu.wgmma(sums, queries.at[wg], transpose(keys))  # type: ignore[arg-type]
                     change_turns()
                     return sums[...]
 
-                products = pl.run_scoped(multiply, plgpu.ACC((ROWS, block), jnp.float32))
+                products = pl.run_scoped(multiply_keys, plgpu.ACC((ROWS, block), jnp.float32))
                 plgpu.barrier_arrive(keys_done)
-                scores = _to_scores(shape, products)
-                scores = _mask_keys(scores, key_bounds.at[wg], number, span, block)
+                scores = to_scores(shape, products)
+                scores = mask_keys(scores, key_bounds.at[wg], number, span, block)
                 new_largest = jnp.maximum(largest, scores.max(axis=1))
                 decay = jnp.exp2(largest - new_largest)
-                weights = jnp.exp2(scores - _broadcast_rows(new_largest, scores.shape))
-                out *= _broadcast_rows(decay, out.shape)
+                weights = jnp.exp2(scores - broadcast_per_row(new_largest, scores.shape))
+                out *= broadcast_per_row(decay, out.shape)
                 total *= decay
                 narrow = weights.astype(queries.dtype)
                 change_turns()
                 total += weights.sum(axis=1)
-                out = _add_product(out, narrow, values)
+                out = add_product(out, narrow, values)
                 plgpu.barrier_arrive(values_done)
                 return out, new_largest, total
 
@@ -197,8 +149,8 @@ def compute_output(shape: FlashShape, q: Array, k: Array, v: Array, bounds: KeyB
     out = jax.ShapeDtypeStruct(q.shape, q.dtype)
     log_sums = jax.ShapeDtypeStruct((shape.batch * shape.heads * shape.queries,), jnp.float32)
     grid = (shape.heads, tiles, shape.batch)
-    spans = spans_of_queries(bounds, TILE, block)
-    return _make_kernel(body, (out, log_sums), grid)(q, k, v, _to_floats(bounds), spans)
+    spans = find_key_blocks(bounds, TILE, block)
+    return _make_kernel(body, (out, log_sums), grid)(q, k, v, bounds_to_floats(bounds), spans)
 
 
 def compute_query_gradient(
@@ -228,15 +180,15 @@ def compute_query_gradient(
     ) -> None:
         head, tile, row, wg = (lax.axis_index(name) for name in ("head", "tile", "row", "wg"))
         tile = tiles - 1 - tile
-        span = _read_span(spans_ref, row * tiles + tile)
+        span = read_span(spans_ref, row * tiles + tile)
 
         @partial(
             pl.run_scoped,
-            d_out=_matrix(WARPGROUPS, ROWS, shape.head_dim),
+            d_out=smem_matrix(WARPGROUPS, ROWS, shape.head_dim),
             fetched=plgpu.Barrier(num_arrivals=4, num_barriers=WARPGROUPS),
             key_bounds=plgpu.SMEM((WARPGROUPS, 2, ROWS), jnp.float32),
             per_query=plgpu.SMEM((WARPGROUPS, 2, ROWS), jnp.float32),
-            queries=_matrix(WARPGROUPS, ROWS, shape.head_dim),
+            queries=smem_matrix(WARPGROUPS, ROWS, shape.head_dim),
             collective_axes="wg",
         )
         def run(d_out: Ref, fetched: Barrier, key_bounds: Ref, per_query: Ref, queries: Ref) -> None:
@@ -251,7 +203,7 @@ def compute_query_gradient(
                 numbers = per_query_ref.at[:, pl.ds(first, ROWS)]
                 plgpu.copy_gmem_to_smem(numbers, per_query.at[wg], fetched.at[wg])
                 plgpu.barrier_wait(fetched.at[wg])
-                d_q, _ = run_loop((_full((ROWS, shape.head_dim), 0.0), _full((ROWS, block), 0.0)))
+                d_q, _ = run_loop((fill_matrix((ROWS, shape.head_dim), 0.0), fill_matrix((ROWS, block), 0.0)))
                 queries[wg] = (d_q * shape.scale).astype(queries.dtype)
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(queries.at[wg], d_q_ref.at[place])
@@ -263,18 +215,18 @@ def compute_query_gradient(
                 number = span.start + lax.div(index[0], jnp.int32(2))
 
                 def multiply_values(d_q: Array, _: Array) -> tuple[Array, Array]:
-                    return d_q, _multiply(d_out.at[wg], transpose(keys_or_values), (ROWS, block))
+                    return d_q, multiply(d_out.at[wg], transpose(keys_or_values), (ROWS, block))
 
                 def multiply_keys(d_q: Array, d_weights: Array) -> tuple[Array, Array]:
-                    products = _multiply(queries.at[wg], transpose(keys_or_values), (ROWS, block))
-                    scores = _to_scores(shape, products)
-                    masked = _mask_keys(scores, key_bounds.at[wg], number, span, block)
-                    log_sums = _load(per_query.at[wg], 0, 1)
-                    weights = jnp.exp2(masked - _broadcast_rows(log_sums, masked.shape))
-                    delta = _load(per_query.at[wg], 1, 1)
-                    d_scores = weights * (d_weights - _broadcast_rows(delta, masked.shape))
-                    narrow = _to_d_products(shape, scores, d_scores).astype(queries.dtype)
-                    return _add_product(d_q, narrow, keys_or_values), d_weights
+                    products = multiply(queries.at[wg], transpose(keys_or_values), (ROWS, block))
+                    scores = to_scores(shape, products)
+                    masked = mask_keys(scores, key_bounds.at[wg], number, span, block)
+                    log_sums = load_per_row(per_query.at[wg], 0)
+                    weights = jnp.exp2(masked - broadcast_per_row(log_sums, masked.shape))
+                    delta = load_per_row(per_query.at[wg], 1)
+                    d_scores = weights * (d_weights - broadcast_per_row(delta, masked.shape))
+                    narrow = to_d_products(shape, scores, d_scores).astype(queries.dtype)
+                    return add_product(d_q, narrow, keys_or_values), d_weights
 
                 is_values = lax.rem(index[0], jnp.int32(2)) == 0
                 carry = lax.cond(is_values, multiply_values, multiply_keys, *carry)
@@ -292,11 +244,11 @@ def compute_query_gradient(
             _run_pipeline(2 * (span.end - span.start), specs, step, context, stages, kv_ref)
 
     grid = (shape.heads, tiles, shape.batch)
-    spans = spans_of_queries(bounds, TILE, block)
+    spans = find_key_blocks(bounds, TILE, block)
     per_query = jnp.stack([log_sums, delta])
     d_q = jax.ShapeDtypeStruct(q.shape, q.dtype)
     kernel = _make_kernel(body, d_q, grid)
-    return kernel(q, d_out, jnp.concatenate([k, v]), _to_floats(bounds), per_query, spans)
+    return kernel(q, d_out, jnp.concatenate([k, v]), bounds_to_floats(bounds), per_query, spans)
 
 
 def compute_key_value_gradients(
@@ -325,7 +277,7 @@ def compute_key_value_gradients(
         d_v_ref: Ref,
     ) -> None:
         kv_head, tile, row, wg = (lax.axis_index(name) for name in ("head", "tile", "row", "wg"))
-        span = _read_span(spans_ref, row * tiles + tile)
+        span = read_span(spans_ref, row * tiles + tile)
         count = span.end - span.start
         part = wg if shape.splits_keys else 0  # of the tile, which this warpgroup has
 
@@ -333,15 +285,15 @@ def compute_key_value_gradients(
             pl.run_scoped,
             fetched=plgpu.Barrier(num_arrivals=2, num_barriers=WARPGROUPS),
             finished=plgpu.Barrier(num_arrivals=WARPGROUPS),
-            keys=_matrix(key_tile // ROWS, ROWS, shape.head_dim),
-            values=_matrix(key_tile // ROWS, ROWS, shape.head_dim),
+            keys=smem_matrix(key_tile // ROWS, ROWS, shape.head_dim),
+            values=smem_matrix(key_tile // ROWS, ROWS, shape.head_dim),
             collective_axes="wg",
         )
         def run(fetched: Barrier, finished: Barrier, keys: Ref, values: Ref) -> None:
             first_key = tile * key_tile + part * ROWS
             rows = pl.ds(row * shape.keys + first_key, ROWS)
             place = rows, pl.ds(kv_head * shape.head_dim, shape.head_dim)
-            zeros = _full((ROWS, shape.head_dim), 0.0)
+            zeros = fill_matrix((ROWS, shape.head_dim), 0.0)
 
             def fetch() -> None:
                 plgpu.copy_gmem_to_smem(k_ref.at[place], keys.at[part], fetched.at[part])
@@ -374,18 +326,18 @@ def compute_key_value_gradients(
             ) -> tuple[Array, Array]:
                 """Compute scores and weights [keys queries]."""
                 number = span.start + lax.rem(index[0], count)
-                products = _multiply(keys.at[part], transpose(queries), (ROWS, block))
-                scores = _to_scores(shape, products)
-                masked = _mask_queries(scores, per_query, first_key, number, span)
-                log_sums = _load(per_query, 0, 0)
-                return scores, jnp.exp2(masked - _broadcast_columns(log_sums, masked.shape))
+                products = multiply(keys.at[part], transpose(queries), (ROWS, block))
+                scores = to_scores(shape, products)
+                masked = mask_queries(scores, per_query, first_key, number, span)
+                log_sums = load_per_column(per_query, 0)
+                return scores, jnp.exp2(masked - broadcast_per_column(log_sums, masked.shape))
 
             def compute_d_products(
                 scores: Array, weights: Array, d_weights: Array, per_query: AbstractRef
             ) -> Array:
-                delta = _load(per_query, 1, 0)
-                d_scores = weights * (d_weights - _broadcast_columns(delta, scores.shape))
-                return _to_d_products(shape, scores, d_scores).astype(keys.dtype)
+                delta = load_per_column(per_query, 1)
+                d_scores = weights * (d_weights - broadcast_per_column(delta, scores.shape))
+                return to_d_products(shape, scores, d_scores).astype(keys.dtype)
 
             def step_both(
                 index: tuple[Array, ...],
@@ -402,16 +354,16 @@ def compute_key_value_gradients(
                 scores, weights = compute_weights(index, queries, per_query)
                 narrow = weights.astype(keys.dtype)
 
-                def multiply(sums: tuple[Ref, Ref]) -> None:
+                def multiply_both(sums: tuple[Ref, Ref]) -> None:
                     plgpu.wgmma(sums[0], narrow, d_out)  # type: ignore[arg-type]
                     plgpu.wgmma(sums[1], values.at[part], transpose(d_out))  # type: ignore[arg-type]
 
-                start = plgpu.ACC.init(d_v), plgpu.ACC.init(_full((ROWS, block), 0.0))
-                d_v, d_weights = pl.run_state(multiply)(start)
+                start = plgpu.ACC.init(d_v), plgpu.ACC.init(fill_matrix((ROWS, block), 0.0))
+                d_v, d_weights = pl.run_state(multiply_both)(start)
                 plgpu.barrier_arrive(d_out_done)
                 d_products = compute_d_products(scores, weights, d_weights, per_query)
                 plgpu.barrier_arrive(per_query_done)
-                d_k = _add_product(d_k, d_products, queries)
+                d_k = add_product(d_k, d_products, queries)
                 plgpu.barrier_arrive(queries_done)
                 return d_k, d_v
 
@@ -429,12 +381,12 @@ def compute_key_value_gradients(
                 scores, weights = compute_weights(index, queries, per_query)
 
                 def add_to_keys(d_k: Array) -> Array:
-                    d_weights = _multiply(values.at[part], transpose(d_out), (ROWS, block))
+                    d_weights = multiply(values.at[part], transpose(d_out), (ROWS, block))
                     d_products = compute_d_products(scores, weights, d_weights, per_query)
-                    return _add_product(d_k, d_products, queries)
+                    return add_product(d_k, d_products, queries)
 
                 def add_to_values(d_v: Array) -> Array:
-                    return _add_product(d_v, weights.astype(keys.dtype), d_out)
+                    return add_product(d_v, weights.astype(keys.dtype), d_out)
 
                 carry = lax.cond(wg == 0, add_to_keys, add_to_values, carry)
                 for barrier in (queries_done, d_out_done, per_query_done):
@@ -455,105 +407,12 @@ def compute_key_value_gradients(
             _run_pipeline(count * shape.group, specs, step, context, stages, *refs)
 
     grid = (shape.kv_heads, tiles, shape.batch)
-    spans = spans_of_keys(bounds, block, shape.keys, key_tile)
-    by_row = _to_floats(bounds).reshape(2, shape.batch, 1, shape.queries)
+    spans = find_query_blocks(bounds, key_tile, block, shape.keys)
+    by_row = bounds_to_floats(bounds).reshape(2, shape.batch, 1, shape.queries)
     by_head = jnp.broadcast_to(by_row, (2, shape.batch, shape.heads, shape.queries)).reshape(2, -1)
     per_query = jnp.concatenate([jnp.stack([log_sums, delta]), by_head])
     gradient = jax.ShapeDtypeStruct(k.shape, k.dtype)
     return _make_kernel(body, (gradient, gradient), grid)(k, v, q, d_out, per_query, spans)
-
-
-def spans_of_queries(bounds: KeyBounds, tile: int, block: int) -> Array:
-    """The blocks of keys that each tile of queries visits: the numbers of a `BlockSpan` per tile, in one
-    array."""
-    starts, ends = (x.reshape(x.shape[0], -1, tile) for x in bounds)
-    start, end = starts.min(-1) // block, -(-ends.max(-1) // block)
-    full_start, full_end = -(-starts.max(-1) // block), ends.min(-1) // block
-    full_start = jnp.clip(full_start, start, end)
-    span = start, full_start, jnp.clip(full_end, full_start, end), end
-    return jnp.stack(span, -1).astype(jnp.int32).ravel()
-
-
-def spans_of_keys(bounds: KeyBounds, block: int, keys: int, tile: int) -> Array:
-    """The blocks of queries that each tile of keys visits, in the form of `spans_of_queries`.
-
-    They are intervals too, since bounds do not decrease from one query to the next."""
-    starts, ends = (x.reshape(x.shape[0], 1, -1, block) for x in bounds)
-    tile_start = jnp.arange(0, keys, tile)[None, :, None]
-    tile_end = tile_start + tile
-    count = lambda is_before: is_before.sum(-1, dtype=jnp.int32)
-    start, end = count(ends.max(-1) <= tile_start), count(starts.min(-1) < tile_end)
-    full_start, full_end = count(ends.min(-1) < tile_end), count(starts.max(-1) <= tile_start)
-    full_start = jnp.clip(full_start, start, end)
-    return jnp.stack([start, full_start, jnp.clip(full_end, full_start, end), end], -1).ravel()
-
-
-def _read_span(spans_ref: Ref, tile: Array) -> BlockSpan:
-    return BlockSpan(*(spans_ref[tile * 4 + n] for n in range(4)))
-
-
-def _to_floats(bounds: KeyBounds) -> Array:
-    """Stack bounds [2 b*s] as floats, to be compared with positions in floats: exact up to 2**24."""
-    return jnp.stack([bounds.start.ravel(), bounds.end.ravel()]).astype(jnp.float32)
-
-
-def _to_scores(shape: FlashShape, products: Array) -> Array:
-    """Scale and cap products of queries and keys. Scores are in units of log 2, which saves a multiplication
-    in every exponential."""
-    if shape.soft_cap is None:
-        return products * (shape.scale * LOG2E)
-    return shape.soft_cap * LOG2E * jnp.tanh(products * (shape.scale / shape.soft_cap))
-
-
-def _to_d_products(shape: FlashShape, scores: Array, d_scores: Array) -> Array:
-    """Multiply the gradient of scores by the derivative of the soft cap. The scale is left to the caller."""
-    if shape.soft_cap is None:
-        return d_scores
-    share = scores * (1 / (shape.soft_cap * LOG2E))
-    return d_scores * (1 - share * share)
-
-
-def _mask_keys(scores: Array, bounds: AbstractRef, number: Array, span: BlockSpan, block: int) -> Array:
-    """Mask scores [queries keys] of a tile and block `number` of the keys, by the bounds of its queries."""
-
-    def mask(scores: Array) -> Array:
-        column = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA)
-        keys = (column + number * block).astype(jnp.float32)
-        start, end = (_broadcast_rows(_load(bounds, n, 1), scores.shape) for n in range(2))
-        return jnp.where((keys >= start) & (keys < end), scores, HIDDEN)
-
-    is_full = (number >= span.full_start) & (number < span.full_end)
-    return lax.cond(is_full, lambda scores: scores, mask, scores)
-
-
-def _mask_queries(
-    scores: Array, per_query: AbstractRef, first_key: Array, number: Array, span: BlockSpan
-) -> Array:
-    """Mask scores [keys queries] of keys from `first_key` on and block `number` of the queries."""
-
-    def mask(scores: Array) -> Array:
-        row = plgpu.broadcasted_iota(jnp.int32, scores.shape, 0, layout=plgpu.Layout.WGMMA)
-        keys = (row + first_key).astype(jnp.float32)
-        start, end = (_broadcast_columns(_load(per_query, n, 0), scores.shape) for n in (2, 3))
-        return jnp.where((keys >= start) & (keys < end), scores, HIDDEN)
-
-    is_full = (number >= span.full_start) & (number < span.full_end)
-    return lax.cond(is_full, lambda scores: scores, mask, scores)
-
-
-def _multiply(a: Ref, b: Ref, shape: tuple[int, int]) -> Array:
-    """Multiply two matrices in shared memory."""
-
-    def multiply(sums: Ref) -> Array:
-        plgpu.wgmma(sums, a, b)  # type: ignore[arg-type]
-        return sums[...]
-
-    return pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
-
-
-def _add_product(sums: Array, a: Array, b: Ref) -> Array:
-    """Add the product of a matrix in registers and one in shared memory."""
-    return pl.run_state(lambda ref: plgpu.wgmma(ref, a, b))(plgpu.ACC.init(sums))
 
 
 def _run_pipeline(
@@ -572,33 +431,3 @@ def _make_kernel(body: Callable[..., None], out: PyTree, grid: tuple[int, ...]) 
     names = ("head", "tile", "row")
     mesh = plgpu.Mesh(grid=grid, grid_names=names, num_threads=WARPGROUPS + 1, thread_name="wg")
     return pl.kernel(body, out, mesh=mesh, compiler_params=plgpu.CompilerParams(approx_math=True))
-
-
-def _matrix(*shape: int) -> pl.MemoryRef:
-    """A matrix in shared memory."""
-    return plgpu.SMEM(shape, jnp.bfloat16, transforms=swizzle())
-
-
-def _full(shape: tuple[int, int], value: float) -> Array:
-    """A matrix in registers."""
-    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), plgpu.Layout.WGMMA)
-
-
-def _full_row(value: float) -> Array:
-    """One number per row of a matrix, in registers."""
-    return plgpu.layout_cast(jnp.full((ROWS,), value, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
-
-
-def _load(ref: AbstractRef, number: int, reduced_axis: int) -> Array:
-    """Load row `number`, which has one number per row (reduced axis 1) or column (0) of a tile."""
-    return plgpu.load(ref, (number,), layout=plgpu.Layout.WGMMA.reduce(reduced_axis))
-
-
-def _broadcast_rows(x: Array, shape: tuple[int, ...]) -> Array:
-    """Repeat one number per row along the columns."""
-    return lax.broadcast_in_dim(x, shape, [0])
-
-
-def _broadcast_columns(x: Array, shape: tuple[int, ...]) -> Array:
-    """Repeat one number per column along the rows."""
-    return lax.broadcast_in_dim(x, shape, [1])

@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from headrace.attention import _disentangled
 from headrace.config import reader
 from headrace.kernels import disentangled_tpu
+from headrace.kernels.tpu_rolls import roll_rows
 from headrace.nn import sharding
 from tests.kernels.linear_cross_entropy.test_tpu import V4, V6E, run
 from tests.parity.test_deberta import plainly
@@ -115,7 +116,7 @@ def test_a_chip_without_a_strided_roll_rolls_each_row_by_a_different_distance():
     for strided in (True, False):
 
         def body(x: Any, out: Any, strided: bool = strided) -> None:
-            out[...] = disentangled_tpu._roll_rows(SimpleNamespace(has_strided_roll=strided), x[...], 1)
+            out[...] = roll_rows(x[...], 1, strided)
 
         np.testing.assert_array_equal(pl.pallas_call(body, x, interpret=True)(x), wanted)
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from headrace.attention import AttentionCall, attend, hopper
-from headrace.kernels import flash_hopper
-from headrace.kernels.flash_hopper import BLOCK_SIZES, LOG2E, TILE, FlashShape, KeyBounds
+from headrace.kernels import flash_tiles
+from headrace.kernels.flash_tiles import BLOCK_SIZES, LOG2E, TILE, FlashShape, KeyBounds
 from headrace.nn.attention_mask import Mask
 
 MASKS = [Mask(), Mask(causal=False), Mask(window=50), Mask(causal=False, window=70)]
@@ -54,8 +54,8 @@ def test_tiles_visit_blocks_that_they_see_and_mask_only_those_at_the_edges(mask:
     length, block = 512, 64
     bounds = hopper.key_bounds(mask, 3, length, length, documents(length) if packed else None, 0)
     visible = visible_mask(bounds, length)
-    queries = flash_hopper.spans_of_queries(bounds, TILE, block)
-    keys = flash_hopper.spans_of_keys(bounds, block, length, TILE)
+    queries = flash_tiles.find_key_blocks(bounds, TILE, block)
+    keys = flash_tiles.find_query_blocks(bounds, TILE, block, length)
     for spans, tiles in ((queries, visible), (keys, visible.swapaxes(1, 2))):
         tiles = tiles.reshape(3, length // TILE, TILE, length // block, block)
         is_seen, is_full = tiles.any((2, 4)), tiles.all((2, 4))
@@ -68,7 +68,7 @@ def test_tiles_visit_blocks_that_they_see_and_mask_only_those_at_the_edges(mask:
 
 def plain_scores(shape: FlashShape, q: Any, k: Any, bounds: KeyBounds) -> tuple[Any, Any]:
     """Compute scores in units of log 2, [b n s t], and the mask of the visible ones."""
-    scores = flash_hopper._to_scores(shape, jnp.einsum("bsnh,btnh->bnst", q, k))
+    scores = flash_tiles.to_scores(shape, jnp.einsum("bsnh,btnh->bnst", q, k))
     return scores, jnp.asarray(visible_mask(bounds, shape.keys))[:, None]
 
 
@@ -99,7 +99,7 @@ def weights_and_gradient(
     log_sums, means = (x.reshape(shape.batch, shape.heads, shape.queries, 1) for x in (log_sums, means))
     weights = jnp.where(visible, jnp.exp2(scores - log_sums), 0)
     d_weights = jnp.einsum("bsnh,btnh->bnst", d_out.reshape(q4.shape), v4)
-    d_products = flash_hopper._to_d_products(shape, scores, weights * (d_weights - means))
+    d_products = flash_tiles.to_d_products(shape, scores, weights * (d_weights - means))
     return weights, d_products * shape.scale
 
 
