@@ -166,16 +166,16 @@ def attend_on_mesh(
     )(q, k, v, segments, segments, *tables)
 
 
-def blocks_sharing_documents(q_segments: Array, kv_segments: Array) -> Array:
+def blocks_sharing_documents(q_blocks: Array, kv_blocks: Array) -> Array:
     """Find the blocks of queries and keys that may have a document in common, in any row of the batch.
 
     From the segments of each block, [i b s] and [j b t], makes booleans [i j]. Along a row, segments rise
     and padding, 0 or less, comes last, so a block holds the segments from its lowest to its highest. In
     another order more blocks would seem to share documents, never fewer."""
     last = jnp.iinfo(jnp.int32).max
-    q_segments, kv_segments = (jnp.where(ids <= 0, last, ids) for ids in (q_segments, kv_segments))
-    starts_by_end = kv_segments.min(-1) <= q_segments.max(-1)[:, None]
-    ends_before = kv_segments.max(-1) < q_segments.min(-1)[:, None]
+    q_blocks, kv_blocks = (jnp.where(segments <= 0, last, segments) for segments in (q_blocks, kv_blocks))
+    starts_by_end = kv_blocks.min(-1) <= q_blocks.max(-1)[:, None]
+    ends_before = kv_blocks.max(-1) < q_blocks.min(-1)[:, None]
     return (starts_by_end & ~ends_before).any(-1)
 
 

@@ -42,11 +42,11 @@ def round_input(x: Array, num_input_axes: int) -> Scaled:
 
 def round_tensor(x: Array, dtype: DTypeLike, axis: tuple[int, ...]) -> Scaled:
     """Round x to 8 bits, with one scale for all values along `axis`."""
-    scale = mark_saved(power_of_two(absmax(x, axis) / float(jnp.finfo(dtype).max)))
+    scale = mark_saved(round_up_to_power_of_two(absmax(x, axis) / float(jnp.finfo(dtype).max)))
     return (x.astype(jnp.float32) * (1 / scale)).astype(dtype), scale
 
 
-def power_of_two(x: Array) -> Array:
+def round_up_to_power_of_two(x: Array) -> Array:
     """Round up to a power of two, by bits: exp2 is not exact on every chip.
 
     The result is NaN where x is not finite, so that the loss is NaN too, and the step is skipped."""

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from headrace.errors import UserError
 
 HFSettings = dict[str, Any]  # the settings of a config.json
+KeyDefault = tuple[str, float]  # a key of config.json, and its default
 IsGlobal = Callable[[int, int], bool]  # (layer, global_every) -> whether the layer has no window
 
 ACTIVATIONS = {"swiglu": "silu", "geglu": "gelu_pytorch_tanh", "reglu": "relu", "relu2": "relu2"}
@@ -141,10 +142,12 @@ def decoder_keys(settings: HFSettings, config_class: type, **family_keys: object
         "activation": read_activation(settings),
         "tie_embeddings": get_bool(settings, "tie_word_embeddings"),
     }
-    return select_keys(keys | rope_keys(settings) | family_keys, settings, config_class)
+    return select_config_keys(keys | rope_keys(settings) | family_keys, settings, config_class)
 
 
-def select_keys(keys: Mapping[str, object], settings: HFSettings, config_class: type[Any]) -> dict[str, Any]:
+def select_config_keys(
+    keys: Mapping[str, object], settings: HFSettings, config_class: type[Any]
+) -> dict[str, Any]:
     """Select the keys that are fields of a family's config. The others must have the values that it fixes.
 
     Raises UserError if they have not, or if config.json has settings that no family supports."""
@@ -244,8 +247,8 @@ def two_rope_settings(cfg: LocalRopeConfig) -> HFSettings:
     return settings | {"rope_parameters": by_layer_type}
 
 
-def split_two_ropes(
-    settings: HFSettings, global_theta: tuple[str, float], local_theta: tuple[str, float]
+def split_local_rope(
+    settings: HFSettings, global_theta: KeyDefault, local_theta: KeyDefault
 ) -> tuple[HFSettings, float]:
     """Split off the rotary positions of layers with a window.
 

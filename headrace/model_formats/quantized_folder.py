@@ -163,14 +163,14 @@ def read_quant_config(folder: str | Path) -> dict[str, Any] | None:
 
 def read_params(folder: str | Path, family: TensorFamily, cfg: LayersConfig) -> PyTree:
     """Read the weights of a quantized folder into host memory, those of linear layers as they are stored."""
-    settings = read_quant_config(folder)
-    assert settings is not None
+    quant_config = read_quant_config(folder)
+    assert quant_config is not None
     tensors, table = SafetensorsFolder(Path(folder)), family.tensor_table(cfg)
     find_tensor = lambda name: tensors.read_stored(name) if name in tensors.files else None
     quantized: dict[str, QuantizedWeight] = {}
     for linear in find_linears(family, cfg):
         layers = [
-            load_matrix(settings, layer_name(linear.name, (layer,)), find_tensor)
+            load_matrix(quant_config, layer_name(linear.name, (layer,)), find_tensor)
             for layer in range(cfg.layers)
         ]
         quantized |= linear.to_weights(jax.tree.map(lambda *leaves: np.stack(leaves), *layers))
@@ -185,16 +185,16 @@ def read_params(folder: str | Path, family: TensorFamily, cfg: LayersConfig) -> 
 
 
 def load_matrix(
-    settings: Mapping[str, Any], name: str, find_tensor: Callable[[str], np.ndarray | None]
+    quant_config: Mapping[str, Any], name: str, find_tensor: Callable[[str], np.ndarray | None]
 ) -> QuantizedMatrix:
     """Load the stored matrix of a linear layer in one layer, by `quantization_config` and its tensors.
 
     `find_tensor` returns a tensor by its name, or None."""
-    names = FORMATS[settings["quant_method"]].TENSORS.values()
+    names = FORMATS[quant_config["quant_method"]].TENSORS.values()
     tensors = {part: tensor for part in names if (tensor := find_tensor(f"{name}.{part}")) is not None}
-    if settings["quant_method"] == "gptq":
-        return gptq.from_tensors(tensors, settings["bits"])
-    return vptq.from_tensors(tensors, vptq.read_shape(settings["config_for_layers"][name]))
+    if quant_config["quant_method"] == "gptq":
+        return gptq.from_tensors(tensors, quant_config["bits"])
+    return vptq.from_tensors(tensors, vptq.read_shape(quant_config["config_for_layers"][name]))
 
 
 def matrix_tensors(name: str, stored: QuantizedMatrix) -> dict[str, np.ndarray]:

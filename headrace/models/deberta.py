@@ -397,4 +397,4 @@ def from_hf_config(settings: HFSettings) -> dict[str, Any]:
         "mask_decoder": hf_config.get_bool(settings, "mask_decoder"),
         "norm_eps": hf_config.get_float(settings, "layer_norm_eps", 1e-7),
     }
-    return {"use": "deberta"} | hf_config.select_keys(keys, settings, Config)
+    return {"use": "deberta"} | hf_config.select_config_keys(keys, settings, Config)

@@ -76,7 +76,7 @@ def to_hf_config(cfg: Config, sequence_length: int) -> HFSettings:
 def from_hf_config(settings: HFSettings) -> dict[str, Any]:
     """Translate the settings of config.json to a recipe's `model` section."""
     every = hf_config.get_int(settings, "sliding_window_pattern", 6)  # transformers 4's name
-    plain, local = hf_config.split_two_ropes(settings, ("rope_theta", 1e6), ("rope_local_base_freq", 1e4))
+    plain, local = hf_config.split_local_rope(settings, ("rope_theta", 1e6), ("rope_local_base_freq", 1e4))
     return {"use": "gemma3"} | gemma2.common_keys(plain, Config, global_every=every, rope_local_theta=local)
 
 

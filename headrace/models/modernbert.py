@@ -330,7 +330,7 @@ def common_keys(settings: HFSettings, config: type) -> dict[str, Any]:
             shown = f"found {hf_config.short_value(settings[name])}, only {hf_config.short_value(value)}"
             raise UserError(f"config.json: {name}: {shown} can be imported")
     every = hf_config.get_int(settings, "global_attn_every_n_layers", 3)
-    plain, local = hf_config.split_two_ropes(
+    plain, local = hf_config.split_local_rope(
         settings, ("global_rope_theta", 1.6e5), ("local_rope_theta", 1e4)
     )
     keys = {
@@ -346,4 +346,4 @@ def common_keys(settings: HFSettings, config: type) -> dict[str, Any]:
         "tie_embeddings": settings.get("tie_word_embeddings", True),
     }
     plain.pop("layer_types", None)
-    return hf_config.select_keys(keys | hf_config.rope_keys(plain), plain, config)
+    return hf_config.select_config_keys(keys | hf_config.rope_keys(plain), plain, config)

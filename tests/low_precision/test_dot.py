@@ -114,7 +114,7 @@ def test_int8_keeps_tokens_and_outputs_of_any_size():
 def test_scales_of_fp8_are_the_next_powers_of_two():
     numbers = np.array([1.0, 1.0001, 0.75, 3.0, 2.0**-40, 1e30], np.float32)
     right = 2.0 ** np.ceil(np.log2(numbers.astype(np.float64)))
-    np.testing.assert_array_equal(fp8.power_of_two(jnp.asarray(numbers)), right)
+    np.testing.assert_array_equal(fp8.round_up_to_power_of_two(jnp.asarray(numbers)), right)
 
 
 @pytest.mark.parametrize("largest", [0.0, 1e-45, 1e-30, 1.0, 3e38])

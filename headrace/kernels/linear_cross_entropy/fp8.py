@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from headrace.kernels.linear_cross_entropy.stats import Array, LogitMatmul, LogitStats
 from headrace.low_precision.dot import MatmulSpec, dot
-from headrace.low_precision.fp8 import FORWARD, GRADIENT, power_of_two, round_tensor
+from headrace.low_precision.fp8 import FORWARD, GRADIENT, round_tensor, round_up_to_power_of_two
 from headrace.low_precision.support import has_fast_matmul
 from headrace.nn.compile_target import device
 
@@ -34,7 +34,7 @@ class Fp8Logits(LogitMatmul):
     def gradients(self, x: Array, d_raw: Array, d_stats: LogitStats) -> tuple[Array, Array]:
         """Compute the gradients of a chunk of hidden states [c d] and of the matrix [v d]."""
         bound = jnp.max(abs(d_stats.lse) + abs(d_stats.target) + abs(d_stats.mean))
-        scale = power_of_two(bound / float(jnp.finfo(GRADIENT).max))
+        scale = round_up_to_power_of_two(bound / float(jnp.finfo(GRADIENT).max))
         narrow = (d_raw * (1 / scale)).astype(GRADIENT)
         # `precise`, as for the layers' gradients (low_precision/fp8.py).
         d_x = dot(self.spec, narrow, self.unembed, ((1,), (0,)), self.dtype, precise=True)
