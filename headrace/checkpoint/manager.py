@@ -23,6 +23,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
+from orbax.checkpoint._src.metadata import array_metadata_store
 
 from headrace.checkpoint import disk_space, inventory, manifest
 from headrace.checkpoint.manifest import Tier
@@ -46,6 +47,7 @@ class ArrayMetadata(Protocol):
 
 ITEMS = ("params", "ema", "rest")  # what Orbax stores as arrays; `meta` is JSON
 REFUSED, NO_STEP = -2, -1  # broadcast in place of a step
+MIN_REPLICA_SLICE_BYTES = 2**20
 
 
 class Checkpoints:
@@ -71,6 +73,7 @@ class Checkpoints:
         logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs a traceback for what we report
         if files.is_bucket(run_dir):
             files.prepare_gcsfs()
+        write_small_arrays_from_one_replica()
         handlers: dict[str, Any] = {item: ocp.StandardCheckpointHandler() for item in ITEMS}
         handlers["meta"] = ocp.JsonCheckpointHandler()
         self.orbax = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler(**handlers))
@@ -353,6 +356,18 @@ def check_arrays(expected: Leaves, stored: Mapping[str, ArrayMetadata], section:
     extra = sorted(set(stored) - set(expected))
     if extra:
         raise UserError(f"{section}: the checkpoint holds {extra[0]}, which this recipe has no place for")
+
+
+def write_small_arrays_from_one_replica() -> None:
+    """Divide a replicated array between replicas only if each of them then writes a megabyte or more.
+
+    Orbax divides all of them by default, and compiles a program for each slice: 80 programs for the 19 arrays
+    of a tiny model on 8 CPU devices, a quarter of the CPU time of a run of 12 steps (20 November 2026)."""
+    handler = ocp.type_handlers.ArrayHandler(
+        min_slice_bytes_for_replica_parallel=MIN_REPLICA_SLICE_BYTES,
+        array_metadata_store=array_metadata_store.Store(),
+    )
+    ocp.type_handlers.register_type_handler(jax.Array, handler, override=True)
 
 
 def checkpoint_bytes(tree: PyTree) -> int:
