@@ -1,6 +1,7 @@
 """The documents match the code: links lead somewhere, names exist, the recipe shown is the demo's, every
 package is listed, and commands parse."""
 
+import argparse
 import ast
 import re
 import shlex
@@ -12,6 +13,7 @@ from pathlib import Path
 import yaml
 
 from headrace.cli import main as cli_main
+from headrace.cli.parser import make_parser
 from headrace.config import recipe, sections
 from headrace.config.reader import all_keys
 from headrace.errors import UserError
@@ -29,6 +31,7 @@ RECIPE_KEYS = {
 }
 FILE_SUFFIXES = ("json", "jsonl", "txt", "py", "yaml", "html", "svg", "conf")
 FOREIGN_NAMES = {"tpu.nodes.delete", "attention.sliding_window_pattern"}  # of Google Cloud and llama.cpp
+FOREIGN_OPTIONS = {"--gres", "--valid-until-duration"}  # of Slurm and gcloud
 
 
 def test_every_module_has_a_docstring():
@@ -109,6 +112,24 @@ def find_definition(scope: ast.AST, name: str) -> ast.AST | None:
         if getattr(node, "name", None) == name or name in {getattr(target, "id", None) for target in targets}:
             return node
     return None
+
+
+def iter_options(parser: argparse.ArgumentParser) -> Iterator[str]:
+    """Yield the options of a parser and of its commands."""
+    for action in parser._actions:
+        yield from action.option_strings
+        for command in action.choices.values() if isinstance(action.choices, dict) else ():
+            yield from iter_options(command)
+
+
+def test_options_in_the_documents_exist():
+    options = {*iter_options(make_parser()), *FOREIGN_OPTIONS}
+    for path in (ROOT / "benchmarks").glob("*.py"):
+        options |= set(re.findall(r'"(--[a-z-]+)"', path.read_text()))
+    for page in PAGES:
+        prose = re.sub(r"```.*?```", "", page.read_text(), flags=re.S)
+        for option in re.findall(r"`(?:headrace [^`]*)?(--[a-z][a-z-]*)", prose):
+            assert option in options, f"{page.name} names {option}"
 
 
 def iter_commands() -> Iterator[tuple[str, str, str]]:
