@@ -78,7 +78,7 @@ def train(folder: str) -> None:
     run = Path(folder) / "killed"
     with subprocess.Popen([*command, f"run_dir={run}"], stdout=subprocess.DEVNULL) as process:
         wait_for(lambda: last_step(run) > EVERY + 10, process)
-        killed = goodput.read(run / "goodput.jsonl").attempts[-1].pid
+        killed = goodput.read_totals(run / "goodput.jsonl").attempts[-1].pid
         os.kill(killed, signal.SIGKILL)
         begun, reached = time.perf_counter(), rows(run)
         wait_for(lambda: rows(run) > reached, process)
@@ -104,7 +104,7 @@ def rows(run: Path) -> int:
 
 def last_step(run: Path) -> int:
     log = run / "goodput.jsonl"
-    return goodput.read(log).attempts[-1].last if rows(run) else 0
+    return goodput.read_totals(log).attempts[-1].last_step if rows(run) else 0
 
 
 def wait_for(there, process: subprocess.Popen) -> None:

@@ -105,8 +105,9 @@ def trained(name: str, steps: int) -> dict[str, Any]:
 def learn(task: TrainTask, update: step.OptimizerStep, axes: Any, state: Any, examples: Examples) -> Any:
     """Like step.train_step, with given examples."""
     key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
-    its = replace(task, exec_opts=recurrent_depth.sample_rounds(task.exec_opts, task.model, key))
-    grads, sums = step.accumulate_gradients(its, axes, state.params, step.to_microbatches(examples, 1))
+    if recurrent_depth.is_recurrent(task.model):
+        task = replace(task, exec_opts=recurrent_depth.sample_rounds(task.exec_opts, task.model, key))
+    grads, sums = step.accumulate_gradients(task, axes, state.params, step.to_microbatches(examples, 1))
     grads = jax.tree.map(lambda g: g / sums["count"], grads)
     norm = jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(grads)))
     metrics = {"loss": sums["loss"] / sums["count"], "grad_norm": norm}
@@ -157,7 +158,8 @@ def plot(found: dict[str, Any], target: Path) -> None:
                 places, shares, "o-" if looped else "s--", label=label, color=colour, markersize=3, alpha=0.8
             )
     panel.axvline(TRAINED, color="grey", linewidth=0.8)
-    panel.set(xlabel=f"position in the row (trained on {TRAINED})", ylabel="correct answers", ylim=(0.4, 1.02))
+    panel.set_xlabel(f"position in the row (trained on {TRAINED})")
+    panel.set(ylabel="correct answers", ylim=(0.4, 1.02))
     panel.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
     target.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(target, dpi=120)

@@ -57,26 +57,27 @@ def trained(use: str, rate: float, number: int, data: str) -> Curve:
     from headrace.data.dataset import Dataset
     from headrace.model_wrappers import load_family
     from headrace.nn import module
+    from headrace.training import batch as batches
     from headrace.training import evaluate, step
 
     settings = {"optimizer.use": use, "optimizer.learning_rate": rate, "schedule.steps": number}
     settings |= {"schedule.warmup": number // 20, "batch.sequences": ROWS, "data.path": data}
     dataset = Dataset.open(data, sequence_length=64)
     cfg = steps.load(RECIPE, settings | {"model.vocab": dataset.vocab}, [])
-    made = steps.compile_step(cfg, evaluate.special_tokens(dataset))
+    made = steps.compile_step(cfg, batches.special_tokens(dataset))
     axes = module.axes(load_family(cfg.model).Model, cfg.model)
     state, curve, order = made.state, [], dataset.train_order(ROWS, seed=0)
     with jax.set_mesh(made.devices):
         score = jax.jit(step.eval_step(made.task, axes))
         for done in range(1, number + 1):
-            batch = evaluate.device_batch(dataset, order, made.devices, done - 1)
+            batch = batches.device_batch(dataset, order, made.devices, done - 1)
             state, _ = made.step(state, batch)
             if done % EVERY == 0 or done == number:
                 told = functools.partial(score, state.params)
-                size = dict(sequences=ROWS, batches=HELD_OUT)
-                result = evaluate.evaluate(told, dataset, made.devices, given=None, **size)
+                size = dict(batch_size=ROWS, max_batches=HELD_OUT)
+                result = evaluate.evaluate(told, dataset, made.devices, cfg.objective, **size)
                 assert result is not None
-                curve.append((done * ROWS * 64, result["loss"]))
+                curve.append((done * ROWS * 64, result.metrics["loss"]))
     return curve
 
 

@@ -149,12 +149,12 @@ def headrace_step(cfg: Any, folder: Path) -> tuple[Step, float]:
     """The step by its number, after the first is taken, and the first loss. Saves its weights and rows."""
     from headrace.runtime import malloc
 
-    malloc.one_arena()  # as `headrace train` does, the first before JAX starts a thread
+    malloc.use_one_arena()  # as `headrace train` does, the first before JAX starts a thread
     malloc.keep_freed(1 << 30)
     import jax
 
     from headrace.data.dataset import Dataset
-    from headrace.training.evaluate import device_batch, fill_model_sizes, special_tokens
+    from headrace.training.batch import device_batch, fill_model_sizes, special_tokens
 
     dataset = Dataset.open(cfg.data.path, sequence_length=cfg.data.sequence_length)
     cfg = fill_model_sizes(cfg, dataset)
@@ -181,7 +181,7 @@ def torch_step(cfg: Any, folder: Path, *, compiled: bool) -> tuple[Step, float]:
     import torch
 
     from headrace.data.dataset import Dataset
-    from headrace.training.evaluate import fill_model_sizes
+    from headrace.training.batch import fill_model_sizes
 
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     model = steps.transformers_model(fill_model_sizes(cfg, Dataset.open(cfg.data.path)))

@@ -130,7 +130,7 @@ def train(args: argparse.Namespace, format: str) -> Row:
         "device": jax.devices()[0].device_kind,
         "tokens_per_second": batch * length / statistics.median(seconds[3:]),
         "first_step": compiling + seconds[0],
-        "memory": metrics.memory() or 0,
+        "memory": metrics.peak_memory() or 0,
         "fp8_calls": program.count('custom_call_target="__cublas$lt$matmul$f8"'),
         "other_calls": program.count('custom_call_target="__cublas$') - program.count('$matmul$f8"'),
         "text": hashlib.sha256(stream).hexdigest(),

@@ -198,7 +198,7 @@ def headrace_steps(cfg: Any, steps: int, *, mask: int | None = None, folder: Pat
     seconds[0] += made.times["tracing"] + made.times["compiling"]
     tokens = cfg.batch.sequences * cfg.data.sequence_length
     more = made.times | {"program_lines": made.lines}
-    return measure_steps(seconds, tokens, losses, memory=metrics.memory() or 0, **more)
+    return measure_steps(seconds, tokens, losses, memory=metrics.peak_memory() or 0, **more)
 
 
 def save_start(made: CompiledStep, batch: Any, folder: Path) -> None:

@@ -137,7 +137,7 @@ def train(
 
     exit_code = run.run(recipe, program_dir, owns_process=owns_process)
     step = inventory.newest_sealed_step(recipe.run_dir, default=0) or 0
-    return TrainResult(ExitCode(exit_code), step, recipe.run_dir)
+    return TrainResult(exit_code, step, recipe.run_dir)
 
 
 def open_run(run_dir: str | Path, overrides: Sequence[str] = (), *, ema: bool | None = None) -> "LoadedRun":
@@ -213,9 +213,8 @@ def evaluate(run: "LoadedRun") -> EvalResult:
     refuse_path("run", run, "open_run")
     from headrace.training import evaluate
 
-    metrics = evaluate.evaluate_run(run)
-    label_lines = metrics.pop("labels", [])
-    return EvalResult(metrics, label_lines)
+    evaluation = evaluate.evaluate_run(run)
+    return EvalResult(evaluation.metrics, evaluation.label_lines)
 
 
 def generate(

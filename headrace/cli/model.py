@@ -33,8 +33,9 @@ def evaluate(args: argparse.Namespace) -> None:
         return
     from headrace.training import evaluate
 
+    result = api.evaluate(run)
     step = f"step {run.step}: " if run.step else ""
-    print(step + evaluate.format_result(api.evaluate(run), run.recipe.objective))
+    print(step + evaluate.format_result(result, result.label_lines, run.recipe.objective))
 
 
 def generate(args: argparse.Namespace) -> None:

@@ -18,7 +18,7 @@ def train(args: argparse.Namespace) -> int:
     if args.owns_process and not args.once:
         return supervisor.Supervisor(recipe.run_dir, inventory.newest_sealed_step).watch()
     supervisor.die_with_parent()
-    malloc.one_arena()  # before JAX is imported, which starts threads and ends some
+    malloc.use_one_arena()  # before JAX is imported, which starts threads and ends some
 
     from headrace.runtime import multihost
 

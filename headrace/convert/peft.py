@@ -24,7 +24,8 @@ from headrace.model_wrappers.lora import LoRAWeight
 from headrace.models import ModelConfig
 from headrace.nn import module
 from headrace.nn.module import PyTree
-from headrace.training import init_from
+from headrace.training.init_from.check import changed_settings, is_run, read_model_config
+from headrace.training.init_from.vocab_rows import vocab_row_map
 
 INSTEAD = "without --adapter, adapters are merged into the model"
 
@@ -67,11 +68,11 @@ def check_base_model(run: LoadedRun, base_model: ModelConfig) -> None:
 
     Not checked if that model is no longer there."""
     path = run.recipe.init_from
-    if path is None or not (init_from.is_run(path) or Path(path).is_dir()):
+    if path is None or not (is_run(path) or Path(path).is_dir()):
         return
-    source = model_wrappers.without_wrapper(init_from.model_of(path, base_model))
-    differences = init_from.changed_settings(source, base_model)
-    rows, summary = init_from.vocab_row_map(path, run.recipe.run_dir, source.vocab, base_model.vocab)
+    source = model_wrappers.without_wrapper(read_model_config(path, base_model))
+    differences = changed_settings(source, base_model)
+    rows, summary = vocab_row_map(path, run.recipe.run_dir, source.vocab, base_model.vocab)
     if rows is not None:
         differences.append(f"its vocabulary was changed: {summary}")
     if differences:

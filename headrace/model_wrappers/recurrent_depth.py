@@ -45,10 +45,7 @@ class RoundSchedule:
 def sample_rounds(exec_opts: Execution, cfg: ModelConfig, key: Array) -> Execution:
     """Draw the number of rounds of a training step, the same for all of its rows.
 
-    It is one more than a Poisson variable, whose mean is log-normal with mean `recurrence.rounds`. Without
-    recurrent depth the options are returned as they are."""
-    if not is_recurrent(cfg):
-        return exec_opts
+    It is one more than a Poisson variable, whose mean is log-normal with mean `recurrence.rounds`."""
     mean_key, count_key, state_key = jax.random.split(jax.random.fold_in(key, 0xDEE9), 3)
     deviation = ROUNDS_STD * jax.random.normal(mean_key)
     mean = jnp.exp(deviation + math.log(_keys(cfg).rounds) - ROUNDS_STD**2 / 2)

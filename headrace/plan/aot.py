@@ -181,7 +181,7 @@ def _describe_batches(recipe: TrainRecipe) -> "tuple[SpecialTokens, dict[str, bo
     The program is then the one that `train` needs."""
     from headrace.data.dataset import Dataset
     from headrace.objectives import SpecialTokens
-    from headrace.training.evaluate import special_tokens
+    from headrace.training.batch import special_tokens
 
     if not (Path(recipe.data.path) / "index.json").is_file():
         tokens = SpecialTokens(recipe.model.vocab, pad=0, bos=1, eos=2, mask=3)

@@ -10,13 +10,14 @@ from jax.sharding import AbstractMesh, AxisType
 
 from headrace.checkpoint import state
 from headrace.config import sections
-from headrace.config.sections import OptimizerKeys, TrainRecipe
+from headrace.config.sections import TrainRecipe
 from headrace.hardware.slices import SliceShape
 from headrace.model_wrappers import load_family
 from headrace.models import ModelConfig
 from headrace.nn import module, sharding
 from headrace.nn.experts import SLACK
 from headrace.objectives import load_objective
+from headrace.optim import OptimizerConfig
 from headrace.plan.activations import (
     ActivationUnits,
     LayerSpec,
@@ -65,7 +66,7 @@ def count_state_bytes(recipe: TrainRecipe, sizes: dict[str, int]) -> StateBytes:
 
 @lru_cache(4096)
 def _count_state_bytes(
-    model: ModelConfig, optimizer: OptimizerKeys, sizes: tuple[int, ...], frozen: frozenset[str]
+    model: ModelConfig, optimizer: OptimizerConfig, sizes: tuple[int, ...], frozen: frozenset[str]
 ) -> StateBytes:
     """Count from shapes and shardings, on an abstract mesh without devices."""
     axes = module.axes(load_family(model).Model, model)
@@ -86,7 +87,9 @@ def _count_state_bytes(
 
 
 @lru_cache(64)
-def _make_abstract_state(model: ModelConfig, optimizer: OptimizerKeys, frozen: frozenset[str]) -> state.State:
+def _make_abstract_state(
+    model: ModelConfig, optimizer: OptimizerConfig, frozen: frozenset[str]
+) -> state.State:
     """Make a train state of shapes without arrays."""
     family = load_family(model)
     tx = setup.make_optimizer(optimizer, module.axes(family.Model, model), frozen)

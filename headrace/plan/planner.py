@@ -32,7 +32,7 @@ def fill_data_sizes(recipe: TrainRecipe) -> TrainRecipe:
         raise UserError(f"{missing}, since there is no data in {recipe.data.path}")
     # Imported here, since most recipes have the size and should not wait for it.
     from headrace.data.dataset import Dataset
-    from headrace.training.evaluate import fill_model_sizes
+    from headrace.training.batch import fill_model_sizes
 
     dataset = Dataset.open(recipe.data.path, sequence_length=recipe.data.sequence_length)
     return fill_model_sizes(recipe, dataset)

@@ -34,7 +34,7 @@ from headrace.quantize.layer_cache import LayerCache, fingerprint
 from headrace.quantize.methods import Finetuning, MethodConfig, QuantizedMatrix, QuantizeMethod, load_method
 from headrace.quantize.write_folder import write_quantized_folder
 from headrace.storage import files
-from headrace.training.evaluate import device_batch, special_tokens
+from headrace.training.batch import device_batch, special_tokens
 from headrace.training.task import make_task
 
 

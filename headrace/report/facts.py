@@ -102,7 +102,7 @@ def _read_folder(run: str, folder: Path, now: float) -> Facts:
         steps=run_length.durations(recipe)["steps"] if recipe is not None else None,
         rows=[row for row in rows if "loss" in row],
         evaluations=[row for row in rows if "evaluate/loss" in row],
-        totals=goodput.read(folder / "goodput.jsonl"),
+        totals=goodput.read_totals(folder / "goodput.jsonl"),
         rollbacks=list(_read_jsonl(folder / "bad-steps" / "rollbacks.jsonl")),
         bad_step_reports=[files.join(run, "bad-steps", path.name) for path in reports],
         warnings=list(_parse_warnings(_read_text(folder / "log.txt"))),
@@ -115,24 +115,26 @@ def assess_status(facts: Facts) -> Status:
     """Decide whether a run is done, running, silent, stopped or failed."""
     attempt = facts.totals.attempts[-1] if facts.totals.attempts else None
     is_complete = facts.steps is not None and facts.step >= facts.steps
-    if is_complete and (attempt is None or attempt.code in (ExitCode.DONE, None)):
+    if is_complete and (attempt is None or attempt.exit_code in (ExitCode.DONE, None)):
         return Status("good", "done", f"All {facts.steps:,} steps are done.")
     progress = _format_step(facts, facts.step)
     if attempt is None:
         return Status("still", "unknown", f"It is at {progress}; there is no goodput.jsonl.")
-    if attempt.code is None:
+    if attempt.exit_code is None:
         return _running_status(facts, attempt)
-    if attempt.code == ExitCode.DONE:
+    if attempt.exit_code == ExitCode.DONE:
         return Status("good", "done", f"It ended at {progress}.")
     ago = format_duration(max(facts.now - attempt.ended_at, 0))
-    if attempt.code == ExitCode.PREEMPTED:
+    if attempt.exit_code == ExitCode.PREEMPTED:
         causes = {"SIGINT": " by Ctrl-C", "SIGTERM": " by SIGTERM, as when a machine is preempted"}
         # The newest checkpoint may be between two rows.
         progress = _format_step(facts, max(facts.checkpoints, default=facts.step))
-        stopped = f"Stopped at {progress}{causes.get(attempt.why, '')}, {ago} ago"
+        stopped = f"Stopped at {progress}{causes.get(attempt.reason, '')}, {ago} ago"
         return Status("still", "stopped", f"{stopped}; the same command resumes from there.")
-    reason = f" ({attempt.why})" if attempt.why else ""
-    return Status("bad", "failed", f"Ended at {progress} with exit code {attempt.code}{reason}, {ago} ago.")
+    reason = f" ({attempt.reason})" if attempt.reason else ""
+    return Status(
+        "bad", "failed", f"Ended at {progress} with exit code {attempt.exit_code}{reason}, {ago} ago."
+    )
 
 
 def _running_status(facts: Facts, attempt: Attempt) -> Status:

@@ -17,7 +17,7 @@ from headrace.html_page import (
 from headrace.report import charts
 from headrace.report.charts import Curve, Format, Mark, render_chart
 from headrace.report.facts import Facts, Status, assess_status, compute_cost
-from headrace.runtime.goodput import LOST, PRODUCTIVE, Attempt
+from headrace.runtime.goodput import BADPUT, PRODUCTIVE, Attempt
 from headrace.storage import files
 from headrace.trackers.terminal import (
     format_bytes,
@@ -113,11 +113,11 @@ def _status(facts: Facts, status: Status) -> str:
     share = facts.step / facts.steps if facts.steps else 0.0
     bar = f'<div class="done"><i style="width: {min(share, 1):.2%}"></i></div>' if facts.steps else ""
     notes = ""
-    largest_loss = next(iter(facts.totals.lost().items()), None)
+    largest_loss = next(iter(facts.totals.badput().items()), None)
     if largest_loss is not None and facts.totals.total:
         category, seconds = largest_loss
         time_lost = f"{format_percent(seconds / facts.totals.total)} of its time, {format_duration(seconds)}"
-        notes = f"<p>Largest overhead: {LOST[category]} ({time_lost}).</p>"
+        notes = f"<p>Largest overhead: {BADPUT[category]} ({time_lost}).</p>"
     cost = compute_cost(facts, include_remaining=True)
     if cost is not None:
         terms = {"on demand": cost.on_demand, "spot": cost.spot}
@@ -180,12 +180,12 @@ def _goodput(facts: Facts) -> str:
     totals = facts.totals
     if not totals.total:
         return ""
-    lost = {category: seconds for category, seconds in totals.lost().items() if seconds >= 0.01}
+    lost = {category: seconds for category, seconds in totals.badput().items() if seconds >= 0.01}
     seconds_by_category = {PRODUCTIVE: totals.seconds.get(PRODUCTIVE, 0.0)} | lost
     rows = [
         [
             f'<i class="swatch {category}"></i>{escape(category.replace("_", " "))}',
-            escape(LOST.get(category, "steps that count")),
+            escape(BADPUT.get(category, "steps that count")),
             format_duration(seconds) if seconds >= 1 else f"{seconds:.2f}s",
             format_percent(seconds / totals.total),
         ]
@@ -199,7 +199,7 @@ def _goodput(facts: Facts) -> str:
 
 
 def _marks(facts: Facts) -> list[Mark]:
-    restarts = [Mark(attempt.step, "restarted", "restart") for attempt in facts.totals.attempts[1:]]
+    restarts = [Mark(attempt.first_step, "restarted", "restart") for attempt in facts.totals.attempts[1:]]
     rollbacks = [
         Mark(row["to"], "rolled back to", "back") for row in facts.rollbacks if row.get("rows", -1) > 0
     ]
@@ -248,14 +248,14 @@ def _attempts(facts: Facts) -> str:
         if previous is not None:
             gap = format_duration(max(attempt.started_at - previous.ended_at, 0))
         # The last steps before a stop are saved, but may have no row.
-        last_step = attempt.last if following is None else max(attempt.last, following.step)
+        last_step = attempt.last_step if following is None else max(attempt.last_step, following.first_step)
         devices = f"{attempt.devices} {attempt.kind}"
         devices += f", {attempt.hosts} hosts" if attempt.hosts > 1 else ""
         rows.append(
             [
                 time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(attempt.started_at)),
                 escape(gap),
-                f"{attempt.step:,} to {last_step:,}",
+                f"{attempt.first_step:,} to {last_step:,}",
                 format_duration(max(attempt.ended_at - attempt.started_at, 0)),
                 escape(devices),
                 _end_note(attempt, is_last=following is None),
@@ -268,12 +268,12 @@ def _attempts(facts: Facts) -> str:
 
 
 def _end_note(attempt: Attempt, *, is_last: bool) -> str:
-    if attempt.code is None:
+    if attempt.exit_code is None:
         return "" if is_last else '<span class="error">without an exit code</span>'
     names: dict[int, str] = {ExitCode.DONE: "done", ExitCode.PREEMPTED: "stopped by a signal"}
-    text = names.get(attempt.code, f"exit code {attempt.code}")
-    text = escape(f"{text}: {attempt.why}" if attempt.why else text)
-    return text if attempt.code in names else f'<span class="error">{text}</span>'
+    text = names.get(attempt.exit_code, f"exit code {attempt.exit_code}")
+    text = escape(f"{text}: {attempt.reason}" if attempt.reason else text)
+    return text if attempt.exit_code in names else f'<span class="error">{text}</span>'
 
 
 def _bad_steps(facts: Facts) -> str:

@@ -1,5 +1,7 @@
-"""Watches over a training process: starts it again after what a restart can mend, and not after a user's
-mistake. Without JAX, which may end a process that lost another host in a way that nothing in it can catch."""
+"""Runs the trainer as a worker process, and restarts it after failures that a restart can fix.
+
+A user's mistake is none of them. Does not import JAX, which may end a process that lost another host in a way
+that nothing inside the process can catch."""
 
 import contextlib
 import ctypes
@@ -13,21 +15,21 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from types import FrameType
 
 from headrace.errors import ExitCode, UserError
 from headrace.runtime import goodput
 from headrace.storage import files, redact
 
-SUPERVISOR = "HEADRACE_SUPERVISOR"
-STACKS = "HEADRACE_STACKS"  # a file for the stacks of a process that can do nothing but dump them
-RESTARTS = 8  # without a new checkpoint in between
-LONGEST = 60.0  # seconds before a restart
-LIVED = 600.0  # seconds of a life that count as progress where no checkpoint can be seen
+SUPERVISOR = "HEADRACE_SUPERVISOR"  # process id of the supervisor, for its worker
+STACKS = "HEADRACE_STACKS"  # file for the stacks of a worker that can do nothing but dump them
+MAX_RESTARTS = 8  # without a new checkpoint
+MAX_DELAY = 60.0  # seconds before a restart
+PROGRESS_SECONDS = 600.0  # of running that count as progress if checkpoints cannot be listed
 DEATH_SIGNAL = 1  # prctl's PR_SET_PDEATHSIG
 
-# What runtimes say when it is this machine that fails, and when it is another.
-MACHINE_SAID = (
+# Parts of the messages of runtimes when this machine fails, and when another host does.
+MACHINE_ERRORS = (
     "Couldn't open iommu group",
     "open(/dev/vfio",
     "Failed to initialize TPU system",
@@ -39,7 +41,7 @@ MACHINE_SAID = (
     "uncorrectable",
     "DATA_LOSS",
 )
-PEER_SAID = (
+PEER_ERRORS = (
     "heartbeat",
     "oordination service",
     "different incarnation",
@@ -52,144 +54,161 @@ PEER_SAID = (
     "Barrier",
 )
 
+EXIT_REASONS: dict[int, str] = {
+    ExitCode.UNREACHABLE: "got no answer from a server",
+    ExitCode.HUNG: "took too long for a step",
+    ExitCode.MACHINE_FAULT: "met a fault of this machine",
+    ExitCode.LOST_HOST: "lost another host",
+}
+# What signals to the process can mean.
+SIGNAL_CAUSES = {
+    signal.SIGKILL: " (by the system, if memory ran out)",
+    signal.SIGABRT: " (as when another host is lost)",
+}
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE)  # sent on purpose
+
 
 @dataclass(frozen=True)
-class Exit:
-    """How a process ended, in words, and whether another try makes sense."""
+class WorkerExit:
+    """The end of a worker."""
 
-    code: int  # as a shell would have it
-    words: str
-    again: bool
+    code: int  # as a shell reports it
+    reason: str  # a sentence without its subject
+    can_restart: bool
 
 
-def classify(returncode: int) -> Exit:
+def classify(returncode: int) -> WorkerExit:
+    """Tell from the return code of `subprocess` why a worker ended, and whether a restart can help."""
     if returncode < 0:
         number = signal.Signals(-returncode)
-        why = {
-            signal.SIGKILL: " (by the system, if memory ran out)",
-            signal.SIGABRT: " (as when another host is lost)",
-        }.get(number, "")
-        asked = number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE)
-        return Exit(128 + number, f"was ended by {number.name}{why}", not asked)
-    words: dict[int, str] = {
-        ExitCode.UNREACHABLE: "got no answer from a server",
-        ExitCode.HUNG: "took too long for a step",
-        ExitCode.MACHINE_FAULT: "met a fault of this machine",
-        ExitCode.LOST_HOST: "lost another host",
-    }
-    return Exit(returncode, words.get(returncode, f"ended with {returncode}"), returncode in words)
+        reason = f"was ended by {number.name}{SIGNAL_CAUSES.get(number, '')}"
+        return WorkerExit(128 + number, reason, number not in STOP_SIGNALS)
+    reason = EXIT_REASONS.get(returncode, f"ended with {returncode}")
+    return WorkerExit(returncode, reason, returncode in EXIT_REASONS)
 
 
-def verdict(error: BaseException, *, several: bool) -> int:
-    """The exit code for an error that nobody foresaw: 1, unless it is known to come from a machine."""
+def exit_code_of(error: BaseException, *, multi_host: bool) -> ExitCode:
+    """The exit code for an unexpected error: FAILED, unless its message shows that a machine failed."""
     text = str(error)
-    if any(said in text for said in MACHINE_SAID):
+    if any(part in text for part in MACHINE_ERRORS):
         return ExitCode.MACHINE_FAULT
-    return ExitCode.LOST_HOST if several and any(said in text for said in PEER_SAID) else ExitCode.FAILED
+    if multi_host and any(part in text for part in PEER_ERRORS):
+        return ExitCode.LOST_HOST
+    return ExitCode.FAILED
 
 
 class Supervisor:
-    """Starts this very command again as a worker, until it is done or cannot be helped."""
+    """Runs this process's command as a worker, until it is done or a restart cannot help."""
 
     def __init__(self, run_dir: str, latest_step: Callable[[str], int | None]) -> None:
         """`latest_step(run_dir)` finds the newest complete checkpoint: -1 if there is none, None if
         unknown."""
-        self.run_dir, self.latest_step, self.worker, self.stop_requests = run_dir, latest_step, None, 0
+        self.run_dir, self.latest_step = run_dir, latest_step
         self.command = [sys.executable, *sys.orig_argv[1:], "--once"]
-
-    worker: subprocess.Popen[bytes] | None
+        self.worker: subprocess.Popen[bytes] | None = None
+        self.stop_requests = 0  # signals received
 
     def watch(self) -> int:
-        """Returns the exit code."""
+        """Run the worker to its end, with restarts. Returns the exit code."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self.forward)
-        left, reached = RESTARTS, self.latest_step(self.run_dir)
+        restarts_left, reached = MAX_RESTARTS, self.latest_step(self.run_dir)
         while not self.stop_requests:
-            begun = time.monotonic()
-            how = self.run_once()
-            if self.stop_requests == 1 and how.code in (128 + signal.SIGTERM, 128 + signal.SIGINT):
-                return ExitCode.PREEMPTED  # it was asked before it could listen
-            if self.stop_requests or not how.again:
-                return how.code
-            now = self.latest_step(self.run_dir)
-            lived = time.monotonic() - begun
-            if lived > LIVED if now is None else reached is None or now > reached:
-                left, reached = RESTARTS, now
-            elif now is not None:
-                reached = now  # or less, where it went back: from there on, what is further counts
-            if not left:
+            started_at = time.monotonic()
+            end = self.run_once()
+            if self.stop_requests == 1 and end.code in (128 + signal.SIGTERM, 128 + signal.SIGINT):
+                return ExitCode.PREEMPTED  # the signal came before the worker had a handler
+            if self.stop_requests or not end.can_restart:
+                return end.code
+            newest = self.latest_step(self.run_dir)
+            if newest is None:
+                has_progress = time.monotonic() - started_at > PROGRESS_SECONDS
+            else:
+                has_progress = reached is None or newest > reached
+            if has_progress:
+                restarts_left, reached = MAX_RESTARTS, newest
+            elif newest is not None:
+                reached = newest  # less than before after a rollback: from there on, progress counts again
+            if not restarts_left:
                 self.print_line(
-                    f"the trainer {how.words}; after {RESTARTS} tries without a new checkpoint it ends"
+                    f"the trainer {end.reason}; no more restarts, after {MAX_RESTARTS} without a new "
+                    "checkpoint"
                 )
-                return how.code
-            delay = min(2.0 ** (RESTARTS - left), LONGEST) * random.uniform(0.5, 1)  # not all hosts at once
-            left -= 1
-            where = "" if now is None else f" from step {now}" if now >= 0 else " from the beginning"
-            self.print_line(
-                f"the trainer {how.words}; starts again{where} in {delay:.1f} s ({left} tries left)"
-            )
-            self.sleep(delay)
+                return end.code
+            restarts_left -= 1
+            self.wait_before_restart(end, newest, restarts_left)
         return ExitCode.PREEMPTED
 
-    def run_once(self) -> Exit:
-        """Of one worker, and how it ended."""
-        with tempfile.NamedTemporaryFile(prefix="headrace-stacks-") as stacks:
-            mine = {SUPERVISOR: str(os.getpid()), STACKS: stacks.name}
-            worker = subprocess.Popen(self.command, env=os.environ | mine)
+    def run_once(self) -> WorkerExit:
+        """Run one worker to its end."""
+        with tempfile.NamedTemporaryFile(prefix="headrace-stacks-") as stacks_file:
+            env = os.environ | {SUPERVISOR: str(os.getpid()), STACKS: stacks_file.name}
+            worker = subprocess.Popen(self.command, env=env)
             self.worker = worker
-            if self.stop_requests:  # while it was being started
+            if self.stop_requests:  # a signal that came while it was being started
                 worker.send_signal(signal.SIGTERM)
             code = worker.wait()
             self.worker = None
-            left = stacks.read()
-        if code == 1 and left:
+            stacks = stacks_file.read()
+        if code == ExitCode.FAILED and stacks:
             code = ExitCode.HUNG
-            self.save_stacks(left)
-        how = classify(code)
-        goodput.note_exit(self.run_dir, worker.pid, how.code, how.words if how.again else "")
-        return how
+            self.save_stacks(stacks)
+        end = classify(code)
+        goodput.note_exit(self.run_dir, worker.pid, end.code, end.reason if end.can_restart else "")
+        return end
 
     def save_stacks(self, stacks: bytes) -> None:
-        """Of a worker that hung and held Python's lock, so that it could not keep them itself."""
+        """Print and store the stacks of a worker that hung while it held Python's lock, so that it could not
+        do so itself."""
         sys.stderr.write(redact.redact(stacks.decode(errors="replace")))
-        path = files.join(
-            self.run_dir, "stacks", f"{socket.gethostname()}-{time.strftime('%Y%m%d-%H%M%S')}.txt"
-        )
+        name = f"{socket.gethostname()}-{time.strftime('%Y%m%d-%H%M%S')}.txt"
         with contextlib.suppress(OSError, UserError):
-            files.write(path, stacks)
+            files.write(files.join(self.run_dir, "stacks", name), stacks)
 
-    def sleep(self, seconds: float) -> None:
-        end = time.monotonic() + seconds
-        while not self.stop_requests and time.monotonic() < end:
-            time.sleep(min(0.1, seconds))
+    def wait_before_restart(self, end: WorkerExit, step: int | None, restarts_left: int) -> None:
+        """Print that the trainer is restarted, and wait: twice as long each time, and on each host another
+        time, so that not all restart at once."""
+        longest = min(2.0 ** (MAX_RESTARTS - 1 - restarts_left), MAX_DELAY)
+        delay = longest * random.uniform(0.5, 1)
+        start = "" if step is None else f" from step {step}" if step >= 0 else " from the beginning"
+        self.print_line(
+            f"the trainer {end.reason}; it restarts{start} in {delay:.1f} s ({restarts_left} restarts left)"
+        )
+        deadline = time.monotonic() + delay
+        while not self.stop_requests and time.monotonic() < deadline:
+            time.sleep(min(0.1, delay))
 
-    def forward(self, number: int, frame: Any) -> None:
-        """The worker saves and ends, and so does this. A terminal has told the worker already."""
+    def forward(self, number: int, frame: FrameType | None) -> None:
+        """Forward a signal: the worker saves and ends, and then the supervisor ends too.
+
+        Ctrl-C on a terminal has reached the worker already. After two requests without effect it is
+        killed."""
         self.stop_requests += 1
         if self.worker is None:
             return
-        if self.stop_requests > 2 and number == signal.SIGINT:  # it does not hear
+        if self.stop_requests > 2 and number == signal.SIGINT:
             self.worker.kill()
-        elif number != signal.SIGINT or not foreground():
+        elif number != signal.SIGINT or not is_foreground():
             self.worker.send_signal(number)
 
-    def print_line(self, words: str) -> None:
-        words = redact.redact(words)
-        if sys.stdout.isatty():  # a display that could not close has hidden the cursor
+    def print_line(self, text: str) -> None:
+        """Print a line, and append it to the log of the run."""
+        text = redact.redact(text)
+        if sys.stdout.isatty():  # a display that was killed has hidden the cursor
             print("\x1b[?25h", flush=True)
-        print(f"headrace: {words}", file=sys.stderr, flush=True)
-        line = f"{time.strftime('%Y-%m-%d %H:%M:%S')}  warning: {words}\n"
+        print(f"headrace: {text}", file=sys.stderr, flush=True)
+        line = f"{time.strftime('%Y-%m-%d %H:%M:%S')}  warning: {text}\n"
         path = files.join(self.run_dir, "log.txt")
         with contextlib.suppress(OSError, UserError):
             if not files.is_url(path):
                 with open(path, "a", encoding="utf-8") as log:
                     log.write(line)
-            elif files.exists(path):  # nobody else writes there now
+            elif files.exists(path):  # no worker is running that could write it too
                 files.write(path, files.read(path) + line.encode())
 
 
-def foreground() -> bool:
-    """Whether Ctrl-C on a terminal reaches this process and its worker alike."""
+def is_foreground() -> bool:
+    """Whether Ctrl-C on the terminal reaches both this process and its worker."""
     try:
         terminal = os.open("/dev/tty", os.O_RDONLY)
     except OSError:
@@ -203,7 +222,8 @@ def foreground() -> bool:
 
 
 def die_with_parent() -> None:
-    """A worker whose supervisor is killed saves and ends: nobody would start it again, nor stop it."""
+    """Let the system send SIGTERM to this process if its supervisor dies: nothing would restart it, or stop
+    it."""
     supervisor = os.environ.get(SUPERVISOR)
     if supervisor is None or int(supervisor) != os.getppid():
         return

@@ -1,5 +1,7 @@
-"""Ends a run that hangs: where a step takes far too long, the stacks of all threads are written down and the
-process ends with a code of its own, on every host, since all of them wait for the one that is stuck."""
+"""Ends a run that hangs.
+
+If a step takes far too long, the stacks of all threads are written down and the process ends with an exit
+code of its own: on every host, since all of them wait for the one that is stuck."""
 
 import contextlib
 import faulthandler
@@ -10,7 +12,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from typing import Any
+from types import TracebackType
 
 import jax
 
@@ -19,83 +21,92 @@ from headrace.runtime import multihost
 from headrace.runtime.supervisor import STACKS
 from headrace.storage import files
 
-TIMES = 20  # the median step that a step may take
-LONG = 6.0  # times as long for all but plain steps: the first one, saving, a batch of evaluation
-UPLOAD = 5.0  # seconds that writing the stacks down may take longer than that
-GRACE = 10.0  # seconds more, and all is taken to be stuck
-STDERR = 2  # the descriptor: a notebook's sys.stderr has none
+MAX_STEP_RATIO = 20  # a step may take this many times the median step
+SLOW_FACTOR = 6.0  # and work that is not a plain step so many times that: the first step, a save, evaluation
+UPLOAD_SECONDS = 5.0  # for writing the stacks, in addition
+GRACE_SECONDS = 10.0  # until a watchdog that cannot act is replaced by faulthandler
+STDERR = 2  # the file descriptor: sys.stderr of a notebook has none
 
 
 class Watchdog:
-    """A thread that wants to hear from the loop. `seconds` is the least that it waits, 0 for no watching."""
+    """A thread that ends the process if the loop makes no progress."""
 
-    def __init__(self, seconds: float, run: str) -> None:
-        self.seconds, self.run = seconds, run
-        self.steps: deque[float] = deque(maxlen=100)
-        self.step, self.since, self.times = 0, time.monotonic(), LONG
-        self.round = min(seconds / 4, 5.0)
-        self.ended, self.bitten = threading.Event(), False
+    def __init__(self, step_timeout: float, run_dir: str) -> None:
+        """`step_timeout` is the shortest time that counts as a hang, in seconds; 0 turns the watchdog off."""
+        self.step_timeout, self.run_dir = step_timeout, run_dir
+        self.step_seconds: deque[float] = deque(maxlen=100)
+        self.step, self.progress_at, self.factor = 0, time.monotonic(), SLOW_FACTOR
+        self.poll_seconds = min(step_timeout / 4, 5.0)
+        self.closed, self.is_killing = threading.Event(), False
 
     def __enter__(self) -> "Watchdog":
-        if self.seconds:
+        if self.step_timeout:
             threading.Thread(target=self.watch, name="watchdog", daemon=True).start()
         return self
 
     def step_done(self, step: int) -> None:
-        """A step is done."""
+        """Note that `step` is done; the next is expected to be a plain step."""
         now = time.monotonic()
-        if self.times == 1.0:
-            self.steps.append(now - self.since)
-        self.step, self.since, self.times = step, now, 1.0
+        if self.factor == 1.0:
+            self.step_seconds.append(now - self.progress_at)
+        self.step, self.progress_at, self.factor = step, now, 1.0
 
     def reset(self) -> None:
-        """The loop is at something else."""
-        self.since, self.times = time.monotonic(), LONG
+        """Restart the time: the loop turns to work that may take longer than a step."""
+        self.progress_at, self.factor = time.monotonic(), SLOW_FACTOR
 
     def limit(self) -> float:
-        usual = statistics.median(list(self.steps) or [0.0])
-        return max(self.seconds, TIMES * usual) * self.times
+        """Seconds without progress that count as a hang."""
+        median = statistics.median(list(self.step_seconds) or [0.0])
+        return max(self.step_timeout, MAX_STEP_RATIO * median) * self.factor
 
     def watch(self) -> None:
-        """A call that never gives back Python's lock stops this thread too; then faulthandler's own, which
-        is wound up again with each round here, ends the process with 1, and by the stacks that it leaves the
-        supervisor knows why."""
-        with contextlib.ExitStack() as held:
-            where = os.environ.get(STACKS)
-            file = held.enter_context(open(where, "wb")) if where else STDERR
-            while not self.ended.wait(self.round):
-                faulthandler.dump_traceback_later(2 * self.limit() + GRACE, exit=True, file=file)
-                if time.monotonic() - self.since > self.limit() or multihost.flag_is_set("hang"):
+        """Wait for a hang, here or on another host. Runs in a thread.
+
+        A call that never releases Python's lock stops this thread too. Then faulthandler, whose timer is
+        restarted here in each round, ends the process with exit code 1; the supervisor learns the reason from
+        the stacks that it leaves."""
+        with contextlib.ExitStack() as stack:
+            path = os.environ.get(STACKS)
+            file = stack.enter_context(open(path, "wb")) if path else STDERR
+            while not self.closed.wait(self.poll_seconds):
+                timeout = 2 * self.limit() + GRACE_SECONDS
+                faulthandler.dump_traceback_later(timeout, exit=True, file=file)
+                if time.monotonic() - self.progress_at > self.limit() or multihost.flag_is_set("hang"):
                     self.kill()
             faulthandler.cancel_dump_traceback_later()
 
     def kill(self) -> None:
-        """The end of one host ends the others, the first one's at once: so each calls the others, and waits
-        until they must have heard and written, the first a little longer."""
-        self.bitten = True
-        waited = time.monotonic() - self.since
-        said = f"nothing came for {waited:,.0f} s after step {self.step}: the run hangs"
-        os.write(STDERR, f"headrace: {said}; the stacks of all threads:\n".encode())
+        """Write the stacks and end the process.
+
+        The end of one host ends the others, and that of the first at once. So each sets a flag, and waits
+        until the others must have seen it and written their stacks; the first waits a little longer."""
+        self.is_killing = True
+        seconds = time.monotonic() - self.progress_at
+        message = f"no progress for {seconds:,.0f} s after step {self.step}: the run hangs"
+        os.write(STDERR, f"headrace: {message}; the stacks of all threads:\n".encode())
         faulthandler.dump_traceback(STDERR, all_threads=True)
         # In a thread, since it may be the disk or the network that hangs.
-        keeping = threading.Thread(target=self.save_stacks, args=(said,), daemon=True)
-        keeping.start()
-        time.sleep(2 * self.round * multihost.is_multi_host() + (1.0 if jax.process_index() else 2.0))
-        keeping.join(UPLOAD)
+        saving = threading.Thread(target=self.save_stacks, args=(message,), daemon=True)
+        saving.start()
+        time.sleep(2 * self.poll_seconds * multihost.is_multi_host() + (1.0 if jax.process_index() else 2.0))
+        saving.join(UPLOAD_SECONDS)
         os._exit(ExitCode.HUNG)
 
-    def save_stacks(self, said: str) -> None:
-        """In RUN/stacks/HOST-TIME.txt."""
+    def save_stacks(self, message: str) -> None:
+        """Call the other hosts, and write the stacks to RUN/stacks/HOST-TIME.txt."""
         multihost.broadcast_flag("hang")
         with tempfile.TemporaryFile() as file:
-            file.write(f"{said}\n".encode())
+            file.write(f"{message}\n".encode())
             file.flush()
             faulthandler.dump_traceback(file, all_threads=True)
             file.seek(0)
             name = f"{jax.process_index()}-{socket.gethostname()}-{time.strftime('%Y%m%d-%H%M%S')}.txt"
-            files.write(files.join(self.run, "stacks", name), file.read())
+            files.write(files.join(self.run_dir, "stacks", name), file.read())
 
-    def __exit__(self, *exc: Any) -> None:
-        self.ended.set()
-        if self.bitten:  # what the loop meets now is that another host has ended
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.closed.set()
+        if self.is_killing:  # the error that ends the loop is that another host has ended
             os._exit(ExitCode.HUNG)

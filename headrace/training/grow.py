@@ -1,6 +1,8 @@
-"""The weights of a model from those of a smaller one of its family: along every axis they are repeated to
-both sides of their middle, and layers are repeated in place, as ModernBERT-large was begun (arXiv 2412.13663,
-after Phi and Gopher, arXiv 2112.11446). Along the vocabulary each token has its own row."""
+"""Weights of a model from those of a smaller one of its family, as ModernBERT-large was initialized (arXiv
+2412.13663, after Phi and Gopher, arXiv 2112.11446).
+
+Along every axis the smaller weight is centered and repeated to both sides. Each layer is repeated in place.
+Along the vocabulary each token has the row of the same token."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,30 +14,38 @@ def grow_weight(
     weight: Array,
     axes: Axes,
     shape: tuple[int, ...],
-    depths: tuple[int, int],
-    rows: np.ndarray | None = None,
+    num_layers: tuple[int, int],
+    vocab_rows: np.ndarray | None = None,
 ) -> Array:
-    """One weight at its larger shape; `depths` are the layers of both models. Along the vocabulary it has
-    these `rows` of the smaller one, and their mean where they are -1."""
-    for axis, (old, new) in enumerate(zip(weight.shape, shape, strict=True)):
+    """Grow a weight to a larger shape. `num_layers` are those of the smaller and of the larger model.
+
+    `vocab_rows` has the smaller model's row for each token, -1 for new tokens; None: all keep their rows."""
+    for axis, (old_size, new_size) in enumerate(zip(weight.shape, shape, strict=True)):
         if axes.names[axis] == "vocab":
-            if rows is not None:
-                weight = remap_rows(weight, axis, rows)
+            if vocab_rows is not None:
+                weight = remap_rows(weight, axis, vocab_rows)
             continue
         if axis < axes.stacked and axes.names[axis] != "experts":
-            # A stack may lack the first layers, which have no such weight.
-            layers = np.arange(depths[1] - new, depths[1])
-            found = np.rint(layers * depths[0] / depths[1]).astype(int) - (depths[0] - old)
-            source = np.clip(found, 0, old - 1)
+            indices = source_layers(old_size, new_size, num_layers)
         else:
-            source = (np.arange(new) - (new - old) // 2) % old
-        if old != new:
-            weight = jnp.take(weight, source, axis=axis)
+            indices = (np.arange(new_size) - (new_size - old_size) // 2) % old_size
+        if old_size != new_size:
+            weight = jnp.take(weight, indices, axis=axis)
     return weight
 
 
+def source_layers(old_size: int, new_size: int, num_layers: tuple[int, int]) -> np.ndarray:
+    """Find the layer of the smaller stack that each layer of the larger one is a copy of.
+
+    A stack may lack the first layers of the model, which have no such weight."""
+    old_layers, new_layers = num_layers
+    layers = np.arange(new_layers - new_size, new_layers)
+    sources = np.rint(layers * old_layers / new_layers).astype(int) - (old_layers - old_size)
+    return np.clip(sources, 0, old_size - 1)
+
+
 def remap_rows(weight: Array, axis: int, rows: np.ndarray) -> Array:
-    """The weight with these rows along an axis; new ones, -1, are the mean of all that were there."""
-    found = jnp.take(weight, np.maximum(rows, 0), axis=axis)
-    new = (rows < 0).reshape([-1 if dim == axis else 1 for dim in range(weight.ndim)])
-    return jnp.where(new, weight.mean(axis=axis, keepdims=True), found)
+    """Take these rows along an axis. Where a number is -1, the new row is the mean of all rows."""
+    copied = jnp.take(weight, np.maximum(rows, 0), axis=axis)
+    is_new = (rows < 0).reshape([-1 if dim == axis else 1 for dim in range(weight.ndim)])
+    return jnp.where(is_new, weight.mean(axis=axis, keepdims=True), copied)

@@ -1,164 +1,181 @@
-"""What the loop works with, and does between steps: it logs, evaluates, profiles and saves."""
+"""The state of a running loop that is not trained, and the work between steps: logs, evaluations, saves."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from jax.sharding import Mesh
 
-from headrace.checkpoint.manager import Checkpoints
+from headrace.checkpoint.manager import Checkpoints, Metadata
 from headrace.checkpoint.manifest import Tier
 from headrace.checkpoint.state import State
-from headrace.config import reader, sections
+from headrace.config import reader
+from headrace.config.sections import TrainRecipe
 from headrace.data.batch_order import BatchOrder
 from headrace.data.dataset import Dataset
+from headrace.errors import ExitCode
 from headrace.objectives import Batch
-from headrace.runtime import goodput, multihost
+from headrace.runtime import goodput
 from headrace.runtime.goodput import GoodputClock
+from headrace.runtime.signals import Stopper
 from headrace.runtime.stragglers import StragglerMonitor
 from headrace.runtime.watchdog import Watchdog
 from headrace.storage.bucket_sync import Mirror
 from headrace.trackers import Trackers
-from headrace.training import rollback, step
-from headrace.training.evaluate import device_batch, eval_metrics_of, evaluate, unpredicted_tokens
-from headrace.training.metrics import Meter
+from headrace.training import rollback
+from headrace.training.batch import device_batch
+from headrace.training.evaluate import evaluate
+from headrace.training.metrics import Meter, Scalars
 from headrace.training.profiler import Trace
+from headrace.training.rollback import RollbackLog
+from headrace.training.step import EvalStep, TrainStep
 
 
 class TooManySkippedUpdates(Exception):
-    """Too many updates were left out, the first `since` steps before this one."""
+    """`optimizer.max_skipped` updates were skipped from step `first` to `last`."""
 
-    def __init__(self, number: int, since: int) -> None:
-        self.number, self.since = number, since
+    def __init__(self, *, first: int, last: int) -> None:
+        self.first, self.last = first, last
 
 
 @dataclass(frozen=True)
 class TrainSession:
-    """What the loop works with."""
+    """Everything that the loop works with, except for the train state."""
 
-    recipe: sections.TrainRecipe
+    recipe: TrainRecipe
     dataset: Dataset
     batch_order: BatchOrder  # which rows each step reads
     mesh: Mesh
     checkpoints: Checkpoints
+    rollback_log: RollbackLog
     mirror: Mirror
     trackers: Trackers
-    meter: Meter
     clock: GoodputClock
+    meter: Meter
     stragglers: StragglerMonitor
-    train_step: Callable[[State, Batch], tuple[State, step.Metrics]]
-    eval_step: Callable[..., step.Metrics]
-    total_steps: int
-    stopper: multihost.Stopper
+    stopper: Stopper
     trace: Trace
     watchdog: Watchdog
-    rollback_log: rollback.RollbackLog
-    guarded_metrics: tuple[str, ...]  # metrics, as `State.recent` has them
-    load_state: Callable[[int | None], State]  # the state at a checkpoint, or at the very start
+    load_state: Callable[[int | None], State]  # checkpoint `step`, or a new state if that is None
+    train_step: TrainStep
+    eval_step: EvalStep
+    total_steps: int
+    guarded_metrics: tuple[str, ...]  # checked for spikes, ordered as in State.recent
 
-    def load_batch(self, number: int) -> Batch:
-        return device_batch(self.dataset, self.batch_order, self.mesh, number)
+    def load_batch(self, step: int) -> Batch:
+        """Read the batch of `step` onto the devices. The first step is 0 here."""
+        return device_batch(self.dataset, self.batch_order, self.mesh, step)
 
-    def log(self, rows: list[tuple[int, dict[str, float]]]) -> None:
-        """Every step is looked at, some are written down."""
-        for number, values in rows:
-            left_out, since = int(values.pop("left_out")), int(values.pop("since"))
-            values["skipped"] = int(values["skipped"])
-            if left_out:
-                why = rollback.reason_text(values)
-                self.trackers.event(f"step {number}: update left out: {why} ({self.rows(number)})", "warning")
-            if number in (1, self.total_steps) or number % self.recipe.log.every == 0:
-                row = self.meter.row(number, values)
-                self.clock.step(number, row["skipped"], self.checkpoints.last_durable_step)
-                for line in self.stragglers.compare(row["step_seconds"]):
-                    self.trackers.event(f"step {number}: {line}", "warning")
-                self.trackers.write(number, row | self.clock.metrics())
-            if left_out >= self.recipe.optimizer.max_skipped:
-                raise TooManySkippedUpdates(number, since)
+    def log(self, steps: Sequence[tuple[int, Scalars]]) -> None:
+        """Log skipped updates, and the metrics of every `log.every` steps.
 
-    def rows(self, number: int) -> str:
-        """Of the training data, which a step was made of."""
-        first, count = rollback.row_span(self.batch_order, number, number)
-        total = self.batch_order.stored_rows
-        return f"rows {first % total:,} to {(first + count - 1) % total:,}"
+        Raises TooManySkippedUpdates if there were `optimizer.max_skipped` of them."""
+        for step, metrics in steps:
+            num_skipped, steps_since_first = int(metrics.pop("left_out")), int(metrics.pop("since"))
+            metrics["skipped"] = int(metrics["skipped"])
+            if num_skipped:
+                reason = rollback.skip_reason(metrics)
+                message = f"step {step}: update skipped: {reason} ({self.describe_rows(step)})"
+                self.trackers.event(message, "warning")
+            if step in (1, self.total_steps) or step % self.recipe.log.every == 0:
+                self.log_row(step, metrics)
+            if num_skipped >= self.recipe.optimizer.max_skipped:
+                raise TooManySkippedUpdates(first=step - steps_since_first, last=step)
 
-    def evaluate(self, number: int, current: State) -> None:
+    def log_row(self, step: int, metrics: Scalars) -> None:
+        """Log the metrics of `step`, with the speed and the goodput so far."""
+        row = self.meter.row(step, metrics)
+        self.clock.record_progress(step, row["skipped"], self.checkpoints.last_durable_step)
+        for warning in self.stragglers.compare(row["step_seconds"]):
+            self.trackers.event(f"step {step}: {warning}", "warning")
+        self.trackers.write(step, row | self.clock.metrics())
+
+    def describe_rows(self, step: int) -> str:
+        """Name the rows of training data that `step` was made of."""
+        rows, total = rollback.row_span(self.batch_order, step, step), self.batch_order.stored_rows
+        return f"rows {rows.start % total:,} to {(rows.stop - 1) % total:,}"
+
+    def evaluate(self, step: int, state: State) -> None:
+        """Evaluate the weights, or their average if there is one, and log the result."""
         if not self.dataset.rows_per_epoch("evaluation"):
             self.trackers.event(
-                f"step {number}: nothing is held out for evaluation (pack.eval_fraction), so none is made"
+                f"step {step}: no evaluation, since no data is held out for it (pack.eval_fraction)"
             )
             return
-        with self.meter.pause(current.params), self.clock.category("evaluation"):
+        params = state.params if state.ema is None else state.ema
+        with self.meter.pause(state.params), self.clock.category("evaluation"):
             result = evaluate(
-                functools.partial(self.eval_step, current.params if current.ema is None else current.ema),
+                functools.partial(self.eval_step, params),
                 self.dataset,
                 self.mesh,
-                sequences=self.recipe.batch.sequences // self.recipe.batch.microbatches,
-                given=unpredicted_tokens(self.recipe.objective),
-                judged=eval_metrics_of(self.recipe.objective),
-                batches=self.recipe.eval.batches,
-                stop=self.should_stop_evaluation,
+                self.recipe.objective,
+                batch_size=self.recipe.batch.sequences // self.recipe.batch.microbatches,
+                max_batches=self.recipe.eval.batches,
+                should_stop=self.should_stop_evaluation,
             )
         if result is not None:
-            self.trackers.write(number, {f"evaluate/{name}": value for name, value in result.items()})
+            row = {f"evaluate/{name}": value for name, value in result.metrics.items()}
+            self.trackers.write(step, row)
         else:
-            hint = f"`headrace eval {self.recipe.run_dir}` makes it"
             self.trackers.event(
-                f"step {number}: evaluation left off, since the run was asked to stop; {hint}"
+                f"step {step}: evaluation aborted by {self.stopper.stop_signal}; "
+                f"`headrace eval {self.recipe.run_dir}` repeats it"
             )
 
     def should_stop_evaluation(self) -> bool:
-        """Asked after each batch of an evaluation."""
+        """Whether to abort the evaluation after this batch. Keeps the watchdog quiet until the next."""
         self.watchdog.reset()
         return self.stopper.can_abort()
 
-    def finish_trace(self, number: int, current: State) -> None:
-        with self.meter.pause(current.params), self.clock.category("other"):
-            for line in self.trace.stop(number, current):
+    def finish_trace(self, step: int, state: State) -> None:
+        """End the profile after `step`, and log what takes longest."""
+        with self.meter.pause(state.params), self.clock.category("other"):
+            for line in self.trace.stop(step, state):
                 self.trackers.event(line)
 
-    def save(self, number: int, current: State, tier: Tier) -> None:
-        with self.meter.pause(current.params), self.clock.category("checkpoint_save"):
-            about = meta(self.recipe, self.dataset, self.batch_order, number)
-            sent = self.checkpoints.save(number, current, about, tier=tier)
-            if self.recipe.checkpoint.every == 1:  # there is no half-way
+    def save(self, step: int, state: State, tier: Tier) -> None:
+        """Start to save a checkpoint, which is written while training continues."""
+        with self.meter.pause(state.params), self.clock.category("checkpoint_save"):
+            is_saving = self.checkpoints.save(step, state, self.checkpoint_meta(step), tier=tier)
+            if self.recipe.checkpoint.every == 1:  # no interim save fits in between
                 self.checkpoints.wait()
         report_problems(self.trackers, self.checkpoints, self.mirror)
-        if sent and tier != "interim":
-            self.trackers.event(f"step {number}: checkpoint on its way to {self.recipe.run_dir}/checkpoints")
+        if is_saving and tier != "interim":
+            self.trackers.event(f"step {step}: writing a checkpoint to {self.recipe.run_dir}/checkpoints")
 
-    def finish(self, code: int) -> int:
-        """The exit code, once the last save is whole: a run whose end is not kept is not done."""
+    def checkpoint_meta(self, step: int) -> Metadata:
+        """Make the JSON of a checkpoint. Rows follow from the step, so that is the position in the data."""
+        next_rows = rollback.ranges_of_steps(self.batch_order, step + 1, step + 1)
+        return {
+            "step": step,
+            "seed": self.recipe.seed,
+            "data": {
+                "path": self.recipe.data.path,
+                "fingerprint": self.dataset.fingerprint,
+                "next_row": next_rows[0].start,
+            },
+            "recipe": reader.to_dict(self.recipe),
+            "tokenizer_sha256": self.dataset.tokenizer_sha256,
+        }
+
+    def finish(self, exit_code: ExitCode) -> ExitCode:
+        """Wait for the last checkpoint and return the final exit code: FAILED if it could not be written,
+        since a run whose result is not stored has failed."""
         self.watchdog.reset()
         with self.clock.category("checkpoint_save"):
-            whole = self.checkpoints.wait()
+            is_saved = self.checkpoints.wait()
         report_problems(self.trackers, self.checkpoints, self.mirror)
-        if not whole:
+        if not is_saved:
             self.trackers.event(
-                "the last checkpoint was not written; the same command makes it again", "error"
+                "the last checkpoint was not written; the same command trains those steps again", "error"
             )
-        code = code if whole else code or 1
-        self.clock.end(code, self.checkpoints.last_durable_step)
+            exit_code = exit_code or ExitCode.FAILED
+        self.clock.end(exit_code, self.checkpoints.last_durable_step)
         self.trackers.event(goodput.summary_line(self.clock.totals))
-        return code
+        return exit_code
 
 
-def report_problems(out: Trackers, checkpoints: Checkpoints, mirror: Mirror) -> None:
-    for line in [*checkpoints.drain_problems(), *mirror.drain_problems()]:
-        out.event(line, "warning")
-
-
-def meta(cfg: sections.TrainRecipe, dataset: Dataset, order: BatchOrder, number: int) -> dict[str, Any]:
-    """What a checkpoint says of itself. The stream is a function of the step, so the step is its position."""
-    return {
-        "step": number,
-        "seed": cfg.seed,
-        "data": {
-            "path": cfg.data.path,
-            "fingerprint": dataset.fingerprint,
-            "next_row": rollback.rows_of(order, number + 1, number + 1)[0].start,
-        },
-        "recipe": reader.to_dict(cfg),
-        "tokenizer_sha256": dataset.tokenizer_sha256,
-    }
+def report_problems(trackers: Trackers, checkpoints: Checkpoints, mirror: Mirror) -> None:
+    """Log what went wrong with checkpoints and uploads since the last call."""
+    for problem in [*checkpoints.drain_problems(), *mirror.drain_problems()]:
+        trackers.event(problem, "warning")

@@ -1,10 +1,10 @@
-"""From a recipe to what a step is made of: mesh, optimizer, state, the program to be compiled. What `train`
-runs and `plan` compiles for slices that are not there."""
+"""The parts of a training step, made from a recipe: mesh, optimizer, state, and the program to compile.
+
+`train` runs them, and `plan` compiles them for slices that this machine does not have."""
 
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import optax
@@ -13,149 +13,173 @@ from jax.sharding import Mesh
 from headrace import model_wrappers
 from headrace.checkpoint import state
 from headrace.checkpoint.state import State
-from headrace.config import run_length, sections
+from headrace.config import run_length
+from headrace.config.sections import SPLIT_ROWS, TrainRecipe
 from headrace.errors import UserError
 from headrace.nn import module, sharding
 from headrace.nn.compile import INIT_OPTIONS, check_offload
+from headrace.nn.module import PyTree
 from headrace.objectives import Batch, TrainTask, update_phases
-from headrace.optim import load_optimizer
+from headrace.optim import OptimizerConfig, load_optimizer
 from headrace.schedules import load_schedule
-from headrace.training import loss_spikes, step
+from headrace.training import loss_spikes
+from headrace.training.step import OptimizerStep, TrainStep
 
 
-def make_mesh(cfg: sections.TrainRecipe, devices: Sequence[Any] | None = None) -> Mesh:
-    """Lays out these devices, all there are by default."""
-    sizes = mesh_sizes(cfg, jax.device_count() if devices is None else len(devices))
+def make_mesh(recipe: TrainRecipe, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """Make the recipe's mesh over these devices, all of them by default."""
+    sizes = mesh_sizes(recipe, jax.device_count() if devices is None else len(devices))
     try:
         return sharding.make_mesh(sizes, devices)
     except ValueError as error:
         raise UserError(f"mesh: {error}") from None
 
 
-def mesh_sizes(cfg: sections.TrainRecipe, devices: int, slices: int = 1) -> dict[str, int]:
-    """The mesh over so many devices, in so many slices, which `data` tells apart. What an axis splits must
-    divide by it: a batch that does not would be computed by every device again, in silence."""
+def mesh_sizes(recipe: TrainRecipe, num_devices: int, num_slices: int = 1) -> dict[str, int]:
+    """Resolve the size of each mesh axis, and check that it divides what it splits.
+
+    Only `data` is split over slices. A batch whose rows cannot be split evenly is refused, since every device
+    would compute all of it, without an error."""
     try:
-        sizes = sharding.resolve_sizes(dataclasses.asdict(cfg.mesh), devices)
+        sizes = sharding.resolve_sizes(dataclasses.asdict(recipe.mesh), num_devices)
     except ValueError as error:
         raise UserError(f"mesh: {error}") from None
-    if sizes["data"] % slices:
+    if sizes["data"] % num_slices:
         raise UserError(
-            f"mesh.data: found {sizes['data']}, expected a multiple of {slices}, since it goes over the "
-            f"{slices} slices; set mesh.data={slices}"
+            f"mesh.data: found {sizes['data']}, expected a multiple of {num_slices}, since it is split over "
+            f"the {num_slices} slices; set mesh.data={num_slices}"
         )
-    rows = cfg.batch.sequences // cfg.batch.microbatches
-    over = math.prod(sizes[axis] for axis in sections.SPLIT_ROWS)
-    if rows % over:
-        whole, parts = cfg.batch.sequences, cfg.batch.microbatches
-        fewer = [count for count in range(1, parts + 1) if whole % (count * over) == 0]
-        wanted = f"batch.microbatches={fewer[-1]}" if fewer else f"batch.sequences to a multiple of {over}"
-        raise UserError(
-            f"batch.sequences: {rows} rows at a time cannot be shared by the {over} devices of mesh.data x "
-            f"mesh.fsdp x mesh.expert ({whole} rows a step, batch.microbatches={parts}); set {wanted}, or "
-            "change the mesh"
-        )
-    if cfg.data.sequence_length % sizes["context"]:
+    check_rows(recipe, math.prod(sizes[axis] for axis in SPLIT_ROWS))
+    if recipe.data.sequence_length % sizes["context"]:
         raise UserError(f"mesh.context: {sizes['context']} does not divide data.sequence_length")
     return sizes
 
 
-def make_update(cfg: sections.TrainRecipe, task: TrainTask) -> step.OptimizerStep:
+def check_rows(recipe: TrainRecipe, num_parts: int) -> None:
+    """Raise UserError if a microbatch cannot be split into this many parts."""
+    rows, microbatches = recipe.batch.sequences, recipe.batch.microbatches
+    if rows // microbatches % num_parts == 0:
+        return
+    fewer = [count for count in range(1, microbatches + 1) if rows % (count * num_parts) == 0]
+    fix = f"batch.microbatches={fewer[-1]}" if fewer else f"batch.sequences to a multiple of {num_parts}"
+    raise UserError(
+        f"batch.sequences: {rows // microbatches} rows at a time cannot be split over the {num_parts} "
+        f"devices of mesh.data x mesh.fsdp x mesh.expert ({rows} rows per step, "
+        f"batch.microbatches={microbatches}); set {fix}, or change the mesh"
+    )
+
+
+def make_update(recipe: TrainRecipe, task: TrainTask) -> OptimizerStep:
+    """Make the optimizer, its schedule and its batch-size ramp."""
     axes = module.axes(task.family.Model, task.model)
-    whole = dataclasses.replace(cfg.schedule, **run_length.durations(cfg))
-    curves = load_schedule(cfg.schedule).make(whole)
-    still = frozen_names(cfg, axes)
-    tx = make_optimizer(cfg.optimizer, axes, still)
-    ramp = run_length.ramp(cfg) if cfg.batch.ramp_from else None
-    watched = tuple(loss_spikes.names(update_phases(task)))
-    return step.OptimizerStep(cfg.optimizer, tx, curves, cfg.batch.microbatches, ramp, still, watched)
+    schedule = dataclasses.replace(recipe.schedule, **run_length.durations(recipe))
+    frozen = frozen_names(recipe, axes)
+    return OptimizerStep(
+        config=recipe.optimizer,
+        tx=make_optimizer(recipe.optimizer, axes, frozen),
+        curves=load_schedule(recipe.schedule).make(schedule),
+        microbatches=recipe.batch.microbatches,
+        ramp=run_length.ramp(recipe) if recipe.batch.ramp_from else None,
+        frozen=frozen,
+        guarded_metrics=tuple(loss_spikes.guarded_metric_names(update_phases(task))),
+    )
 
 
-def frozen_names(cfg: sections.TrainRecipe, axes: Any) -> frozenset[str]:
-    """The weights that the recipe lets stay as they are."""
-    every = dict(module.named_leaves(axes))
-    still = frozenset(name for name, its in every.items() if its.frozen)
-    if cfg.freeze is None:
-        return still
-    found = module.select_weights("freeze", cfg.freeze, every) | still
-    if not any(jax.tree.leaves(module.trainable_mask(axes, found))):
-        raise UserError(f"freeze: found {cfg.freeze}, expected some weight to be left to train")
-    return found
+def frozen_names(recipe: TrainRecipe, axes: PyTree) -> frozenset[str]:
+    """The paths of the weights that are never updated: by the model's design, or by the key `freeze`."""
+    axes_by_name = dict(module.named_leaves(axes))
+    frozen = frozenset(name for name, weight_axes in axes_by_name.items() if weight_axes.frozen)
+    if recipe.freeze is None:
+        return frozen
+    frozen |= module.select_weights("freeze", recipe.freeze, axes_by_name)
+    if not any(jax.tree.leaves(module.trainable_mask(axes, frozen))):
+        raise UserError(f"freeze: found {recipe.freeze}, expected some weight to be left to train")
+    return frozen
 
 
 def make_optimizer(
-    optimizer: Any, axes: Any, frozen: frozenset[str] = frozenset()
+    config: OptimizerConfig, axes: PyTree, frozen: frozenset[str] = frozenset()
 ) -> optax.GradientTransformation:
-    """The recipe's optimizer for the weights that gradients move; it keeps nothing of the others."""
-    trains = module.trainable_mask(axes, frozen)
-    if all(jax.tree.leaves(trains)):
-        return load_optimizer(optimizer).make(optimizer, axes)
-    theirs = jax.tree.map(lambda trains, its: its if trains else optax.MaskedNode(), trains, axes)
-    # A function, since a model can be called and optax would call it in place of one.
-    return optax.masked(load_optimizer(optimizer).make(optimizer, theirs), lambda params: trains)
+    """Make the recipe's optimizer. It has no state for weights that gradients do not update."""
+    is_trained = module.trainable_mask(axes, frozen)
+    if all(jax.tree.leaves(is_trained)):
+        return load_optimizer(config).make(config, axes)
+    trained_axes = jax.tree.map(
+        lambda trained, weight_axes: weight_axes if trained else optax.MaskedNode(), is_trained, axes
+    )
+    # A function, since optax would call a mask that is callable, as a model is.
+    return optax.masked(load_optimizer(config).make(config, trained_axes), lambda params: is_trained)
 
 
 def make_state(
-    cfg: sections.TrainRecipe,
-    task: TrainTask,
-    update: step.OptimizerStep,
-    mesh: Mesh,
-    *,
-    has_init: bool = False,
+    recipe: TrainRecipe, task: TrainTask, update: OptimizerStep, mesh: Mesh, *, has_init: bool = False
 ) -> tuple[State, Callable[[], State]]:
-    """The state as shapes with shardings, and the function that makes it afresh on the devices. What a frozen
-    model will be `replaced` by is not drawn: it would take more memory than training does."""
+    """Make the state as shapes with shardings, and the function that initializes it on the devices.
+
+    With `has_init`, weights that `init_from` overwrites are not drawn: that could take more memory than
+    training does."""
     family = task.family
     axes = module.axes(family.Model, task.model)
 
-    def make_train_state(params: Any) -> State:
+    def make_train_state(params: PyTree) -> State:
         history = loss_spikes.empty_history(len(update.guarded_metrics))
-        return state.init_state(
-            params, update.tx, seed=cfg.seed, ema=cfg.optimizer.ema_decay > 0, history=history
-        )
+        has_ema = recipe.optimizer.ema_decay > 0
+        return state.init_state(params, update.tx, seed=recipe.seed, ema=has_ema, history=history)
 
     def init_state() -> State:
-        params = module.init(family.Model, task.model, jax.random.key(cfg.seed))
+        params = module.init(family.Model, task.model, jax.random.key(recipe.seed))
         return make_train_state(model_wrappers.drop_frozen_init(task.model, params) if has_init else params)
 
     abstract = jax.eval_shape(init_state)
-    homes = state.state_shardings(abstract, axes, mesh)
+    shardings = state.state_shardings(abstract, axes, mesh)
     abstract = jax.tree.map(
-        lambda leaf, home: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=home), abstract, homes
+        lambda leaf, spec: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=spec),
+        abstract,
+        shardings,
     )
     options = INIT_OPTIONS.get(jax.default_backend())
-    on_host = family.init_on_host
-    if on_host is None:
-        return abstract, jax.jit(init_state, out_shardings=homes, compiler_options=options)
+    init_params_on_host = family.init_on_host
+    if init_params_on_host is None:
+        return abstract, jax.jit(init_state, out_shardings=shardings, compiler_options=options)
 
-    def init_on_host() -> State:
-        """Weights that no device can draw: each takes its part of what the host has."""
-        put = lambda w, home: jax.make_array_from_callback(w.shape, home, lambda index: w[index])
-        drawn = on_host(task.model, jax.random.key(cfg.seed))
-        params = jax.tree.map(put, drawn, homes.params)
-        return jax.jit(make_train_state, out_shardings=homes, donate_argnums=0, compiler_options=options)(
-            params
-        )
+    def init_state_on_host() -> State:
+        """Draw the weights on the host, since no device can, and put its part of them on each device."""
+        params = init_params_on_host(task.model, jax.random.key(recipe.seed))
+        put = lambda w, spec: jax.make_array_from_callback(w.shape, spec, lambda index: w[index])
+        make = jax.jit(make_train_state, out_shardings=shardings, donate_argnums=0, compiler_options=options)
+        return make(jax.tree.map(put, params, shardings.params))
 
-    return abstract, init_on_host
+    return abstract, init_state_on_host
 
 
 def lower_step(
-    cfg: sections.TrainRecipe,
-    train_step: Callable[..., Any],
+    recipe: TrainRecipe,
+    train_step: TrainStep,
     abstract: State,
     mesh: Mesh,
     *,
     has_loss_mask: bool = False,
     has_labels: bool = False,
 ) -> jax.stages.Lowered:
-    """One program to be compiled, the state donated: new weights take the place of the old. `has_loss` says
-    that batches mark the tokens to be learnt, `has_labels` that some have labels."""
-    if cfg.compute.remat == "offload":
+    """Lower the training step to one program. The state is donated: new weights replace the old ones in
+    memory. `has_loss_mask` and `has_labels` say which arrays the batches have."""
+    if recipe.compute.remat == "offload":
         check_offload(mesh)
-    shape = (cfg.batch.sequences, cfg.data.sequence_length)
-    rows: Any = jax.ShapeDtypeStruct(shape, "int32", sharding=sharding.row_sharding(mesh, shape))
-    loss: Any = jax.ShapeDtypeStruct(shape, "bool", sharding=rows.sharding) if has_loss_mask else None
-    homes = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-    jitted = jax.jit(train_step, donate_argnums=0, out_shardings=(homes, None))
-    return jitted.lower(abstract, Batch(rows, rows, rows, loss, rows if has_labels else None))
+    batch = abstract_batch(recipe, mesh, has_loss_mask=has_loss_mask, has_labels=has_labels)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
+    return jax.jit(train_step, donate_argnums=0, out_shardings=(shardings, None)).lower(abstract, batch)
+
+
+def abstract_batch(recipe: TrainRecipe, mesh: Mesh, *, has_loss_mask: bool, has_labels: bool) -> Batch:
+    """Make the batch of a step as shapes with shardings."""
+    shape = (recipe.batch.sequences, recipe.data.sequence_length)
+    row_sharding = sharding.row_sharding(mesh, shape)
+    ids: PyTree = jax.ShapeDtypeStruct(shape, "int32", sharding=row_sharding)
+    mask: PyTree = jax.ShapeDtypeStruct(shape, "bool", sharding=row_sharding)
+    return Batch(
+        tokens=ids,
+        segments=ids,
+        positions=ids,
+        loss_mask=mask if has_loss_mask else None,
+        labels=ids if has_labels else None,
+    )

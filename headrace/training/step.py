@@ -57,17 +57,21 @@ def train_step(task: TrainTask, update: OptimizerStep, axes: PyTree) -> TrainSte
     objective, phases = load_objective(task.objective), update_phases(task)
 
     def step(state: State, batch: Batch) -> tuple[State, Metrics]:
+        # All that is random in a step: masks and the like, and the rounds of recurrent depth.
         key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
         microbatches = to_microbatches(objective.prepare(task, batch, key), update.microbatches)
         active = None if update.ramp is None else microbatches_at(update.ramp, state.step)
-        exec_opts = recurrent_depth.sample_rounds(task.exec_opts, task.model, key)
-        step_task = replace(task, exec_opts=exec_opts)
+        step_task = task
+        if task.model.recurrence is not None:
+            exec_opts = recurrent_depth.sample_rounds(task.exec_opts, task.model, key)
+            step_task = replace(task, exec_opts=exec_opts)
 
         params, metrics = state.params, Metrics()
         is_frozen = frozen_mask(params, update.frozen)
         is_trained = module.trainable_mask(axes, update.frozen)
         grads = jax.tree.map(lambda f, w: None if f else jnp.zeros_like(w), is_frozen, params)
 
+        # Mean gradients of each phase, clipped. Most objectives have one phase, which trains all weights.
         for phase in phases:
             phase_grads, sums, microbatches = accumulate_phase_gradients(
                 step_task, phase, axes, params, microbatches, is_frozen=is_frozen, active=active
@@ -85,6 +89,7 @@ def train_step(task: TrainTask, update: OptimizerStep, axes: PyTree) -> TrainSte
                 updated, _ = apply_update(update, axes, state, grads, metrics, model=task.model)
                 params = phase.merge(params, phase.select(updated.params))
 
+        # New weights, unless the loss or the gradient norm is out of bounds.
         metrics |= update_rule_metrics(axes, grads)
         return apply_update(update, axes, state, grads, metrics, model=task.model)
 

@@ -13,7 +13,7 @@ from headrace.objectives import SpecialTokens, TrainTask, load_objective
 def make_task(
     recipe: TrainRecipe, special_tokens: SpecialTokens, device: jax.Device | None = None
 ) -> TrainTask:
-    """Make the task of a training recipe for devices like this one; None stands for this process's."""
+    """Make the task of a training recipe, for devices like `device`, by default those of this process."""
     keys, matmul = recipe.compute, matmul_format(recipe)
     native = matmul != "compute" and has_fast_matmul(device or jax.local_devices()[0], matmul)
     unroll = default_unroll() if isinstance(keys.unroll, str) else keys.unroll
@@ -29,13 +29,14 @@ def make_task(
 
 
 def matmul_format(recipe: TrainRecipe) -> str:
-    """The format in which the layers of a recipe's model multiply: the model's own or the recipe's."""
+    """The format in which the layers multiply: the model's own, if it has one, or the recipe's."""
     model_format = fixed_matmul(recipe.model)
     return recipe.compute.matmul if model_format == "compute" else model_format
 
 
 def recipe_flops_per_token(recipe: TrainRecipe) -> float:
-    """Forward and backward FLOPs per token. The head only multiplies positions that have a target."""
+    """Count the FLOPs of forward and backward pass per token. The head multiplies only positions that have a
+    target."""
     model, length = recipe.model, recipe.data.sequence_length
     target_share = load_objective(recipe.objective).max_targets(recipe.objective, length) / length
     skipped = 6 * (1 - target_share) * model.vocab * model.embed

@@ -18,7 +18,7 @@ import pytest
 
 from headrace.checkpoint.manager import Checkpoints
 from headrace.config import recipe
-from headrace.runtime import multihost
+from headrace.runtime import multihost, signals
 from tests.e2e.test_multihost import finish as finish_all
 from tests.e2e.test_multihost import rows as losses
 from tests.e2e.test_multihost import start as start_all
@@ -312,7 +312,7 @@ def test_a_second_ctrl_c_waits_for_no_save(tiny, tmp_path):
     process.send_signal(signal.SIGINT)
     assert process.stdout is not None
     said = next(line for line in process.stdout if "saving" in line)
-    time.sleep(1.5 * multihost.SAME)
+    time.sleep(1.5 * signals.REPEAT_SECONDS)
     process.send_signal(signal.SIGINT)
     rest, _ = process.communicate(timeout=60)
     assert process.returncode == 130 and "Traceback" not in rest and "interrupted" in rest, said + rest
@@ -321,10 +321,10 @@ def test_a_second_ctrl_c_waits_for_no_save(tiny, tmp_path):
 
 @pytest.mark.fault(29)
 def test_a_second_ctrl_c_stops_at_once_if_it_is_not_the_first_heard_twice(monkeypatch):
-    with multihost.Stopper() as stopper:
+    with signals.Stopper() as stopper:
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
         assert stopper.should_stop(1)
-        monkeypatch.setattr(multihost, "SAME", 0.0)
+        monkeypatch.setattr(signals, "REPEAT_SECONDS", 0.0)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)

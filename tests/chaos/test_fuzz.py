@@ -280,7 +280,7 @@ def checkpoints(run: Path) -> Case:
         inventory.find_resume_point(str(run))
 
     def spent() -> None:
-        goodput.summary_line(goodput.read(account))
+        goodput.summary_line(goodput.read_totals(account))
 
     def moments(random: Random, value: bytes) -> bytes:
         return b"\n".join(mutate.json_file(random, line) for line in value.splitlines())

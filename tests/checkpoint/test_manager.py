@@ -20,7 +20,7 @@ from headrace.checkpoint.state import State
 from headrace.cli import main as cli_main
 from headrace.config import sections
 from headrace.errors import UserError
-from headrace.runtime import multihost
+from headrace.runtime.signals import Stopper
 from headrace.storage import files
 from headrace.training import loss_spikes
 from headrace.training import run as training_run
@@ -172,7 +172,7 @@ def test_a_run_that_is_complete_or_refused_removes_nothing(tiny):
     steps = inventory.step_numbers(tiny().run_dir)
     assert steps == [4, 8, 12]
     assert training_run.run(tiny("checkpoint.keep=1")) == 0  # complete already
-    with pytest.raises(UserError, match="holds a run with seed"):
+    with pytest.raises(UserError, match="cannot resume the run in this folder: seed: found 1, expected 0"):
         training_run.run(tiny("checkpoint.keep=1", "seed=1", "schedule.steps=16"))
     assert inventory.step_numbers(tiny().run_dir) == steps
 
@@ -198,7 +198,7 @@ def test_a_complete_run_warns_of_unsealed_checkpoints(tiny, capsys):
 def test_a_kill_at_any_step_loses_no_more_than_checkpoint_every(tiny, every, monkeypatch):
     """Even if a save takes longer than the interval between two."""
     cfg = tiny(f"checkpoint.every={every}", "schedule.steps=15", "eval.every=0")
-    seal, should_stop, lost = manifest.seal, multihost.Stopper.should_stop, []
+    seal, should_stop, lost = manifest.seal, Stopper.should_stop, []
 
     def slow_seal(*args, **kwargs):
         time.sleep(0.3)
@@ -211,7 +211,7 @@ def test_a_kill_at_any_step_loses_no_more_than_checkpoint_every(tiny, every, mon
         return should_stop(self, step)
 
     monkeypatch.setattr(manifest, "seal", slow_seal)
-    monkeypatch.setattr(multihost.Stopper, "should_stop", record_loss)
+    monkeypatch.setattr(Stopper, "should_stop", record_loss)
     assert training_run.run(cfg) == 0
     assert len(lost) == 15 and max(lost) == every
 
@@ -339,7 +339,10 @@ def test_other_data_is_refused_with_all_differences(tiny, tmp_path, packed):
     index["splits"]["train"]["epochs"][0][0]["checksums"][""] = "00000000"
     (tmp_path / "data" / "index.json").write_text(json.dumps(index))
     changes = (f"data.path={tmp_path}/data", "model.mlp=128", "seed=3", "log.every=2")
-    said = r"seed = 0.*model\.mlp = 64.*says 128.*data of fingerprint \w+ .*may be: .*log\.every 1 -> 2"
+    said = (
+        r"model\.mlp: found 128, expected 64.*seed: found 3, expected 0.*data.path: found fingerprint \w+ .*"
+        r"which is allowed: .*log\.every 1 -> 2"
+    )
     with pytest.raises(UserError, match=said):
         training_run.run(tiny(*changes))
 
@@ -352,7 +355,7 @@ def test_another_tokenizer_is_refused_when_a_run_resumes(tiny, tmp_path, packed)
     was, index["tokenizer_sha256"] = index["tokenizer_sha256"], "f00d" * 16
     (tmp_path / "data" / "index.json").write_text(json.dumps(index))
     with pytest.raises(
-        UserError, match=rf"a run with tokenizer {was}, and {tmp_path}/data was made with f00d"
+        UserError, match=rf"tokenizer: found {'f00d' * 16} \({tmp_path}/data\), expected {was}"
     ):
         training_run.run(tiny(f"data.path={tmp_path}/data"))
 

@@ -24,7 +24,8 @@ from headrace.model_formats import hf_tensors
 from headrace.model_wrappers import load_family
 from headrace.models import deberta
 from headrace.nn import module, sharding
-from headrace.training import init_from
+from headrace.training.init_from.check import check_source
+from headrace.training.init_from.load import load_weights
 
 SIZES: dict[str, Any] = dict(
     layers=2, embed=32, heads=4, mlp=48, position_buckets=8, max_relative_positions=64, vocab=96
@@ -71,9 +72,7 @@ def initialize_from(path: str, cfg: Any, init_weights: str | None = None) -> tup
         shardings = sharding.shardings(module.axes(family, cfg), module.shapes(family, cfg), devices)
         fresh = jax.device_put(random_params(cfg, 2), shardings)
         before = jax.device_get(fresh)
-        params, summary = init_from.load_weights(
-            init_from.check(path, cfg, init_weights), cfg, fresh, devices, path
-        )
+        params, summary = load_weights(check_source(path, cfg, init_weights), cfg, fresh, devices, path)
     return before, jax.device_get(params), summary
 
 
@@ -110,7 +109,7 @@ def test_adapters_for_a_pair_with_another_sharing_are_refused(tmp_path):
     with pytest.raises(
         UserError, match=r"init_from: embedding is the difference to generator.embedding here"
     ):
-        init_from.check(path, model(**PAIR, lora=LoRAKeys(4)))
+        check_source(path, model(**PAIR, lora=LoRAKeys(4)))
 
 
 FIND, HEAD = "mask_predictions.", "lm_predictions.lm_head."
@@ -198,7 +197,7 @@ def test_importing_an_exported_pair_says_which_head_is_missing_and_what_can_be_u
         from_huggingface.import_model(str(folder), str(tmp_path / "run"))
     assert f"; {folder}/generator is a separate model" in str(refused.value)
     with pytest.raises(UserError) as again:  # and before any weight is read
-        init_from.check(str(folder), model(**SIZES))
+        check_source(str(folder), model(**SIZES))
     assert str(again.value) == str(refused.value)
     init_weights = re.search("init_weights: ([^`]*)`", str(refused.value))
     assert init_weights is not None
@@ -221,7 +220,7 @@ def test_a_folder_with_pickles_only_is_refused_with_a_command_that_converts_them
     with pytest.raises(UserError, match=r"pytorch_model.bin is a pickle, which is not read") as refused:
         from_huggingface.import_model(str(folder), str(tmp_path / "run"))
     with pytest.raises(UserError, match=r"pytorch_model.bin is a pickle, which is not read"):
-        init_from.check(str(folder), model(**SIZES), "embedding")
+        check_source(str(folder), model(**SIZES), "embedding")
     command = shlex.split(str(refused.value).partition("instead: ")[2])
     assert command[:2] == ["python", "-c"] and "AutoTokenizer" not in command[2]
     exec(command[2])
@@ -231,4 +230,4 @@ def test_a_folder_with_pickles_only_is_refused_with_a_command_that_converts_them
     np.testing.assert_array_equal(params.embedding, tensors["deberta.embeddings.word_embeddings.weight"])
     (folder / "spm.model").touch()
     with pytest.raises(UserError, match=r"t.AutoTokenizer.from_pretrained\(.*\).save_pretrained\("):
-        init_from.check(str(folder), model(**SIZES), "embedding")
+        check_source(str(folder), model(**SIZES), "embedding")

@@ -19,7 +19,7 @@ from headrace.data.shards import Index, Rows, SpecialTokenIds, Split, pack_bits,
 from headrace.nn import sharding
 from headrace.objectives import Batch, SpecialTokens, TrainTask, causal, masked
 from headrace.objectives._masking import maskable
-from headrace.training.evaluate import device_batch
+from headrace.training.batch import device_batch
 
 PAD = SpecialTokenIds(bos=1, eos=2, pad=0, mask=3)
 NO_PAD = SpecialTokenIds(bos=None, eos=2, pad=None, mask=None)

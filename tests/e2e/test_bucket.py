@@ -399,7 +399,7 @@ def test_a_run_in_a_bucket_equals_the_run_on_a_disk(bucket: Store, tiny, tmp_pat
     stopped = tiny(*cut, "checkpoint.every=3")
     patch = pytest.MonkeyPatch()
     patch.setattr(
-        training_run.multihost.Stopper,
+        training_run.Stopper,
         "should_stop",
         lambda self, step: self.__setattr__("stop_signal", "X") or step == 4,
     )
@@ -411,7 +411,7 @@ def test_a_run_in_a_bucket_equals_the_run_on_a_disk(bucket: Store, tiny, tmp_pat
     losses = {row["step"]: row["loss"] for row in map(json.loads, lines) if "loss" in row}
     assert losses == {row["step"]: row["loss"] for row in rows(near)} and len(losses) == 8
     log = bucket.buckets["bucket"]["run/log.txt"].data.decode()
-    assert "asked to stop by X" in log and "from step 4 to 8" in log
+    assert "stopped by X" in log and "from step 4 to 8" in log
     assert len(bucket.names("bucket", "run/tensorboard/events")) == 2
     assert "run/.lock" not in bucket.names("bucket")
     assert evaluate_run(open_run(recipe.load_run("gs://bucket/run"))) == evaluate_run(
@@ -525,7 +525,7 @@ def test_a_process_killed_with_a_busy_bucket_resumes_to_the_same_weights(
     os.kill(int(workers[0]), signal.SIGKILL)
     output, _ = killed.communicate(timeout=300)
     assert killed.returncode == 0, output
-    assert "was ended by SIGKILL" in output and "starts again from step" in output
+    assert "was ended by SIGKILL" in output and "it restarts from step" in output
     assert cli_main.main(["checkpoint", "diff", "gs://bucket/uninterrupted", "gs://bucket/killed"]) == 1
     first, second = (
         dict(open_run(recipe.load_run(f"gs://bucket/{name}"), item="params").params.__dict__)

@@ -9,9 +9,8 @@ import jax
 from headrace.config import recipe
 from headrace.model_wrappers import load_family
 from headrace.nn import module
-from headrace.objectives import Batch
+from headrace.objectives import Batch, SpecialTokens
 from headrace.training import setup, step
-from headrace.training.evaluate import SpecialTokens
 from headrace.training.task import make_task
 from tests.golden.cases import VOCAB, Case
 

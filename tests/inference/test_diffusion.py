@@ -305,7 +305,7 @@ def test_the_commands_evaluate_the_bound_and_generate_with_the_averaged_weights(
     capsys.readouterr()
     assert main(["eval", cfg.run_dir, "eval.repeats=3"]) == 0
     out = capsys.readouterr().out
-    assert "likelihood bound " in out and " bits a byte" in out
+    assert "likelihood bound " in out and " bits per byte" in out
     average = open_run(recipe.load_run(cfg.run_dir), item="ema").params
     jax.tree.map(np.testing.assert_array_equal, open_run(recipe.load_run(cfg.run_dir)).params, average)
     command = [

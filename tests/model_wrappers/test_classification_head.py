@@ -27,8 +27,10 @@ from headrace.nn import module, sharding
 from headrace.nn.stack import Execution
 from headrace.objectives import Batch, SpecialTokens, TrainTask, classify
 from headrace.quantize import run as quantize_run
-from headrace.training import evaluate, init_from, step
+from headrace.training import evaluate, step
 from headrace.training import run as training_run
+from headrace.training.init_from.check import check_source
+from headrace.training.init_from.load import load_weights
 from tests.data.test_labeled import WORDS, lines, prepared
 from tests.support import parity
 
@@ -274,11 +276,11 @@ def test_an_encoder_that_tells_labels_is_quantised_and_evaluated(tmp_path: Path,
     )
     cfg = make_run(tmp_path, "encoder", sorted_texts, model=model, schedule=dict(use="constant", steps=30))
     training_run.run(cfg)
-    whole = evaluate.evaluate_run(open_run(recipe.load_run(cfg.run_dir)))
+    whole = evaluate.evaluate_run(open_run(recipe.load_run(cfg.run_dir))).metrics
     method = recipe.load_method("vptq", ["bits=4", "vector_length=2", "tune_steps=2", "finetune_steps=2"])
     request = quantize_run.QuantizeRequest(str(tmp_path / "few"), method, 16, "float32", str(sorted_texts))
     quantize_run.quantize(open_run(recipe.load_run(cfg.run_dir)), request, lambda line: None)
-    few = evaluate.evaluate_run(open_run(recipe.load_run(tmp_path / "few")))
+    few = evaluate.evaluate_run(open_run(recipe.load_run(tmp_path / "few"))).metrics
     assert few["loss"] == pytest.approx(whole["loss"], abs=0.1)
     layers = json.loads((tmp_path / "few/config.json").read_text())["quantization_config"][
         "config_for_layers"
@@ -300,7 +302,7 @@ def test_a_run_starts_from_a_pretrained_one_and_ends_in_transformers(
     rows = [json.loads(line) for line in (tmp_path / "after" / "metrics.jsonl").read_text().splitlines()]
     assert any("accuracy" in row for row in rows) and any("evaluate/macro_f1" in row for row in rows)
     run = open_run(recipe.load_run(str(tmp_path / "after")))
-    found = evaluate.evaluate_run(run)
+    found = evaluate.evaluate_run(run).metrics
     assert found["accuracy"] > 0.9 > 0.5 > found["majority"]
     assert (run.recipe.model.classifier.labels, run.recipe.model.classifier.pooling) == (3, "first")
     to_huggingface.export(run, str(tmp_path / "hf"), "float32")
@@ -322,7 +324,7 @@ def test_a_run_starts_from_a_pretrained_one_and_ends_in_transformers(
     again = recipe.load_run(str(tmp_path / "again"))
     assert (again.objective.use, again.model.classifier.labels) == ("classify", 3)
     assert json.loads((tmp_path / "again" / "labels.json").read_text()) == ["Bee", "Eel", "Ox"]
-    source = init_from.check(str(tmp_path / "hf"), again.model)
+    source = check_source(str(tmp_path / "hf"), again.model)
     assert set(classification_head.HEAD_WEIGHTS[2:]) <= source.taken  # of the same labels
 
 
@@ -348,15 +350,15 @@ def test_of_a_pair_the_finder_is_fine_tuned_with_its_full_embedding(
         **{key: value for key, value in sizes.items() if key != "use"},
         vocab=pair.recipe.model.vocab, classifier=ClassifierKeys(3, "first"),
     )  # fmt: skip
-    source = init_from.check(str(tmp_path / "before"), model)
+    source = check_source(str(tmp_path / "before"), model)
     family = load_family(model).Model
     everywhere = jax.sharding.NamedSharding(pair.mesh, jax.sharding.PartitionSpec())
     fresh = jax.device_put(module.init(family, model, jax.random.key(0)), everywhere)
-    whole, said = init_from.load_weights(source, model, fresh, pair.mesh, str(sorted_texts))
+    whole, said = load_weights(source, model, fresh, pair.mesh, str(sorted_texts))
     np.testing.assert_array_equal(whole.embedding, pair.params.full_embedding(pair.recipe.model))
     np.testing.assert_array_equal(whole.blocks.w_q, pair.params.blocks.w_q)
     np.testing.assert_array_equal(whole.w_classes, fresh.w_classes)
-    assert "w_classes" in said and "drawn" in said
+    assert "w_classes" in said and "initialized" in said
 
 
 def test_data_and_objective_must_belong_together(tmp_path: Path, sorted_texts: Path) -> None:

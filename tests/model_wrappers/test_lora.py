@@ -24,7 +24,8 @@ from headrace.nn import module
 from headrace.nn.stack import Execution
 from headrace.training import run as training_run
 from headrace.training import setup, step
-from headrace.training.evaluate import device_batch, evaluate_run, fill_model_sizes, special_tokens
+from headrace.training.batch import device_batch, fill_model_sizes, special_tokens
+from headrace.training.evaluate import evaluate_run
 from headrace.training.task import make_task, recipe_flops_per_token
 from tests.support.trained_run import learnt
 
@@ -149,7 +150,7 @@ def test_quantiles_are_nearer_to_normal_weights_than_even_steps():
 def test_training_begins_at_the_model_it_starts_from(plain, tmp_path, kind, exact):
     first = open_run(recipe.load_run(plain().run_dir))
     run = more(plain, tmp_path, "still", *kind, rate=1e-30)
-    before, after = evaluate_run(first)["loss"], evaluate_run(run)["loss"]
+    before, after = evaluate_run(first).metrics["loss"], evaluate_run(run).metrics["loss"]
     assert before == after if exact else abs(before - after) < 1e-6
     np.testing.assert_array_equal(run.params.blocks.w_q.base, first.params.blocks.w_q)
 
@@ -169,7 +170,7 @@ def test_adapters_alone_learn_and_the_optimizer_keeps_nothing_of_the_rest(plain,
     abstract, _ = setup.make_state(run.recipe, task, update, setup.make_mesh(run.recipe))
     count = sum(leaf.size for name, leaf in module.named_leaves(run.params) if name in learns)
     assert sum(leaf.size for leaf in jax.tree.leaves(abstract.optimizer)) <= 2 * count + 2
-    assert evaluate_run(run)["loss"] != evaluate_run(first)["loss"]
+    assert evaluate_run(run).metrics["loss"] != evaluate_run(first).metrics["loss"]
 
 
 def test_lora_targets_choose_matrices_and_freeze_may_choose_among_their_adapters(plain, tmp_path):
@@ -211,15 +212,18 @@ def test_eight_devices_learn_what_one_does(plain, tmp_path, kind):
 
 def losses(cfg, devices):
     """Of some steps, and the weights after them."""
-    from headrace.training import init_from
+    from headrace.training.init_from.check import check_source
+    from headrace.training.init_from.load import load_weights
 
     task, update, dataset, cfg = stepped(cfg)
     axes = module.axes(load_family(task.model).Model, task.model)
     laid = setup.make_mesh(cfg, devices)
     with jax.set_mesh(laid):
         _abstract, fresh = setup.make_state(cfg, task, update, laid)
-        source = init_from.check(cfg.init_from, task.model)
-        state, _ = training_run.apply_init_weights(source, task, fresh(), laid, cfg.data.path)
+        source = check_source(cfg.init_from, task.model)
+        state = fresh()
+        params, _ = load_weights(source, task.model, state.params, laid, cfg.data.path)
+        state = dataclasses.replace(state, params=params)
         take, told = jax.jit(step.train_step(task, update, axes)), []
         batch = device_batch(dataset, dataset.train_order(cfg.batch.sequences, seed=0), laid, 0)
         for _ in range(4):
@@ -266,13 +270,13 @@ def test_what_is_merged_computes_what_the_adapters_do(plain, tmp_path):
             whole.recipe.model == model_wrappers.without_wrapper(run.recipe.model)
             and whole.recipe.model.lora is None
         )
-        assert abs(evaluate_run(whole)["loss"] - evaluate_run(run)["loss"]) < 1e-5
+        assert abs(evaluate_run(whole).metrics["loss"] - evaluate_run(run).metrics["loss"]) < 1e-5
         greedy = Sampling(temperature=0.0)
         said, wanted = ("".join(generate(one, "Text 3: the", 8, greedy)) for one in (run, whole))
         assert said == wanted
     # And another run may start from it, whose adapters are new.
     second = more(plain, tmp_path, "second", *LORA, rate=1e-30, start=run.recipe.run_dir)
-    assert abs(evaluate_run(second)["loss"] - evaluate_run(run)["loss"]) < 1e-5
+    assert abs(evaluate_run(second).metrics["loss"] - evaluate_run(run).metrics["loss"]) < 1e-5
 
 
 @pytest.mark.thin(4)

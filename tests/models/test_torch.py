@@ -28,7 +28,7 @@ from headrace.nn.stack import Execution
 from headrace.plan import planner
 from headrace.training import run as training_run
 from headrace.training import setup, step
-from headrace.training.evaluate import device_batch, fill_model_sizes, special_tokens
+from headrace.training.batch import device_batch, fill_model_sizes, special_tokens
 from headrace.training.task import make_task
 from tests.support.parity import ANEW
 

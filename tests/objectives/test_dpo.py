@@ -17,9 +17,8 @@ from headrace.model_formats.hf_tensors import to_tensors
 from headrace.model_wrappers import load_family
 from headrace.model_wrappers.frozen_reference import PolicyAndReference
 from headrace.nn import module, sharding
-from headrace.objectives import Batch, load_objective
+from headrace.objectives import Batch, SpecialTokens, load_objective
 from headrace.training import setup, step
-from headrace.training.evaluate import SpecialTokens
 from headrace.training.task import make_task
 
 LENGTH, VOCAB = 48, 64

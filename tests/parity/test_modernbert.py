@@ -19,8 +19,9 @@ from headrace.nn import module, sharding
 from headrace.nn.bias import BIAS_COLUMNS
 from headrace.nn.module import Axes
 from headrace.nn.stack import Execution
-from headrace.training import grow, init_from
+from headrace.training import grow
 from headrace.training import run as training_run
+from headrace.training.init_from.check import check_source
 from tests.support import parity
 from tests.training.test_step import Bench
 
@@ -169,12 +170,12 @@ def test_a_run_starts_from_the_weights_of_a_smaller_one(tiny, tmp_path):
         ({"vocab": 300, "mlp": 40}, "blocks.w_gate is 48 along mlp in .*small, expected at most 40"),
     ):
         with pytest.raises(UserError, match=message):
-            init_from.check(small.run_dir, reader.part_class("models", "modernbert")(**SMALL | sizes))
+            check_source(small.run_dir, reader.part_class("models", "modernbert")(**SMALL | sizes))
     twin = reader.part_class("models", "modernbert_decoder")(**SMALL)
     with pytest.raises(
         UserError, match=r"init_from: .*small holds a modernbert, expected a modernbert_decoder"
     ):
-        init_from.check(small.run_dir, twin)
+        check_source(small.run_dir, twin)
     with pytest.raises(UserError, match="not a run folder"):
         training_run.run(tiny(*overrides(), f"init_from={tmp_path}/nowhere", f"run_dir={tmp_path}/other"))
 

@@ -62,7 +62,7 @@ def quantize(
 
 
 def perplexity(run: LoadedRun) -> float:
-    return evaluate_run(run)["perplexity"]
+    return evaluate_run(run).metrics["perplexity"]
 
 
 def test_a_quantized_folder_has_the_expected_size_and_perplexity(trained, tmp_path):
@@ -185,7 +185,7 @@ def test_an_unreadable_record_of_an_interrupted_quantization_is_reported(trained
 
 def test_a_quantized_folder_is_not_trained_further(trained, tmp_path):
     quantize(trained, tmp_path / "out", "rtn", "bits=4", "group_size=32")
-    with pytest.raises(UserError, match="out holds a quantised model, which is not trained further"):
+    with pytest.raises(UserError, match="out holds a quantized model, which cannot be trained further"):
         training_run.run(recipe.load_run(tmp_path / "out"))
 
 

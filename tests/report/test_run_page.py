@@ -38,7 +38,7 @@ def run(tiny, tmp_path) -> Path:
     (folder / "recipe.yaml").write_text(reader.to_yaml(tiny("schedule.steps=200")))
     clock, rows = Clock(NOW - 3600), []
     for first, last in ((0, 60), (50, 100)):
-        ledger = GoodputClock(folder / "goodput.jsonl", clock=clock, wall=clock)
+        ledger = GoodputClock(folder / "goodput.jsonl", clock=clock, wall_clock=clock)
         clock.now += 100
         ledger.enter("compilation")
         clock.now += 200
@@ -46,7 +46,7 @@ def run(tiny, tmp_path) -> Path:
         ledger.train(first)
         for step in range(first + 10, last + 1, 10):
             clock.now += 50
-            ledger.step(step)
+            ledger.record_progress(step)
             row = {"loss": 5 - step / 50, "grad_norm": 0.5, "tokens": step * 512, "eta_seconds": 3600.0}
             row |= {"tokens_per_second": 100.0, "step_seconds": 5.0, "memory": 2**33, "skipped": 1}
             rows.append({"step": step} | row)
@@ -106,7 +106,7 @@ def test_a_page_shows_the_state_of_the_run_and_loads_nothing(run):
         "1 restart, 10 steps",
     ):
         assert text in found.text, text
-    account = goodput.read(run / "goodput.jsonl")
+    account = goodput.read_totals(run / "goodput.jsonl")
     assert f"Goodput {100 * account.share:.1f} %" in found.text
     assert "Cost until the end" in found.text and "4 x v5e" in found.text
     assert not any("src" in attrs or "href" in attrs for _, attrs in found.tags)

@@ -15,7 +15,7 @@ from headrace.checkpoint import inventory
 from headrace.config import sections
 from headrace.data.prefetch import read_ahead
 from headrace.runtime import goodput
-from headrace.runtime.goodput import DataWait, GoodputClock, note_exit, read
+from headrace.runtime.goodput import DataWait, GoodputClock, note_exit, read_totals
 from tests.e2e.test_train import finish, save_recipe, start
 
 
@@ -32,7 +32,7 @@ class Clock:
 
 def life(path: Path, clock: Clock, step: int) -> GoodputClock:
     """A process that has prepared for 10 s and compiled for 20."""
-    ledger = GoodputClock(path, clock=clock, wall=clock)
+    ledger = GoodputClock(path, clock=clock, wall_clock=clock)
     clock.pass_(2)
     ledger.enter("preparation")
     clock.pass_(8)
@@ -47,7 +47,7 @@ def test_why_a_process_ended_is_kept_without_its_secrets(tmp_path):
     path, clock = tmp_path / "goodput.jsonl", Clock()
     with pytest.raises(ValueError), life(path, clock, 0):
         raise ValueError(f"refused: key AIza{'x' * 35}, https://server/file?sig=hidden")
-    assert "refused: key ***, https://server/file?***" in read(path).attempts[-1].why
+    assert "refused: key ***, https://server/file?***" in read_totals(path).attempts[-1].reason
 
 
 def test_every_second_counts_once_and_in_its_category(tmp_path):
@@ -55,15 +55,15 @@ def test_every_second_counts_once_and_in_its_category(tmp_path):
     ledger = life(path, clock, 0)
     clock.pass_(50)
     ledger.reclassify("data_loading", 4)
-    ledger.step(10, skipped=1)  # one of ten, of the 50 s
+    ledger.record_progress(10, skipped=1)  # one of ten, of the 50 s
     clock.pass_(10)
     with ledger.category("evaluation"):
         clock.pass_(5)
         with ledger.category("checkpoint_save"):
             clock.pass_(3)
-    ledger.step(12, skipped=1)
+    ledger.record_progress(12, skipped=1)
     ledger.end(0)
-    account = read(path)
+    account = read_totals(path)
     assert account.seconds == pytest.approx(
         {
             **{"initialization": 2, "preparation": 8, "compilation": 20, "data_loading": 4},
@@ -81,20 +81,21 @@ def test_what_a_later_life_does_again_was_wasted_and_the_time_between_is_lost(tm
     ledger = life(path, clock, 0)
     for step in (10, 20, 30):
         clock.pass_(10)
-        ledger.step(step)
+        ledger.record_progress(step)
     clock.pass_(7)  # and then it is killed
     text = path.read_text()
     path.write_text(text + '{"time": 1067.0, "ste')
     clock.pass_(100)
     again = life(path, clock, 15)
     clock.pass_(5)
-    again.step(20)
-    account = read(path)
+    again.record_progress(20)
+    account = read_totals(path)
     assert account.seconds["productive"] == pytest.approx(15 + 5)
     assert account.seconds["wasted_progress"] == pytest.approx(15)
     assert account.seconds["restart"] == pytest.approx(107)
     assert account.total == pytest.approx(clock.now - 1000) and account.lost_steps == 15
-    assert [(one.step, one.last, one.code) for one in account.attempts] == [(0, 30, None), (15, 20, None)]
+    attempts = [(attempt.first_step, attempt.last_step, attempt.exit_code) for attempt in account.attempts]
+    assert attempts == [(0, 30, None), (15, 20, None)]
 
 
 @pytest.mark.parametrize(
@@ -104,13 +105,13 @@ def test_time_in_which_nobody_waited_for_the_run_is_not_lost(tmp_path, code, why
     path, clock = tmp_path / "goodput.jsonl", Clock()
     ledger = life(path, clock, 0)
     clock.pass_(10)
-    ledger.step(10)
+    ledger.record_progress(10)
     ledger.end_reason = why
     ledger.end(code)
     clock.pass_(5000)
     life(path, clock, 10)
-    assert read(path).seconds.get("restart", 0) == pytest.approx(5000 if counts else 0)
-    assert read(path).seconds.get("wasted_progress", 0) == 0
+    assert read_totals(path).seconds.get("restart", 0) == pytest.approx(5000 if counts else 0)
+    assert read_totals(path).seconds.get("wasted_progress", 0) == 0
 
 
 def test_going_back_within_a_life_wastes_what_came_after(tmp_path):
@@ -118,16 +119,16 @@ def test_going_back_within_a_life_wastes_what_came_after(tmp_path):
     ledger = life(path, clock, 0)
     for step in (10, 20):
         clock.pass_(10)
-        ledger.step(step)
+        ledger.record_progress(step)
     clock.pass_(4)
     ledger.rewind(5)
     with ledger.category("checkpoint_restore"):
         clock.pass_(3)
     ledger.train(5)
     clock.pass_(5)
-    ledger.step(10)
+    ledger.record_progress(10)
     ledger.end(0)
-    found = read(path).seconds
+    found = read_totals(path).seconds
     assert found["productive"] == pytest.approx(5 + 5) and found["wasted_progress"] == pytest.approx(15 + 4)
     assert found["checkpoint_restore"] == pytest.approx(3)
 
@@ -136,12 +137,12 @@ def test_how_a_process_ended_is_noted_by_who_watched_it_and_by_nobody_else(tmp_p
     path, clock = tmp_path / "goodput.jsonl", Clock()
     clock.now = time.time() - 60
     ledger = life(path, clock, 0)
-    ledger.step(10)
+    ledger.record_progress(10)
     note_exit(str(tmp_path), os.getpid() + 1, 1, "another host's")
-    assert read(path).attempts[0].code is None
+    assert read_totals(path).attempts[0].exit_code is None
     note_exit(str(tmp_path), os.getpid(), 137, "was ended by SIGKILL")
-    account = read(path)
-    assert (account.attempts[0].code, account.attempts[0].why) == (137, "was ended by SIGKILL")
+    account = read_totals(path)
+    assert (account.attempts[0].exit_code, account.attempts[0].reason) == (137, "was ended by SIGKILL")
     assert account.attempts[0].host == socket.gethostname()
     assert account.seconds["wasted_progress"] == pytest.approx(30, abs=5)  # since it was last heard of
     note_exit(str(tmp_path / "none"), 1, 1, "")
@@ -155,11 +156,11 @@ def test_a_disk_that_is_full_for_a_while_loses_no_line(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(Path, "open", lambda *_, **__: (_ for _ in ()).throw(OSError("disk full")))
         clock.pass_(5)
-        ledger.step(5)
+        ledger.record_progress(5)
     path.chmod(0o600)
     clock.pass_(5)
-    ledger.step(10)
-    assert read(path).seconds["productive"] == pytest.approx(10)
+    ledger.record_progress(10)
+    assert read_totals(path).seconds["productive"] == pytest.approx(10)
 
 
 def test_only_the_time_in_which_the_device_waits_too_is_lost_to_data():
@@ -196,7 +197,7 @@ class Week:
 
     def live(self, until: float, *, told: bool) -> None:
         """One process. SIGTERM is told: it saves and says why it ends. SIGKILL is not."""
-        ledger = GoodputClock(None, clock=self.clock, wall=self.clock)
+        ledger = GoodputClock(None, clock=self.clock, wall_clock=self.clock)
         ledger.totals = self.account  # as it would be read from the run folder
         for category, seconds in self.start.items():
             ledger.enter(category)
@@ -208,7 +209,7 @@ class Week:
             self.clock.pass_(self.step)
             number += 1
             if number % self.log.every == 0:
-                ledger.step(number)
+                ledger.record_progress(number)
             if self.clock.now >= saving[1]:
                 self.whole, saving = saving[0], (0, float("inf"))
             if inventory.tier_due(self.checkpoint, number):
@@ -218,7 +219,7 @@ class Week:
         if told:
             with ledger.category("checkpoint_save"):
                 self.clock.pass_(self.blocked + self.behind)
-            ledger.step(number)
+            ledger.record_progress(number)
             ledger.end_reason, self.whole = "SIGTERM", number
             ledger.end(75)
         self.most_lost = max(self.most_lost, number - self.whole)
@@ -253,11 +254,11 @@ def test_goodput_is_of_all_lives_of_a_run(tiny, tmp_path):
     log = tmp_path / "run" / "goodput.jsonl"
     while process.poll() is None and not (log.exists() and '"step": 22' in log.read_text()):
         time.sleep(0.01)
-    os.kill(read(log).attempts[0].pid, signal.SIGKILL)
+    os.kill(read_totals(log).attempts[0].pid, signal.SIGKILL)
     code, said = finish(process)
     assert code == 0, said
-    account = read(log)
-    assert [one.code for one in account.attempts] == [137, 0] and account.attempts[1].step >= 10
+    account = read_totals(log)
+    assert [one.exit_code for one in account.attempts] == [137, 0] and account.attempts[1].first_step >= 10
     assert account.seconds["restart"] > 0.3 and account.seconds["wasted_progress"] > 0
     assert account.seconds["checkpoint_restore"] > 0 and 0 < account.share < 1
     begun, ended = account.attempts[0].started_at, account.attempts[1].ended_at

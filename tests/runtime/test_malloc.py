@@ -12,7 +12,7 @@ import numpy as np
 from headrace.runtime import malloc
 
 if sys.argv[1] == "kept":
-    malloc.one_arena()
+    malloc.use_one_arena()
     malloc.keep_freed(1 << 30)
     malloc.keep_freed(32 << 20)  # a smaller wish takes nothing back
 
@@ -43,7 +43,7 @@ import sys
 from headrace.runtime import malloc
 from headrace.cli import main as cli_main
 
-malloc.one_arena = lambda: sys.exit("late" if "jax" in sys.modules else "in time")
+malloc.use_one_arena = lambda: sys.exit("late" if "jax" in sys.modules else "in time")
 cli_main.main(["train", sys.argv[1], "--once"])
 """
 

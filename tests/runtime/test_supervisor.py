@@ -25,7 +25,8 @@ from headrace.checkpoint import inventory
 from headrace.runtime import supervisor
 run, lives = Path(sys.argv[1]), sys.argv[2].split(",")
 if "--once" not in sys.argv:
-    supervisor.LONGEST, supervisor.LIVED = 0.02, float(os.environ.get("LIVED", supervisor.LIVED))
+    supervisor.MAX_DELAY = 0.02
+    supervisor.PROGRESS_SECONDS = float(os.environ.get("PROGRESS_SECONDS", supervisor.PROGRESS_SECONDS))
     sys.exit(supervisor.Supervisor(str(run), inventory.newest_sealed_step).watch())
 with open(run / "lives", "a") as file:
     file.write("x")
@@ -56,7 +57,7 @@ if what == "count":  # how often Ctrl-C is heard within a second
 if what == "hang":  # in a call that keeps Python's lock
     import ctypes
     from headrace.runtime import watchdog
-    watchdog.GRACE = 0.2
+    watchdog.GRACE_SECONDS = 0.2
     with watchdog.Watchdog(0.1, str(run)) as dog:
         dog.step_done(1)
         time.sleep(0.05)
@@ -92,7 +93,7 @@ def trial(run: Path, lives: str) -> subprocess.Popen:
         ("75", 75, 1),
         ("-9,76,0", 0, 3),  # killed, then hung, then done
         ("-6,78,77,2", 2, 4),
-        ("77", 77, supervisor.RESTARTS + 1),
+        ("77", 77, supervisor.MAX_RESTARTS + 1),
         # Back from step 90 to 20, and further from there in every life.
         pytest.param(
             ",".join(["-9@90", *(f"-9@{n}" for n in range(20, 34)), "0"]), 0, 16, marks=pytest.mark.slow
@@ -101,7 +102,10 @@ def trial(run: Path, lives: str) -> subprocess.Popen:
             ",".join(["-9"] * 6 + ["-9++"] + ["-9"] * 6 + ["0"]), 0, 14, marks=pytest.mark.slow
         ),
         pytest.param(  # by nothing but a checkpoint that is whole
-            ",".join(["-9"] * 6 + ["-9+"] + ["-9"] * 6), 137, supervisor.RESTARTS + 1, marks=pytest.mark.slow
+            ",".join(["-9"] * 6 + ["-9+"] + ["-9"] * 6),
+            137,
+            supervisor.MAX_RESTARTS + 1,
+            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -110,22 +114,22 @@ def test_a_worker_is_started_again_only_where_that_can_help(tmp_path, lives, cod
     _, said = process.communicate(timeout=60)
     assert process.returncode == code, said
     assert len((tmp_path / "lives").read_text()) == count
-    assert said.count("starts again") == count - 1 and said.count("headrace:") <= count
+    assert said.count("it restarts") == count - 1 and said.count("headrace:") <= count
     if count > 1:
-        assert (tmp_path / "log.txt").read_text().count("starts again") == count - 1
+        assert (tmp_path / "log.txt").read_text().count("it restarts") == count - 1
 
 
 @pytest.mark.parametrize(
     ("seen", "code", "count"),
-    [(True, 77, supervisor.RESTARTS + 1), (False, 0, supervisor.RESTARTS + 3)],
+    [(True, 77, supervisor.MAX_RESTARTS + 1), (False, 0, supervisor.MAX_RESTARTS + 3)],
     ids=["and it is seen", "as far as is known"],
 )
 def test_a_long_life_without_a_checkpoint_is_no_progress(tmp_path, monkeypatch, seen, code, count):
     """Where they cannot be looked at, as in a bucket that does not answer, it has to do."""
     if not seen:
         (tmp_path / "checkpoints").symlink_to(tmp_path / "checkpoints")  # nobody can list that
-    monkeypatch.setenv("LIVED", "0")
-    process = trial(tmp_path, ",".join(["77"] * (supervisor.RESTARTS + 2) + ["0"]))
+    monkeypatch.setenv("PROGRESS_SECONDS", "0")
+    process = trial(tmp_path, ",".join(["77"] * (supervisor.MAX_RESTARTS + 2) + ["0"]))
     _, said = process.communicate(timeout=60)
     assert (process.returncode, len((tmp_path / "lives").read_text())) == (code, count), said
     assert ("from the beginning" in said) == seen
@@ -136,7 +140,7 @@ def test_a_worker_that_hangs_and_cannot_say_so_is_started_again_and_its_stacks_a
     process = trial(tmp_path, "hang,0")
     _, said = process.communicate(timeout=60)
     assert process.returncode == 0 and len((tmp_path / "lives").read_text()) == 2, said
-    assert "took too long for a step; starts again" in said
+    assert "took too long for a step; it restarts" in said
     (stacks,) = (tmp_path / "stacks").iterdir()
     assert 'File "<string>", line' in stacks.read_text()
 
@@ -194,11 +198,11 @@ def test_a_mistake_is_told_by_the_supervisor_itself_and_once(tmp_path):
 
 
 def test_errors_of_machines_are_known_by_what_runtimes_say():
-    verdict = supervisor.verdict
-    assert verdict(RuntimeError("INTERNAL: Failed to initialize TPU system"), several=False) == 77
-    assert verdict(RuntimeError("UNAVAILABLE: Connection reset by peer"), several=True) == 78
-    assert verdict(RuntimeError("UNAVAILABLE: Connection reset by peer"), several=False) == 1
-    assert verdict(KeyError("loss"), several=True) == 1
+    exit_code_of = supervisor.exit_code_of
+    assert exit_code_of(RuntimeError("INTERNAL: Failed to initialize TPU system"), multi_host=False) == 77
+    assert exit_code_of(RuntimeError("UNAVAILABLE: Connection reset by peer"), multi_host=True) == 78
+    assert exit_code_of(RuntimeError("UNAVAILABLE: Connection reset by peer"), multi_host=False) == 1
+    assert exit_code_of(KeyError("loss"), multi_host=True) == 1
 
 
 def worker_of(supervisor: int) -> int:

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from headrace.errors import ExitCode
-from headrace.runtime.watchdog import LONG, TIMES, Watchdog
+from headrace.runtime.watchdog import MAX_STEP_RATIO, SLOW_FACTOR, Watchdog
 
 LOOP = """
 import sys, time
@@ -34,15 +34,15 @@ def test_a_hang_ends_the_process_and_leaves_the_stacks_of_all_threads(tmp_path):
 
 def test_a_step_may_take_many_times_the_usual(tmp_path):
     dog = Watchdog(1.0, str(tmp_path))
-    assert dog.limit() == LONG  # the first
+    assert dog.limit() == SLOW_FACTOR  # the first
     dog.step_done(1)
     assert dog.limit() == 1.0
-    dog.steps.extend([2.0, 3.0, 100.0])
-    assert dog.limit() == 3.0 * TIMES
+    dog.step_seconds.extend([2.0, 3.0, 100.0])
+    assert dog.limit() == 3.0 * MAX_STEP_RATIO
     dog.reset()
-    assert dog.limit() == 3.0 * TIMES * LONG
+    assert dog.limit() == 3.0 * MAX_STEP_RATIO * SLOW_FACTOR
     dog.step_done(2)
-    assert len(dog.steps) == 3  # what was no plain step is not counted
+    assert len(dog.step_seconds) == 3  # what was no plain step is not counted
 
 
 def test_nothing_is_left_of_a_watch_that_met_no_hang(tmp_path):

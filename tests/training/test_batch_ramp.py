@@ -20,7 +20,7 @@ from headrace.data.dataset import Dataset
 from headrace.errors import UserError
 from headrace.nn import sharding
 from headrace.training import run as training_run
-from headrace.training.evaluate import device_batch
+from headrace.training.batch import device_batch
 from tests.training.test_step import Bench, assert_close
 
 ROOT = Path(__file__).parents[2]
@@ -109,7 +109,7 @@ def test_a_run_goes_on_in_the_midst_of_its_ramp(tiny, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, first, second)
     lines = [json.loads(line) for line in (Path(whole.run_dir) / "metrics.jsonl").read_text().splitlines()]
     assert [row["tokens"] for row in lines if "tokens" in row][:4] == [512, 1024, 2048, 3072]
-    with pytest.raises(UserError, match=r"batch.microbatches = 4, and this recipe says 2"):
+    with pytest.raises(UserError, match=r"batch.microbatches: found 2, expected 4"):
         training_run.run(
             tiny(
                 *settings[:1],

@@ -26,7 +26,11 @@ from headrace.nn import module, sharding
 from headrace.nn.module import Axes
 from headrace.plan import estimate
 from headrace.quantize import run as quantize_run
-from headrace.training import grow, init_from, setup
+from headrace.training import grow, setup
+from headrace.training.init_from import load
+from headrace.training.init_from.check import check_source, read_model_config
+from headrace.training.init_from.load import load_weights
+from headrace.training.init_from.vocab_rows import read_vocab
 from tests.training.test_step import Bench, weights
 
 SIZES: dict[str, Any] = dict(layers=2, embed=32, heads=4, kv_heads=2, mlp=48)
@@ -39,7 +43,7 @@ def model(**settings: Any) -> Any:
 def tokenizer(folder: Path, text: str) -> dict[str, int]:
     folder.mkdir(exist_ok=True)
     tokenizer_io.save(tokenizer_train.train_tokenizer([text] * 3, kind="bpe", vocab=280), folder)
-    found = init_from.read_vocab(str(folder))
+    found = read_vocab(str(folder))
     assert found is not None
     return found
 
@@ -67,7 +71,7 @@ def begun(path: str, cfg: Any, data: str, take: str | None = None, **sizes: int)
         homes = sharding.shardings(module.axes(family, cfg), module.shapes(family, cfg), devices)
         fresh = jax.jit(lambda: module.init(family, cfg, jax.random.key(1)), out_shardings=homes)()
         before = jax.device_get(fresh)
-        made, said = init_from.load_weights(init_from.check(path, cfg, take), cfg, fresh, devices, data)
+        made, said = load_weights(check_source(path, cfg, take), cfg, fresh, devices, data)
     assert all(jax.tree.leaves(jax.tree.map(lambda w, home: w.sharding == home, made, homes)))
     return before, made, said
 
@@ -104,7 +108,7 @@ def test_embeddings_alone_can_be_taken(run):
     jax.tree.map(np.testing.assert_array_equal, made.blocks, before.blocks)
     assert (
         said.startswith(f"init_from: 1 of 11 weights from {path}; blocks.attn_norm, blocks.")
-        and "drawn" in said
+        and "initialized" in said
     )
 
 
@@ -113,7 +117,7 @@ def test_a_folder_of_hugging_face_is_a_start_too(tmp_path):
     settings |= dict(num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True)
     theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings))
     theirs.save_pretrained(tmp_path)
-    found = init_from.model_of(str(tmp_path))
+    found = read_model_config(str(tmp_path))
     _, made, said = begun(str(tmp_path), model(vocab=100, rope_theta=found.rope_theta), str(tmp_path), fsdp=4)
     table = theirs.model.embed_tokens.weight.detach()
     np.testing.assert_array_equal(made.embedding[:96], table)
@@ -138,7 +142,7 @@ def test_a_vocabulary_is_changed_along_its_own_axis_alone():
             "init_from: .*old holds a llama, expected a eurobert, or `init_weights`",
         ),
         (dict(mlp=40), None, "init_from: blocks.w_gate is 48 along mlp in .*old, expected at most 40"),
-        (dict(tie_embeddings=False), None, "init_from: head is in one alone of"),
+        (dict(tie_embeddings=False), None, "init_from: head is a weight of only one of"),
         (dict(tie_embeddings=False), "head", "init_weights: .*old, a llama, has no weight head"),
         (
             {},
@@ -150,7 +154,7 @@ def test_a_vocabulary_is_changed_along_its_own_axis_alone():
 )
 def test_what_cannot_be_taken_is_refused(run, settings, take, message):
     with pytest.raises(UserError, match=message):
-        init_from.check(run[0], model(**{"vocab": 300} | settings), take)
+        check_source(run[0], model(**{"vocab": 300} | settings), take)
 
 
 def test_a_quantised_folder_is_named_as_what_it_is(run, tmp_path):
@@ -159,12 +163,12 @@ def test_a_quantised_folder_is_named_as_what_it_is(run, tmp_path):
     quantize_run.quantize(
         opened, quantize_run.QuantizeRequest(str(tmp_path / "four"), method, 1, "float32", "none"), print
     )
-    with pytest.raises(UserError, match=r"init_from: .*four holds a quantised model, expected the run"):
-        init_from.check(str(tmp_path / "four"), model(vocab=300))
+    with pytest.raises(UserError, match=r"init_from: .*four holds a quantized model, expected the run"):
+        check_source(str(tmp_path / "four"), model(vocab=300))
 
 
 def test_an_encoder_can_take_the_embeddings_of_a_decoder(run):
-    assert init_from.check(run[0], model(use="eurobert", vocab=400), "embed*").taken == {"embedding"}
+    assert check_source(run[0], model(use="eurobert", vocab=400), "embed*").selected == {"embedding"}
 
 
 SGD = ("optimizer.use=sgd", "optimizer.learning_rate=0.5")
@@ -227,7 +231,7 @@ def test_a_frozen_model_is_begun_without_all_of_its_weights_at_once(run, tiny, t
         temporary = [f.lower().compile().memory_analysis().temp_size_in_bytes for f in (blank, bench.fresh)]
         assert temporary[0] < 0.2 * temporary[1]
 
-        each, read = init_from._each, []
+        each, read = load.iter_weights, []
 
         def one_by_one(*source: Any) -> Any:
             before = lambda: None
@@ -239,12 +243,12 @@ def test_a_frozen_model_is_begun_without_all_of_its_weights_at_once(run, tiny, t
                 del w
 
         def begin(path: str) -> Any:
-            fresh, source = blank().params, init_from.check(path, bench.task.model)
-            made, _ = init_from.load_weights(source, bench.task.model, fresh, bench.devices, "none")
+            fresh, source = blank().params, check_source(path, bench.task.model)
+            made, _ = load_weights(source, bench.task.model, fresh, bench.devices, "none")
             assert all(w.is_deleted() or name.endswith(".down") for name, w in module.named_leaves(fresh))
             return made
 
-        monkeypatch.setattr(init_from, "_each", one_by_one)
+        monkeypatch.setattr(load, "iter_weights", one_by_one)
         made, drawn = begin(path), dict(module.named_leaves(bench.fresh().params))
     assert read == [name for name, _ in module.named_leaves(old)]
     plain = model_wrappers.unwrap_params(llama.Model, bench.task.model, made)

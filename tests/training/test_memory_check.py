@@ -12,8 +12,7 @@ from headrace.config import reader
 from headrace.errors import DoesNotFit
 from headrace.nn import sharding
 from headrace.nn.module import named_leaves
-from headrace.training import memory_check, metrics
-from headrace.training import run as training_run
+from headrace.training import loop, memory_check, metrics
 
 
 def exhaust(*_: object) -> int:
@@ -60,7 +59,7 @@ def test_a_model_larger_than_the_memory_is_told_before_it_is_made(tiny, tmp_path
 
 @pytest.mark.fault(26)
 def test_memory_that_runs_out_in_the_loop_is_told_with_advice(tiny, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(training_run, "run_steps", exhaust)
+    monkeypatch.setattr(loop, "run_steps", exhaust)
     (tmp_path / "recipe.yaml").write_text(reader.to_yaml(tiny()))
     assert main(["train", str(tmp_path / "recipe.yaml")]) == 3
     said = capsys.readouterr().err

@@ -157,9 +157,9 @@ def test_memory_is_the_fullest_device_or_the_process() -> None:
         return SimpleNamespace(platform="tpu", memory_stats=lambda: stats)
 
     full = device({"peak_bytes_in_use": 9, "bytes_in_use": 20})
-    assert metrics.memory([device({"peak_bytes_in_use": 7}), full, device(None)]) == 9
-    assert metrics.memory([device(None)]) is None
-    used = metrics.memory()
+    assert metrics.peak_memory([device({"peak_bytes_in_use": 7}), full, device(None)]) == 9
+    assert metrics.peak_memory([device(None)]) is None
+    used = metrics.peak_memory()
     assert used is not None and 2**26 < used < 2**40
 
 
@@ -175,6 +175,9 @@ def test_a_step_is_read_only_after_the_next_was_dispatched() -> None:
     class Scalar:
         def __init__(self, step: int) -> None:
             self.step = step
+
+        def copy_to_host_async(self) -> None:
+            pass
 
         def __float__(self) -> float:
             read.append(self.step)

@@ -30,7 +30,7 @@ def judged(history: np.ndarray, now: np.ndarray, spike: float) -> bool:
     """The rule once more, plainly."""
     for past, value in zip(history.astype(np.float64), now, strict=True):
         past = past[np.isfinite(past)]
-        if len(past) >= loss_spikes.ENOUGH:
+        if len(past) >= loss_spikes.MIN_VALUES:
             middle = np.median(past)
             deviation = max(1.4826 * np.median(np.abs(past - middle)), 0.05 * middle)
             if value > middle + spike * deviation:
@@ -61,7 +61,7 @@ def test_the_tally_counts_the_window_and_the_age_of_the_first_in_it():
         told = {name: int(value) for name, value in loss_spikes.skip_counts(recent, jnp.int32(step)).items()}
         inside = [s for s in bad if step - 128 < s <= step] if step in bad else []
         assert told == {"left_out": len(inside), "since": step - min(inside, default=step)}
-    assert loss_spikes.skipped_updates(jax.device_get(recent), 142, 50) == [
+    assert loss_spikes.skipped_updates(jax.device_get(recent), first=93, last=142) == [
         (101, [100.0, 1.0]),
         (141, [140.0, 1.0]),
         (142, [141.0, 1.0]),
@@ -134,7 +134,7 @@ def cut(folder: Path, first: int, last: int) -> None:
 def small(sound, tiny, tmp_path, monkeypatch):
     """A recipe for a copy of the data, and a window that is filled in 24 steps."""
     monkeypatch.setattr(loss_spikes, "WINDOW", 32)
-    monkeypatch.setattr(loss_spikes, "ENOUGH", 24)
+    monkeypatch.setattr(loss_spikes, "MIN_VALUES", 24)
 
     def make(name: str, *overrides: str) -> sections.TrainRecipe:
         data = tmp_path / f"{name}-data"
@@ -168,14 +168,14 @@ def test_a_run_goes_back_and_past_bad_data_as_if_that_had_never_been_there(small
     spoil(Path(other.data.path), 33, 37)
     cut(Path(other.data.path), 33, 35)
     assert training_run.run(other) == 0
-    assert "back to step" not in capfd.readouterr().out
+    assert "rolled back to step" not in capfd.readouterr().out
 
     bad = small("bad")
     spoil(Path(bad.data.path), 33, 37)
     assert training_run.run(bad) == 0
     said = capfd.readouterr().out
-    assert "step 35: 3 of the updates from step 33 to 35 were left out; back to step 30" in said
-    assert "step 33: update left out: loss " in said and "(rows 256 to 263)" in said
+    assert "step 35: 3 of the updates from step 33 to 35 were skipped; rolled back to step 30" in said
+    assert "step 33: update skipped: loss " in said and "(rows 256 to 263)" in said
     # What is left of the bad rows makes two bad steps, which are too few to go back for.
     assert weights(bad) == weights(other) and losses(bad) == losses(other)
     saved = Checkpoints(bad.run_dir)
@@ -190,7 +190,7 @@ def test_a_run_goes_back_and_past_bad_data_as_if_that_had_never_been_there(small
     for number in (40, 42):
         shutil.rmtree(Path(bad.run_dir) / "checkpoints" / str(number))
     assert training_run.run(bad) == 0
-    assert "back to step" not in capfd.readouterr().out
+    assert "rolled back to step" not in capfd.readouterr().out
     assert weights(bad) == weights(other) and losses(bad) == losses(other)
 
 
@@ -201,12 +201,12 @@ def test_a_run_that_cannot_get_past_bad_data_stops_and_can_be_tried_again(small,
     spoil(Path(bad.data.path), 29, 40)
     assert training_run.run(bad) == 1
     said = capfd.readouterr().out
-    assert "step 30: 2 of the updates from step 29 to 30 were left out; back to step 25" in said
+    assert "step 30: 2 of the updates from step 29 to 30 were skipped; rolled back to step 25" in said
     assert "error: stopped at step 30" in said and "002-step-30.txt names their documents" in said
     assert Checkpoints(bad.run_dir).find_resume_step() == 25
     again = dataclasses.replace(bad, optimizer=dataclasses.replace(bad.optimizer, spike_threshold=0.0))
     assert training_run.run(again) == 0
-    assert "update left out" not in capfd.readouterr().out
+    assert "update skipped" not in capfd.readouterr().out
 
 
 @pytest.mark.slow
@@ -220,7 +220,7 @@ def test_weights_that_are_not_numbers_take_the_run_back_before_the_step_that_mad
     wild = dataclasses.replace(cfg, optimizer=dataclasses.replace(cfg.optimizer, learning_rate=1e30))
     assert training_run.run(wild) == 1
     said = capfd.readouterr().out
-    assert said.count("back to step 7, and past the data") == 2 and "stopped at step 11" in said
+    assert said.count("rolled back to step 7, and the data") == 2 and "stopped at step 11" in said
     assert (Path(cfg.run_dir) / "bad-steps" / "003-step-11.txt").is_file()
     assert training_run.run(cfg) == 0
 
@@ -230,7 +230,7 @@ def test_a_trace_ends_where_the_run_goes_back_and_is_taken_again(tiny, capfd):
     wild = ("optimizer.learning_rate=1e30", "optimizer.max_skipped=2", "schedule.warmup=0")
     assert training_run.run(tiny(*wild, "profile_steps=2:9")) == 1
     said = capfd.readouterr().out
-    assert said.count("back to step 0, and past the data") == rollback.MAX_ROLLBACKS
+    assert said.count("rolled back to step 0, and the data") == rollback.MAX_ROLLBACKS
     assert len(re.findall("steps 2 to [34] are traced", said)) == rollback.MAX_ROLLBACKS + 1
 
 
@@ -240,13 +240,15 @@ def test_a_checkpoint_from_the_bad_steps_is_put_aside(small, capfd):
     spoil(Path(bad.data.path), 33, 35)
     assert training_run.run(bad) == 0
     said = capfd.readouterr().out
-    assert "back to step 0" not in said and "back to step 34" in said  # there is none from before
+    assert (
+        "rolled back to step 0" not in said and "rolled back to step 34" in said
+    )  # there is none from before
     early = small("early", "checkpoint.every=17", "optimizer.max_skipped=3")
     spoil(Path(early.data.path), 33, 35)
     assert training_run.run(early) == 0
     said = capfd.readouterr().out
-    assert "step 34: this checkpoint is not used: the run went back to step 17" in said
-    assert "back to step 17, and past the data" in said
+    assert "step 34: checkpoint not used: the run went back to step 17" in said
+    assert "rolled back to step 17, and the data" in said
 
 
 def test_the_fingerprint_of_the_data_is_that_of_all_rows(sound):

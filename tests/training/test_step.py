@@ -21,7 +21,7 @@ from headrace.models import fixed_matmul
 from headrace.nn import module, sharding
 from headrace.objectives import Batch, SpecialTokens, load_objective
 from headrace.training import compiled_step, setup, step
-from headrace.training.evaluate import device_batch, fill_model_sizes, special_tokens
+from headrace.training.batch import device_batch, fill_model_sizes, special_tokens
 from headrace.training.task import make_task
 
 ENCODER = ("objective.use=masked", "model=null", "model.use=eurobert", "model.layers=2", "model.embed=32")
