@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import headrace
+from headrace.api import EvalResult
 from headrace.plan import outcome  # a subpackage of the same name as a function of the API
 
 ROOT = Path(__file__).parents[2]
@@ -23,6 +24,7 @@ IMPORT = """\
 import sys, time
 started = time.process_time()
 import headrace
+from headrace.api import EvalResult
 seconds = time.process_time() - started
 assert set(headrace.__all__) <= set(dir(headrace))
 assert callable(headrace.plan) and callable(headrace.load_recipe)
@@ -90,3 +92,11 @@ def test_a_path_in_place_of_a_recipe_is_answered_with_how_to_load_it():
         headrace.plan(Path("demo.yaml"), "v5p-32")  # type: ignore[arg-type]
     with pytest.raises(headrace.UserError, match=r"expected a list of settings: \['seed=1'\]"):
         headrace.load_recipe("demo.yaml", "seed=1")
+
+
+def test_results_of_evaluation_are_a_table_in_notebooks():
+    result = EvalResult({"loss": 0.25, "macro_f1": 0.5}, ["<b>: 3 of 4 right, predicted 5 times"])
+    assert result == {"loss": 0.25, "macro_f1": 0.5} and dict(result) == result
+    html = result._repr_html_()
+    assert "macro f1" in html and "0.2500" in html
+    assert "&lt;b&gt;" in html and "3 of 4 right, predicted 5 times" in html
