@@ -19,8 +19,8 @@ def available_bytes(run_dir: str) -> int | None:
     return shutil.disk_usage(path).free
 
 
-def find_shortage(run_dir: str, needed: int, *, may_remove: bool) -> str | None:
-    """The error message if the disk has no room for `needed` bytes, else None. Removes nothing.
+def find_shortage(run_dir: str, needed_bytes: int, *, may_remove: bool) -> str | None:
+    """The error message if the disk has no room for `needed_bytes`, else None. Removes nothing.
 
     With `may_remove`, what `remove_one_by_one` would remove counts as room."""
     available = available_bytes(run_dir)
@@ -31,36 +31,36 @@ def find_shortage(run_dir: str, needed: int, *, may_remove: bool) -> str | None:
         quarantine_dir = inventory.checkpoints_dir(run_dir) / inventory.QUARANTINE
         removable = sum(stored.size for stored in inventory.find_removable(run_dir, keep=0))
         removable += sum(info.size for info in files.list_files(quarantine_dir).values())
-    if needed <= available + removable:
+    if needed_bytes <= available + removable:
         return None
     gain = f", and {_gb(removable)} more without older checkpoints" if removable else ""
     return (
-        f"run_dir: a checkpoint takes {_gb(needed)}, and the disk of {run_dir} has {_gb(available)} "
+        f"run_dir: a checkpoint takes {_gb(needed_bytes)}, and the disk of {run_dir} has {_gb(available)} "
         f"free{gain}; make room, or put `run_dir` on a larger disk"
     )
 
 
-def make_room(run_dir: str, step: int, needed: int, *, may_remove: bool) -> tuple[bool, list[str]]:
-    """Make room for a checkpoint of `needed` bytes. Returns whether there is room, and warnings.
+def make_room(run_dir: str, step: int, needed_bytes: int, *, may_remove: bool) -> tuple[bool, list[str]]:
+    """Make room for a checkpoint of `needed_bytes`. Returns whether there is room, and warnings.
 
     Removes as little as possible: leftovers of interrupted saves, then quarantine, then older steps one by
     one. If that is not enough, this save is skipped: training is worth more than a checkpoint."""
     warnings: list[str] = []
     available = available_bytes(run_dir)
-    if available is None or available >= needed:
+    if available is None or available >= needed_bytes:
         return True, warnings
     if may_remove:
         warnings += inventory.remove_unfinished(run_dir)
         removals = remove_one_by_one(run_dir)
-        while (available_bytes(run_dir) or 0) < needed and (name := next(removals, None)):
+        while (available_bytes(run_dir) or 0) < needed_bytes and (name := next(removals, None)):
             warnings.append(f"{name} removed, since the disk is full")
     available = available_bytes(run_dir) or 0
-    if available < needed:
+    if available < needed_bytes:
         warnings.append(
-            f"step {step}: checkpoint skipped: it takes {_gb(needed)}, and the disk of {run_dir} has "
+            f"step {step}: checkpoint skipped: it takes {_gb(needed_bytes)}, and the disk of {run_dir} has "
             f"{_gb(available)} free; make room, the next save tries again"
         )
-    return available >= needed, warnings
+    return available >= needed_bytes, warnings
 
 
 def remove_one_by_one(run_dir: str) -> Iterator[str]:

@@ -79,7 +79,9 @@ class Checkpoints:
         self.orbax = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler(**handlers))
 
     def latest_step(self) -> int | None:
-        """Find the newest intact step, for a reader. Prints a warning for each newer step, and moves none."""
+        """Find the newest intact step to read weights from (`inventory.find_readable_step`).
+
+        Prints a warning about each newer step that is damaged or unsealed, and moves none."""
         if not inventory.step_numbers(self.run_dir):
             return None
         step, warnings = inventory.find_readable_step(self.run_dir)

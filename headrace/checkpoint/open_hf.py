@@ -119,11 +119,11 @@ def refuse_pickles(cfg: ModelConfig, folder: Path) -> None:
     raise UserError(
         f"{folder}: no .safetensors file in it, and {pickles[0].name} is a pickle, which is not read; "
         f"transformers converts it to a folder {folder}-safetensors, to be used instead: "
-        f"python -c {shlex.quote(conversion_script(cfg, folder))}"
+        f"python -c {shlex.quote(pickle_conversion_script(cfg, folder))}"
     )
 
 
-def conversion_script(cfg: ModelConfig, folder: Path) -> str:
+def pickle_conversion_script(cfg: ModelConfig, folder: Path) -> str:
     """Python code that converts a folder's model and tokenizer to safetensors with transformers."""
     architectures = json.loads((folder / "config.json").read_text()).get("architectures")
     name = str(architectures[0]) if isinstance(architectures, list) and architectures else ""

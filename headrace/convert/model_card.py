@@ -252,7 +252,7 @@ def quantization_section(
 
 
 def recipe_section(run: LoadedRun) -> str:
-    """The section with the whole recipe, collapsed."""
+    """The section with the full recipe, collapsed."""
     text = reader.to_yaml(run.recipe).rstrip()
     return f"## Recipe\n\n<details><summary>All settings</summary>\n\n```yaml\n{text}\n```\n\n</details>"
 
