@@ -18,6 +18,7 @@ from headrace.config import recipe, sections
 from headrace.config.reader import all_keys
 from headrace.errors import UserError
 from tests.architecture.test_layers import LAYERS
+from tests.support.faults import FAULTS
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
@@ -185,3 +186,9 @@ def test_every_benchmark_is_listed():
     listed = re.findall(r"^\| `python -m benchmarks\.(\w+)", page, re.M)
     commands = [path.stem for path in (ROOT / "benchmarks").glob("*.py") if "__main__" in path.read_text()]
     assert sorted(listed) == sorted(commands)
+
+
+def test_the_table_of_faults_is_that_of_the_tests():
+    page = (ROOT / "docs/reliability.md").read_text()
+    rows = re.findall(r"^\| (\d+) \| (.*?) \| (.*?) \|", page.partition("## Faults")[2], re.M)
+    assert {int(number): (fault, outcome) for number, fault, outcome in rows} == FAULTS
