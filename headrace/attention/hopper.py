@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from headrace.attention import AttentionCall, gradient_compile_error
 from headrace.kernels.flash_hopper import (
     compute_key_value_gradients,
-    compute_output,
+    compute_output_and_log_sums,
     compute_query_gradient,
 )
 from headrace.kernels.flash_tiles import BLOCK_SIZES, TILE, FlashShape, KeyBounds
@@ -101,11 +101,11 @@ def key_bounds(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _flash(shape: FlashShape, q: Array, k: Array, v: Array, bounds: KeyBounds) -> Array:
-    return compute_output(shape, q, k, v, bounds)[0]
+    return compute_output_and_log_sums(shape, q, k, v, bounds)[0]
 
 
 def _forward(shape: FlashShape, q: Array, k: Array, v: Array, bounds: KeyBounds) -> tuple[Array, Residuals]:
-    out, lse = checkpoint_name(compute_output(shape, q, k, v, bounds), SAVED_ATTENTION)
+    out, lse = checkpoint_name(compute_output_and_log_sums(shape, q, k, v, bounds), SAVED_ATTENTION)
     return out, (q, k, v, bounds, out, lse)
 
 

@@ -35,7 +35,7 @@ OTHER_BUNDLES = (11, 19)
 
 
 class BandSpec(NamedTuple):
-    """What is fixed when a kernel is compiled."""
+    """Settings that are fixed when a kernel is compiled."""
 
     before: int  # number of keys that a query sees before its own position
     after: int
@@ -187,7 +187,7 @@ def _run_kernel(name: str, spec: BandSpec, inputs: BandInputs, d_out: Array | No
 
 def _forward_body(spec: BandSpec, q: Ref, k: Ref, v: Ref, *refs: Ref) -> None:
     *segments, out = refs
-    for queries, keys, is_visible in _blocks(spec, q, k, segments):
+    for queries, keys, is_visible in _split_tile(spec, q, k, segments):
         weights = _softmax(spec, q[:, queries], k[:, keys], is_visible)
         out[:, queries] = contract(v[:, keys], weights.astype(v.dtype), 1, 1).astype(out.dtype)
 
@@ -200,7 +200,7 @@ def _backward_body(spec: BandSpec, q: Ref, k: Ref, v: Ref, *refs: Ref) -> None:
         for total in (d_k, d_v):
             total[...] = jnp.zeros(total.shape, total.dtype)
 
-    for queries, keys, is_visible in _blocks(spec, q, k, segments):
+    for queries, keys, is_visible in _split_tile(spec, q, k, segments):
         weights = _softmax(spec, q[:, queries], k[:, keys], is_visible)
         d_v[:, keys] += contract(d_out[:, queries], weights.astype(d_out.dtype), 1, 0)
         d_weights = contract(d_out[:, queries].T, v[:, keys], 1, 0)
@@ -210,7 +210,7 @@ def _backward_body(spec: BandSpec, q: Ref, k: Ref, v: Ref, *refs: Ref) -> None:
         d_q[:, queries] = contract(k[:, keys], d_scores, 1, 1).astype(d_q.dtype)
 
 
-class Block(NamedTuple):
+class QueryBlock(NamedTuple):
     """128 queries, and the keys that they are multiplied by."""
 
     queries: slice  # of the tile
@@ -218,7 +218,7 @@ class Block(NamedTuple):
     is_visible: Array  # mask [queries, keys]
 
 
-def _blocks(spec: BandSpec, q: Ref, k: Ref, segments: list[Ref]) -> list[Block]:
+def _split_tile(spec: BandSpec, q: Ref, k: Ref, segments: list[Ref]) -> list[QueryBlock]:
     """Split a tile of queries into blocks. `segments` are those of the tile's queries and of all keys, or
     none."""
     tile, length = q.shape[1], k.shape[1]
@@ -234,7 +234,7 @@ def _blocks(spec: BandSpec, q: Ref, k: Ref, segments: list[Ref]) -> list[Block]:
         is_visible = (distance <= spec.before - offset) & (distance >= -spec.after - offset)
         if segments:
             is_visible &= segments[0][queries] == segments[1][:, keys]
-        blocks.append(Block(queries, keys, is_visible))
+        blocks.append(QueryBlock(queries, keys, is_visible))
     return blocks
 
 

@@ -60,7 +60,7 @@ class KernelInputs(NamedTuple):
 
 
 class DisentangledSpec(NamedTuple):
-    """What is fixed when a kernel is compiled."""
+    """Settings that are fixed when a kernel is compiled."""
 
     head_dim: int
     tile: int  # queries
@@ -146,7 +146,7 @@ def attend(
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(spec: DisentangledSpec, inputs: KernelInputs, ids: SegmentIds | None) -> Array:
     blocks = BlockLayout(spec, inputs)
-    blocked = blocks.inputs(inputs)
+    blocked = blocks.block_inputs(inputs)
     if ids is not None:
         blocked += [blocks.key_ids_row(ids[1]), blocks.query_ids_column(ids[0])]
     scratch = [pltpu.VMEM((spec.tile, blocks.keys), jnp.float32)]
@@ -173,7 +173,7 @@ def _backward(
 ) -> tuple[KernelInputs, None]:
     inputs, ids = residuals
     blocks = BlockLayout(spec, inputs)
-    blocked = blocks.inputs(inputs)
+    blocked = blocks.block_inputs(inputs)
     if ids is not None:
         blocked += [blocks.query_ids_row(ids[0]), blocks.key_ids_column(ids[1])]
     d_vectors = jax.ShapeDtypeStruct(inputs.query_vectors.shape[::-1], jnp.float32)
@@ -223,7 +223,7 @@ class BlockLayout:
         self.query_distance_matmuls = (self.keys + LANES) / self.keys
         self.key_distance_matmuls = (spec.tile + LANES) / spec.tile
 
-    def inputs(self, inputs: KernelInputs) -> list[BlockedArray]:
+    def block_inputs(self, inputs: KernelInputs) -> list[BlockedArray]:
         """Pair each input with its blocks."""
         return list(zip(inputs, (self.tile, self.row, self.row, self.vectors, self.vectors), strict=True))
 

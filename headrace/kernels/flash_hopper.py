@@ -56,7 +56,9 @@ from headrace.nn.module import PyTree
 Array = jax.Array
 
 
-def compute_output(shape: FlashShape, q: Array, k: Array, v: Array, bounds: KeyBounds) -> tuple[Array, Array]:
+def compute_output_and_log_sums(
+    shape: FlashShape, q: Array, k: Array, v: Array, bounds: KeyBounds
+) -> tuple[Array, Array]:
     """Compute attention of q [b*s n*h] over k and v [b*t k*h]. Returns the output [b*s n*h] and the base-2
     logarithm of each query's sum of exponentials [b*n*s]."""
     (block, stages), tiles = shape.block_sizes.forward, shape.queries // TILE
@@ -128,7 +130,7 @@ def compute_output(shape: FlashShape, q: Array, k: Array, v: Array, bounds: KeyB
                 products = pl.run_scoped(multiply_keys, plgpu.ACC((ROWS, block), jnp.float32))
                 plgpu.barrier_arrive(keys_done)
                 scores = to_scores(shape, products)
-                scores = mask_keys(scores, key_bounds.at[wg], number, span, block)
+                scores = mask_keys(scores, key_bounds.at[wg], number, block, span)
                 new_largest = jnp.maximum(largest, scores.max(axis=1))
                 decay = jnp.exp2(largest - new_largest)
                 weights = jnp.exp2(scores - broadcast_per_row(new_largest, scores.shape))
@@ -220,7 +222,7 @@ def compute_query_gradient(
                 def multiply_keys(d_q: Array, d_weights: Array) -> tuple[Array, Array]:
                     products = multiply(queries.at[wg], transpose(keys_or_values), (ROWS, block))
                     scores = to_scores(shape, products)
-                    masked = mask_keys(scores, key_bounds.at[wg], number, span, block)
+                    masked = mask_keys(scores, key_bounds.at[wg], number, block, span)
                     log_sums = load_per_row(per_query.at[wg], 0)
                     weights = jnp.exp2(masked - broadcast_per_row(log_sums, masked.shape))
                     delta = load_per_row(per_query.at[wg], 1)
@@ -328,7 +330,7 @@ def compute_key_value_gradients(
                 number = span.start + lax.rem(index[0], count)
                 products = multiply(keys.at[part], transpose(queries), (ROWS, block))
                 scores = to_scores(shape, products)
-                masked = mask_queries(scores, per_query, first_key, number, span)
+                masked = mask_queries(scores, per_query, number, first_key, span)
                 log_sums = load_per_column(per_query, 0)
                 return scores, jnp.exp2(masked - broadcast_per_column(log_sums, masked.shape))
 

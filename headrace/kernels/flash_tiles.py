@@ -142,24 +142,26 @@ def to_d_products(shape: FlashShape, scores: Array, d_scores: Array) -> Array:
     return d_scores * (1 - share * share)
 
 
-def mask_keys(scores: Array, bounds: AbstractRef, number: Array, span: BlockSpan, block: int) -> Array:
-    """Mask scores [queries keys] of a tile of queries and block `number` of the keys, outside of `bounds`,
-    which has a first and an end key for each query."""
+def mask_keys(
+    scores: Array, bounds: AbstractRef, block_number: Array, block_size: int, span: BlockSpan
+) -> Array:
+    """Mask scores [queries keys] of a tile of queries and a block of keys, outside of `bounds`, which has a
+    first and an end key for each query."""
 
     def mask(scores: Array) -> Array:
         column = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA)
-        keys = (column + number * block).astype(jnp.float32)
+        keys = (column + block_number * block_size).astype(jnp.float32)
         start, end = (broadcast_per_row(load_per_row(bounds, n), scores.shape) for n in range(2))
         return jnp.where((keys >= start) & (keys < end), scores, MASKED_SCORE)
 
-    is_full = (number >= span.full_start) & (number < span.full_end)
+    is_full = (block_number >= span.full_start) & (block_number < span.full_end)
     return lax.cond(is_full, lambda scores: scores, mask, scores)
 
 
 def mask_queries(
-    scores: Array, per_query: AbstractRef, first_key: Array, number: Array, span: BlockSpan
+    scores: Array, per_query: AbstractRef, block_number: Array, first_key: Array, span: BlockSpan
 ) -> Array:
-    """Mask scores [keys queries] of a tile of keys from `first_key` on and block `number` of the queries.
+    """Mask scores [keys queries] of a tile of keys from `first_key` on and a block of queries.
 
     Rows 2 and 3 of `per_query` have the first and the end key of each query."""
 
@@ -169,7 +171,7 @@ def mask_queries(
         start, end = (broadcast_per_column(load_per_column(per_query, n), scores.shape) for n in (2, 3))
         return jnp.where((keys >= start) & (keys < end), scores, MASKED_SCORE)
 
-    is_full = (number >= span.full_start) & (number < span.full_end)
+    is_full = (block_number >= span.full_start) & (block_number < span.full_end)
     return lax.cond(is_full, lambda scores: scores, mask, scores)
 
 

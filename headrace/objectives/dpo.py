@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from headrace.kernels.linear_cross_entropy.dispatch import (
+    compute_negative_log_likelihoods,
     fused_cross_entropy,
-    token_negative_log_likelihoods,
 )
 from headrace.kernels.linear_cross_entropy.stats import negative_log_likelihood
 from headrace.model_wrappers import frozen_reference
@@ -97,7 +97,7 @@ def _run(task: TrainTask, model: PyTree, examples: Examples) -> Array:
 
 
 def _log_likelihoods(task: TrainTask, model: PyTree, hidden: Array, targets: Array) -> Array:
-    return token_negative_log_likelihoods(
+    return compute_negative_log_likelihoods(
         hidden, model.unembed, targets, soft_cap=task.loss.soft_cap, chunk_size=task.loss.chunk_size
     )
 

@@ -81,7 +81,7 @@ def split_heads(shape: FlashShape, q: Any, *of_keys: Any) -> list[Any]:
     return arrays
 
 
-def compute_output(shape: FlashShape, q: Any, k: Any, v: Any, bounds: KeyBounds) -> Any:
+def compute_output_and_log_sums(shape: FlashShape, q: Any, k: Any, v: Any, bounds: KeyBounds) -> Any:
     q4, k4, v4 = split_heads(shape, q, k, v)
     scores, visible = plain_scores(shape, q4, k4, bounds)
     scores = jnp.where(visible, scores, -jnp.inf)
@@ -122,7 +122,7 @@ def compute_key_value_gradients(shape: FlashShape, q: Any, k: Any, v: Any, d_out
 def test_attention_around_the_kernels_is_that_of_the_definition(
     monkeypatch: pytest.MonkeyPatch, mask: Mask, soft_cap: float | None
 ) -> None:
-    for function in (compute_output, compute_query_gradient, compute_key_value_gradients):
+    for function in (compute_output_and_log_sums, compute_query_gradient, compute_key_value_gradients):
         monkeypatch.setattr(hopper, function.__name__, function)
     length, segments = 256, documents(256)
     keys = jax.random.split(jax.random.key(0), 4)

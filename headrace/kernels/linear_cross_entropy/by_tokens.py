@@ -44,7 +44,7 @@ MIN_CHUNK = 128
 ChunkStep = Callable[[PyTree, tuple[Array, ...]], tuple[PyTree, PyTree]]
 
 
-def compute_totals(head: HeadSpec, sharding: HeadSharding, inputs: HeadInputs) -> LossTotals:
+def compute_loss(head: HeadSpec, sharding: HeadSharding, inputs: HeadInputs) -> LossTotals:
     """Compute the totals over the tokens of all devices."""
     hidden, unembed, targets, weights = inputs
     unembed = _gather_width(unembed, sharding).astype(hidden.dtype)
@@ -59,7 +59,7 @@ def compute_totals(head: HeadSpec, sharding: HeadSharding, inputs: HeadInputs) -
     return psum(totals, sharding.token_axes)
 
 
-def token_negative_log_likelihoods(
+def compute_negative_log_likelihoods(
     head: HeadSpec, sharding: HeadSharding, hidden: Array, unembed: Array, targets: Array
 ) -> Array:
     """Compute the negative log likelihood of each of this device's targets [b s]."""
@@ -73,7 +73,7 @@ def token_negative_log_likelihoods(
     return _scan_chunks(step, (), (hidden, targets), _max_tokens_per_chunk(head, unembed))[1]
 
 
-def compute_totals_and_gradients(
+def compute_loss_and_gradients(
     head: HeadSpec, sharding: HeadSharding, inputs: HeadInputs
 ) -> LossAndGradients:
     """Compute the totals, and the gradients of this device's hidden states and matrix."""

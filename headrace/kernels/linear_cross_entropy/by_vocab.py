@@ -3,7 +3,7 @@
 A first pass over the chunks computes each token's logsumexp; a second computes the logits again, and both
 gradients from them. Takes four matmuls instead of three, but no array as large as the vocabulary's matrix:
 devices that each have a part of its width gather one chunk at a time, and reduce-scatter the chunk's gradient
-at once. What is computed from a chunk's logits is a `ChunkOps`: plain JAX here, kernels in tpu.py."""
+at once. A `ChunkOps` has the functions that process a chunk's logits: plain JAX here, kernels in tpu.py."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -71,7 +71,7 @@ class RunningStats(NamedTuple):
 
 
 class ChunkOps(NamedTuple):
-    """What is computed from a chunk's logits, and how large a chunk may be for it."""
+    """The functions that process a chunk's logits, and what they require of its size."""
 
     add_statistics: Callable[[VocabShard, VocabChunk, RunningStats], RunningStats]
     # -> the gradient of the raw logits, [v c] in the dtype of the hidden states
@@ -81,31 +81,31 @@ class ChunkOps(NamedTuple):
     logit_bytes: int = 4  # bytes stored per logit
 
 
-def compute_totals(head: HeadSpec, sharding: HeadSharding, inputs: HeadInputs) -> LossTotals:
+def compute_loss(head: HeadSpec, sharding: HeadSharding, inputs: HeadInputs) -> LossTotals:
     """Compute the totals over the tokens of all devices."""
-    return compute_totals_with(PLAIN_OPS, head, sharding, inputs)
+    return compute_loss_by_chunks(PLAIN_OPS, head, sharding, inputs)
 
 
-def compute_totals_and_gradients(
+def compute_loss_and_gradients(
     head: HeadSpec, sharding: HeadSharding, inputs: HeadInputs
 ) -> LossAndGradients:
     """Compute the totals, and the gradients of this device's hidden states and matrix."""
-    return compute_totals_and_gradients_with(PLAIN_OPS, head, sharding, inputs)
+    return compute_loss_and_gradients_by_chunks(PLAIN_OPS, head, sharding, inputs)
 
 
-def compute_totals_with(
+def compute_loss_by_chunks(
     ops: ChunkOps, head: HeadSpec, sharding: HeadSharding, inputs: HeadInputs
 ) -> LossTotals:
-    """Like `compute_totals`, with these `ops`."""
+    """Like `compute_loss`, with these `ops`."""
     shard, weights = _make_shard(head, sharding, inputs), inputs.weights.reshape(-1)
     stats = _compute_stats(ops, shard, split_unembed(ops, head, inputs.unembed, len(shard.hidden)))
     return psum(add_losses(zero_totals(), stats, head.per_token_loss(stats), weights), sharding.token_axes)
 
 
-def compute_totals_and_gradients_with(
+def compute_loss_and_gradients_by_chunks(
     ops: ChunkOps, head: HeadSpec, sharding: HeadSharding, inputs: HeadInputs
 ) -> LossAndGradients:
-    """Like `compute_totals_and_gradients`, with these `ops`."""
+    """Like `compute_loss_and_gradients`, with these `ops`."""
     shard, weights = _make_shard(head, sharding, inputs), inputs.weights.reshape(-1)
     x, chunks = shard.hidden, split_unembed(ops, head, inputs.unembed, len(shard.hidden))
     stats = _compute_stats(ops, shard, chunks)

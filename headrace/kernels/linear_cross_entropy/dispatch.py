@@ -40,10 +40,10 @@ _warnings: ContextVar[list[str] | None] = ContextVar("warnings", default=None)
 class LossBackend(Protocol):
     """A backend's module. Its functions run on one device's share of tokens and vocabulary."""
 
-    def compute_totals(self, head: HeadSpec, sharding: HeadSharding, inputs: HeadInputs) -> LossTotals:
+    def compute_loss(self, head: HeadSpec, sharding: HeadSharding, inputs: HeadInputs) -> LossTotals:
         """Compute the totals over the tokens of all devices."""
 
-    def compute_totals_and_gradients(
+    def compute_loss_and_gradients(
         self, head: HeadSpec, sharding: HeadSharding, inputs: HeadInputs
     ) -> LossAndGradients:
         """Compute the totals, and the gradients of hidden states and matrix."""
@@ -140,7 +140,7 @@ def _backward(
 _cross_entropy.defvjp(_forward, _backward)
 
 
-def token_negative_log_likelihoods(
+def compute_negative_log_likelihoods(
     hidden: Array,
     unembed: Array,
     targets: Array,
@@ -154,7 +154,7 @@ def token_negative_log_likelihoods(
     them."""
     head = HeadSpec(negative_log_likelihood, soft_cap, chunk_size)
     hidden, unembed = jax.lax.stop_gradient((hidden, unembed))
-    compute = partial(by_tokens.token_negative_log_likelihoods, head)
+    compute = partial(by_tokens.compute_negative_log_likelihoods, head)
     return _run_sharded(compute, lambda layout: layout.tokens, hidden, unembed, targets)
 
 
@@ -212,7 +212,7 @@ def _mesh_axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
 def _local_totals(head: HeadSpec, backend: str, sharding: HeadSharding, *arrays: Array) -> LossTotals:
     inputs = HeadInputs(*arrays)
     name = pick_backend(backend, head, sharding, inputs.hidden, inputs.unembed)
-    return load_backend(name).compute_totals(head, sharding, inputs)
+    return load_backend(name).compute_loss(head, sharding, inputs)
 
 
 def _local_totals_and_gradients(
@@ -222,7 +222,7 @@ def _local_totals_and_gradients(
     name = pick_backend(backend, head, sharding, inputs.hidden, inputs.unembed)
     if head.filter_eps and name != "hopper":
         _warn_unfiltered(head, sharding, inputs)
-    return load_backend(name).compute_totals_and_gradients(head, sharding, inputs)
+    return load_backend(name).compute_loss_and_gradients(head, sharding, inputs)
 
 
 def pick_backend(

@@ -22,7 +22,7 @@ from headrace.kernels.linear_cross_entropy.hopper_kernels import (
     TileSchedule,
     add_hidden_gradient,
     compute_tile_d_logits,
-    compute_tile_logsumexp,
+    compute_tile_max_and_logsumexp,
     write_unembed_gradient,
 )
 from headrace.kernels.linear_cross_entropy.stats import (
@@ -45,21 +45,21 @@ from headrace.nn.soft_cap import soft_cap
 MIN_SLOTS = 384  # tiles of gradients in memory: 24 MiB
 
 
-def compute_totals(head: HeadSpec, sharding: HeadSharding, inputs: HeadInputs) -> LossTotals:
+def compute_loss(head: HeadSpec, sharding: HeadSharding, inputs: HeadInputs) -> LossTotals:
     """Compute the totals over the tokens of all devices."""
     x, matrix, targets, weights = _flatten(inputs)
-    _, tile_lse = compute_tile_logsumexp(x, matrix, head.soft_cap)
+    _, tile_lse = compute_tile_max_and_logsumexp(x, matrix, head.soft_cap)
     stats, _ = _compute_stats(head, sharding, x, matrix, targets, tile_lse)
     totals = add_losses(zero_totals(), stats, head.per_token_loss(stats), weights)
     return psum(totals, sharding.token_axes)
 
 
-def compute_totals_and_gradients(
+def compute_loss_and_gradients(
     head: HeadSpec, sharding: HeadSharding, inputs: HeadInputs
 ) -> LossAndGradients:
     """Compute the totals, and the gradients of this device's hidden states and matrix."""
     x, matrix, targets, weights = _flatten(inputs)
-    tile_max, tile_lse = compute_tile_logsumexp(x, matrix, head.soft_cap)
+    tile_max, tile_lse = compute_tile_max_and_logsumexp(x, matrix, head.soft_cap)
     stats, local_targets = _compute_stats(head, sharding, x, matrix, targets, tile_lse)
     losses, pull = jax.vjp(head.per_token_loss, stats)
     d_stats = pull(weights)[0]
@@ -134,7 +134,7 @@ def _try_to_compile(soft_cap: float | None, width: int, unembed_dtype: jnp.dtype
         jax.ShapeDtypeStruct((1, TOKENS), jnp.float32),
     )
     head = HeadSpec(negative_log_likelihood, soft_cap)
-    compute = partial(compute_totals_and_gradients, head, HeadSharding())
+    compute = partial(compute_loss_and_gradients, head, HeadSharding())
     return compile_error("gpu", lambda *arrays: compute(HeadInputs(*arrays)), *shapes)
 
 

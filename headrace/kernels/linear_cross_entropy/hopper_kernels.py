@@ -62,7 +62,7 @@ class TileSchedule(NamedTuple):
     block_starts: Array  # where those of each block begin in `slots_by_block`; one more for the end
 
 
-def compute_tile_logsumexp(x: Array, w: Array, cap: float | None) -> tuple[Array, Array]:
+def compute_tile_max_and_logsumexp(x: Array, w: Array, cap: float | None) -> tuple[Array, Array]:
     """Compute the largest logit and the logsumexp of each token [c d] in each row of tiles of the matrix
     [v d]. Returns two arrays [v / 256, c]."""
     blocks, rows, half = len(x) // TOKENS, len(w) // VOCAB, TOKENS // WARPGROUPS

@@ -75,16 +75,16 @@ LARGE_VMEM_TPUS = ("TPU v6 lite", "TPU v6e")
 NO_GAIN_TPUS = ("TPU v5", "TPU v5p")  # plain JAX is as fast
 
 
-def compute_totals(head: HeadSpec, sharding: HeadSharding, inputs: HeadInputs) -> LossTotals:
+def compute_loss(head: HeadSpec, sharding: HeadSharding, inputs: HeadInputs) -> LossTotals:
     """Compute the totals over the tokens of all devices."""
-    return by_vocab.compute_totals_with(make_chunk_ops(), head, sharding, inputs)
+    return by_vocab.compute_loss_by_chunks(make_chunk_ops(), head, sharding, inputs)
 
 
-def compute_totals_and_gradients(
+def compute_loss_and_gradients(
     head: HeadSpec, sharding: HeadSharding, inputs: HeadInputs
 ) -> LossAndGradients:
     """Compute the totals, and the gradients of this device's hidden states and matrix."""
-    return by_vocab.compute_totals_and_gradients_with(make_chunk_ops(), head, sharding, inputs)
+    return by_vocab.compute_loss_and_gradients_by_chunks(make_chunk_ops(), head, sharding, inputs)
 
 
 def is_faster_than_plain(head: HeadSpec, sharding: HeadSharding, width: int) -> bool:
@@ -136,7 +136,7 @@ def _try_to_compile(
         jax.ShapeDtypeStruct((1, tokens), jnp.float32),
     )
     head = HeadSpec(lambda stats: stats.lse - stats.target - stats.mean, soft_cap, rows)
-    compute = partial(compute_totals_and_gradients, head, HeadSharding())
+    compute = partial(compute_loss_and_gradients, head, HeadSharding())
     return compile_error("tpu", lambda *arrays: compute(HeadInputs(*arrays)), *shapes)
 
 
@@ -145,7 +145,7 @@ def make_chunk_ops() -> ChunkOps:
     return ChunkOps(add_statistics, compute_d_logits, groups=SUBLANES, row_multiple=ROWS, logit_bytes=2)
 
 
-def pick_blocks(tokens: int, rows: int, width: int) -> BlockShape:
+def pick_block_shape(tokens: int, rows: int, width: int) -> BlockShape:
     """Pick the blocks for a chunk of the vocabulary with this many rows: the first of `BLOCK_SHAPES` that
     fits the chip, reduced to divide the arrays."""
     vmem_bytes = LARGE_VMEM_BYTES if device().device_kind in LARGE_VMEM_TPUS else VMEM_BYTES
@@ -193,7 +193,7 @@ def add_statistics(shard: VocabShard, chunk: VocabChunk, running: RunningStats) 
         _multiply(x, w, sums, add)
 
     state = jnp.stack(running)
-    tokens = _pick_chunk_blocks(shard, chunk).tokens
+    tokens = _pick_block_shape(shard, chunk).tokens
     spec = pl.BlockSpec((*state.shape[:2], tokens), lambda i, j, k, start: (0, 0, i))
     result = jax.ShapeDtypeStruct(state.shape, state.dtype)
     inputs, output = (state, spec), (result, spec)
@@ -218,7 +218,7 @@ def compute_d_logits(shard: VocabShard, chunk: VocabChunk, stats: LogitStats, d_
 
         _multiply(x, w, sums, write)
 
-    blocks = _pick_chunk_blocks(shard, chunk)
+    blocks = _pick_block_shape(shard, chunk)
     # The gradient of the mean is the same for each logit.
     per_token = jnp.stack([stats.lse, d_stats.lse, d_stats.target, d_stats.mean / shard.vocab])
     inputs = per_token, pl.BlockSpec((len(per_token), blocks.tokens), lambda i, j, k, start: (0, i))
@@ -271,7 +271,7 @@ def _run(
 
     The body gets refs of the chunk's first row, hidden states, matrix, targets, `extra_input` and `output`,
     and of sums if the width is in parts."""
-    (tokens, width), rows, blocks = shard.hidden.shape, len(chunk.unembed), _pick_chunk_blocks(shard, chunk)
+    (tokens, width), rows, blocks = shard.hidden.shape, len(chunk.unembed), _pick_block_shape(shard, chunk)
     grid = tokens // blocks.tokens, rows // blocks.vocab, width // blocks.width
     inputs: list[BlockedArray] = [
         (shard.hidden, pl.BlockSpec((blocks.tokens, blocks.width), lambda i, j, k, start: (i, k))),
@@ -313,5 +313,5 @@ def _run(
     return lax.platform_dependent(*arrays, tpu=make_kernel(False), default=make_kernel(True))
 
 
-def _pick_chunk_blocks(shard: VocabShard, chunk: VocabChunk) -> BlockShape:
-    return pick_blocks(len(shard.hidden), *chunk.unembed.shape)
+def _pick_block_shape(shard: VocabShard, chunk: VocabChunk) -> BlockShape:
+    return pick_block_shape(len(shard.hidden), *chunk.unembed.shape)

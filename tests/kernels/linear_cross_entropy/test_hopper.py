@@ -42,7 +42,7 @@ def random_inputs(
 
 
 def compute(backend: Any, head: HeadSpec, inputs: HeadInputs) -> LossAndGradients:
-    return jax.jit(partial(backend.compute_totals_and_gradients, head, HeadSharding()))(inputs)
+    return jax.jit(partial(backend.compute_loss_and_gradients, head, HeadSharding()))(inputs)
 
 
 def multiply(a: Any, b: Any) -> Any:
@@ -56,7 +56,7 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     Unused slots have values that must never be read. The list has the number of tiles of each round."""
     rounds: list[int] = []
 
-    def compute_tile_logsumexp(x: Any, w: Any, cap: Any) -> Any:
+    def compute_tile_max_and_logsumexp(x: Any, w: Any, cap: Any) -> Any:
         logits = soft_cap(multiply(x, w.T), cap).reshape(len(x), -1, VOCAB)
         return logits.max(2).T, jax.nn.logsumexp(logits, axis=2).T
 
@@ -117,7 +117,7 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         high_ref[...], low_ref[...] = jax.lax.fori_loop(0, blocks, add_block, (high_ref[...], low_ref[...]))
 
     for function in (
-        compute_tile_logsumexp,
+        compute_tile_max_and_logsumexp,
         compute_tile_d_logits,
         write_unembed_gradient,
         add_hidden_gradient,
@@ -140,7 +140,7 @@ def test_rounds_of_tiles_compute_all_gradients(plain: list[int], loss: Any, cap:
         np.testing.assert_allclose(result, value, rtol=2e-4, atol=2e-5 * np.abs(value).max())
     jax.effects_barrier()
     assert plain == [4] * 8
-    totals = jax.jit(partial(hopper.compute_totals, head, HeadSharding()))(inputs)
+    totals = jax.jit(partial(hopper.compute_loss, head, HeadSharding()))(inputs)
     assert float(totals.loss) == pytest.approx(float(expected.totals.loss), rel=1e-5)
 
 
@@ -148,7 +148,7 @@ def test_rounds_of_tiles_compute_all_gradients(plain: list[int], loss: Any, cap:
 def test_a_split_vocabulary_has_the_gradients_of_one_that_is_not(plain: list[int], loss: Any) -> None:
     inputs, head, sharding = random_inputs(), HeadSpec(loss), HeadSharding(vocab_axes=("tensor",))
     compute_sharded = jax.shard_map(
-        lambda *arrays: tuple(hopper.compute_totals_and_gradients(head, sharding, HeadInputs(*arrays))),
+        lambda *arrays: tuple(hopper.compute_loss_and_gradients(head, sharding, HeadInputs(*arrays))),
         mesh=jax.sharding.Mesh(jax.devices()[:2], ("tensor",)),
         in_specs=(P(), P("tensor"), P(), P()),
         out_specs=(P(), P(), P("tensor")),
@@ -243,7 +243,7 @@ def test_the_kernels_are_lowered_for_a_gpu() -> None:
     for cap, dtype in ((None, jnp.bfloat16), (30.0, jnp.float32)):
         inputs = HeadInputs(hidden, jax.ShapeDtypeStruct(unembed.shape, dtype), *rows)
         head = HeadSpec(PLAIN, cap, filter_eps=2.0**-12)
-        step = jax.jit(partial(hopper.compute_totals_and_gradients, head, HeadSharding()))
+        step = jax.jit(partial(hopper.compute_loss_and_gradients, head, HeadSharding()))
         text = step.trace(inputs).lower(lowering_platforms=("cuda",)).as_text()
         assert text.count("mosaic_gpu") >= 4
 

@@ -20,7 +20,7 @@ from headrace.errors import UserError
 from headrace.kernels.linear_cross_entropy import by_tokens, dispatch, tpu
 from headrace.kernels.linear_cross_entropy.dispatch import add_z_loss, fused_cross_entropy
 from headrace.kernels.linear_cross_entropy.stats import HeadSharding, HeadSpec
-from headrace.kernels.linear_cross_entropy.tpu import BlockShape, pick_blocks
+from headrace.kernels.linear_cross_entropy.tpu import BlockShape, pick_block_shape
 from headrace.losses import cross_entropy
 from tests.kernels.linear_cross_entropy.test_hopper import random_inputs
 
@@ -38,7 +38,7 @@ def test_blocks_compute_the_same_whether_the_width_is_in_one_part_or_more(
     monkeypatch.setattr(tpu, "BLOCK_SHAPES", (BlockShape(256, 256, width),))
     inputs, head = make_inputs(width=256), HeadSpec(SMOOTHED, 20.0)
     results, expected = (
-        jax.jit(partial(backend.compute_totals_and_gradients, head, HeadSharding()))(inputs)
+        jax.jit(partial(backend.compute_loss_and_gradients, head, HeadSharding()))(inputs)
         for backend in (tpu, by_tokens)
     )
     for result, value in zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True):
@@ -53,7 +53,7 @@ def test_blocks_fit_the_chip_and_divide_the_arrays(
     for tokens in (128, 384, 1024, 8192, 12_288):
         for width in range(128, tpu.MAX_WIDTH + 1, 128):
             for rows in (256, 2560, 4096):
-                blocks, sizes = pick_blocks(tokens, rows, width), (tokens, rows, width)
+                blocks, sizes = pick_block_shape(tokens, rows, width), (tokens, rows, width)
                 assert not any(size % block for size, block in zip(sizes, blocks, strict=True))
                 assert blocks.vmem_bytes < 0.9 * vmem
                 assert not blocks.width % 128 and not blocks.tokens % 128
@@ -81,12 +81,12 @@ def test_kernels_are_used_where_they_are_planned_to_be_faster(
 
 def test_wide_models_get_blocks_that_keep_a_v6e_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tpu, "device", lambda: V6E)
-    assert pick_blocks(8192, 4096, 4096) == (1024, 512, 4096)
-    assert pick_blocks(8192, 4096, 8192) == (2048, 1024, 512)
+    assert pick_block_shape(8192, 4096, 4096) == (1024, 512, 4096)
+    assert pick_block_shape(8192, 4096, 8192) == (2048, 1024, 512)
     monkeypatch.setattr(tpu, "device", lambda: V4)
-    assert pick_blocks(8192, 4096, 2304) == (1024, 256, 2304)
-    assert pick_blocks(8192, 4096, 4096) == (512, 256, 4096)
-    assert pick_blocks(8192, 4096, 8192) == (1024, 1024, 512)
+    assert pick_block_shape(8192, 4096, 2304) == (1024, 256, 2304)
+    assert pick_block_shape(8192, 4096, 4096) == (512, 256, 4096)
+    assert pick_block_shape(8192, 4096, 8192) == (1024, 1024, 512)
 
 
 def test_the_kernels_are_lowered_for_a_tpu_with_their_cost() -> None:
@@ -173,7 +173,7 @@ with jax.set_mesh(sharding.make_mesh(dict(data=1, fsdp=1, tensor=1, context=1), 
         hidden, tokens = array(1, 8192, width, dtype=jnp.bfloat16), array(1, 8192)
         inputs = HeadInputs(hidden, array(4000, width), array(1, 8192, dtype=jnp.int32), tokens)
         head = HeadSpec(lambda stats: stats.lse - stats.target + stats.mean, 30.0, 2048)
-        step = jax.jit(partial(tpu.compute_totals_and_gradients, head, HeadSharding()))
+        step = jax.jit(partial(tpu.compute_loss_and_gradients, head, HeadSharding()))
         step.lower(inputs).compile()
         print("fits", width)
 """
