@@ -77,7 +77,7 @@ def trained(use: str, rate: float, number: int, data: str) -> Curve:
                 size = dict(batch_size=ROWS, max_batches=HELD_OUT)
                 result = evaluate.evaluate(told, dataset, made.devices, cfg.objective, **size)
                 assert result is not None
-                curve.append((done * ROWS * 64, result.metrics["loss"]))
+                curve.append((done * ROWS * 64, result["loss"]))
     return curve
 
 

@@ -1,17 +1,14 @@
 """The Python API: what `import headrace` offers, and what the commands of `headrace` call.
 
-Functions return values and raise UserError; none of them prints or ends the process, except that training
-logs its progress to the terminal. JAX is imported by the functions that need it, after the recipe has been
-read and checked."""
+Functions return values and raise UserError. None of them ends the process or prints, but training logs its
+progress. JAX is imported by the functions that need it, after the recipe has been read and checked."""
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from headrace.errors import ExitCode, InvalidArgument
-from headrace.html_page import render_notebook_table
 
 if TYPE_CHECKING:
     import jax
@@ -21,6 +18,7 @@ if TYPE_CHECKING:
     from headrace.config.sections import TrainRecipe
     from headrace.data.pipeline.stages import StageName
     from headrace.plan.outcome import Outcome
+    from headrace.training.evaluate import Evaluation
 
 
 @dataclass(frozen=True)
@@ -30,20 +28,6 @@ class TrainResult:
     exit_code: ExitCode  # DONE, PREEMPTED if a signal stopped the run, or FAILED after too many bad steps
     step: int  # of the newest checkpoint; 0 if there is none
     run_dir: str
-
-
-class EvalResult(dict[str, float]):
-    """Metrics of the evaluation data by name, such as `loss` and `perplexity`. A table in notebooks."""
-
-    def __init__(self, metrics: dict[str, float], label_lines: Sequence[str] = ()) -> None:
-        super().__init__(metrics)
-        self.label_lines = tuple(label_lines)  # of a classifier: the counts of each label
-
-    def _repr_html_(self) -> str:
-        """Render the metrics as a table, for notebooks."""
-        rows = {name.replace("_", " "): f"{value:,.4f}" for name, value in self.items()}
-        rows |= {name: counts for name, _, counts in (line.partition(": ") for line in self.label_lines)}
-        return render_notebook_table("evaluation", rows)
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> "TrainRecipe":
@@ -110,18 +94,16 @@ def train(
 ) -> TrainResult:
     """Train a model in this process, or resume the run in the recipe's `run_dir`.
 
-    Progress is logged to the terminal, to metrics.jsonl in the run folder, and where `recipe.log` says. To be
-    called from the main thread: the first Ctrl-C saves a checkpoint and ends training, a second one raises
-    KeyboardInterrupt. Only the command `headrace train` restarts by itself after a crash.
+    Progress is logged to the terminal and the run folder. Call it from the main thread: the first Ctrl-C
+    saves a checkpoint and ends training. Only the command `headrace train` restarts after a crash.
 
     Args:
         recipe: From `load_recipe`.
         program_dir: Folder with the training step compiled by `headrace plan --save`, if there is one.
-        owns_process: The process ends after this call, so that a second Ctrl-C need not wait for unfinished
-            writes. For programs, not for notebooks.
+        owns_process: The process ends after this call: a second Ctrl-C need not wait for unfinished writes.
 
     Returns:
-        The exit code, and the step that was reached.
+        The exit code, the step of the newest checkpoint, and the run folder.
 
     Raises:
         UserError: If recipe, data and devices do not match.
@@ -144,10 +126,9 @@ def open_run(run_dir: str | Path, overrides: Sequence[str] = (), *, ema: bool | 
     """Load the newest checkpoint of a run, sharded over all devices.
 
     Args:
-        run_dir: A run folder that was trained, imported or quantized, or its gs:// URL.
+        run_dir: The folder of a run that was trained, imported or quantized, or its gs:// URL.
         overrides: Settings that replace those of the run's recipe: `["data.path=data/other"]`.
-        ema: True for the averaged weights, False for those of the last step. By default the average, if the
-            run has one.
+        ema: True for averaged weights, False for those of the last step (default: averaged if there are).
 
     Returns:
         The run with `recipe`, `params`, `step`, `tokenizer` and `model`.
@@ -171,8 +152,7 @@ def open_run(run_dir: str | Path, overrides: Sequence[str] = (), *, ema: bool | 
 def import_model(folder: str | Path, run_dir: str | Path) -> "TrainRecipe":
     """Make a run folder from a Hugging Face model folder.
 
-    Its weights become the checkpoint of step 0, and its config.json a recipe, by which it can be trained
-    further. Needs no accelerator: weights are read into the host's memory.
+    Its weights become the checkpoint of step 0, and its config.json a recipe to train from.
 
     Args:
         folder: A local folder with config.json, *.safetensors and tokenizer.json.
@@ -182,7 +162,7 @@ def import_model(folder: str | Path, run_dir: str | Path) -> "TrainRecipe":
         The recipe. `data.path` in it is a placeholder.
 
     Raises:
-        UserError: If the model is of a family that Headrace does not have, or has tensors that do not fit.
+        UserError: If Headrace does not have such a model, or the folder lacks a part of it.
 
     Example:
         >>> hr.import_model("models/Llama-3.2-1B", "runs/llama")
@@ -193,15 +173,14 @@ def import_model(folder: str | Path, run_dir: str | Path) -> "TrainRecipe":
     return from_huggingface.import_model(str(folder), str(run_dir))
 
 
-def evaluate(run: "LoadedRun") -> EvalResult:
+def evaluate(run: "LoadedRun") -> "Evaluation":
     """Evaluate a model on all held-out sequences of its data.
 
     Args:
         run: From `open_run`. Its `recipe.data.path` is read.
 
     Returns:
-        Metrics by name: `loss` in nats, `perplexity`, `bits_per_byte` and others, as far as the objective has
-        them. Results of classifiers also have `label_lines`.
+        Metrics by name, such as `loss` in nats; also `label_lines` of a classifier. A table in notebooks.
 
     Raises:
         UserError: If there is no data, or it is not of the run's tokenizer or kind.
@@ -213,8 +192,7 @@ def evaluate(run: "LoadedRun") -> EvalResult:
     refuse_path("run", run, "open_run")
     from headrace.training import evaluate
 
-    evaluation = evaluate.evaluate_run(run)
-    return EvalResult(evaluation.metrics, evaluation.label_lines)
+    return evaluate.evaluate_run(run)
 
 
 def generate(
@@ -244,13 +222,12 @@ def generate(
         seed: The same seed gives the same text.
         pause_tokens: Pause tokens after the prompt, for models trained with them.
         steps: For diffusion models: the number of denoising steps; 0 means one per token.
-        block: For diffusion models: finish so many tokens before the next are started; 0 means all at once.
-        order: For diffusion models: unmask the most certain tokens first, random ones, or each at a random
-            step.
+        block: For diffusion models: the tokens to finish before the next are started; 0 means all at once.
+        order: For diffusion models: unmask the most certain tokens first, random ones, or each at any step.
         exit_share: With recurrent depth: stop after a round that changes the states by less than this share.
 
     Returns:
-        An iterator over pieces of text, without the prompt. Each is generated when it is asked for.
+        An iterator over pieces of text, without the prompt. They are generated as they are consumed.
 
     Raises:
         UserError: At the call, if the model cannot continue text or an argument is out of range.
@@ -264,8 +241,6 @@ def generate(
     from headrace.inference.generate import generate
     from headrace.inference.sampling import Sampling
 
-    if not 0 <= exit_share < math.inf:
-        raise InvalidArgument("exit_share", f"found {exit_share:g}, expected a share such as 0.03")
     schedule = UnmaskSchedule(steps, block, order)
     return generate(
         run,
@@ -287,9 +262,8 @@ def logits(run: "LoadedRun", tokens: "Sequence[int] | np.ndarray | jax.Array") -
             begin-of-text token. Each new shape is compiled.
 
     Returns:
-        Logits in float32 [s v], or [b s v]: of the next token for decoders, of the token itself for encoders
-        and diffusion models. Classifiers have those of the labels [s c] or [b s c]; a text's are at its first
-        token.
+        Logits in float32 [s v] or [b s v]: of the next token for decoders, else of the token itself. Of a
+        classifier [s c] or [b s c]: of the labels; a text's are at its first token.
 
     Raises:
         UserError: If tokens are not in the vocabulary, or the model predicts neither tokens nor labels.
@@ -332,17 +306,9 @@ def export(
         >>> transformers.AutoModelForCausalLM.from_pretrained("exported")
     """
     refuse_path("run", run, "open_run")
-    from headrace.convert.options import check_export
+    from headrace.convert.export import export_run
 
-    target = str(target)
-    check_export(target, dtype, packed=packed, adapter=adapter)
-    from headrace.convert import gguf, peft, to_huggingface
-
-    if target.endswith(".gguf"):
-        return [gguf.export(run, target, dtype)]
-    if adapter:
-        return peft.export(run, target)
-    return to_huggingface.export(run, target, dtype, packed=packed)
+    return export_run(run, str(target), dtype, packed=packed, adapter=adapter)
 
 
 def quantize(
@@ -423,14 +389,9 @@ def plan(
         >>> outcome.fits, outcome.step_seconds, outcome.dollars
     """
     refuse_path("recipe", recipe, "load_recipe")
-    from headrace.hardware import chips
-    from headrace.hardware.slices import parse_slice
-    from headrace.plan import planner
+    from headrace.plan.planner import plan_recipe
 
-    slice_shape = parse_slice(slice_name)
-    price = chips.load_prices(prices)[slice_shape.chip.name]
-    recipe = planner.fill_data_sizes(recipe)
-    return planner.plan_slice(recipe, slice_shape, price, fast=fast, save_dir=save_dir)
+    return plan_recipe(recipe, slice_name, fast=fast, prices=prices, save_dir=save_dir)
 
 
 def refuse_path(name: str, value: object, loader: str) -> None:

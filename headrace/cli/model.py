@@ -11,7 +11,7 @@ from pathlib import Path
 
 from headrace import api
 from headrace.config.recipe import load_run
-from headrace.convert.options import check_export
+from headrace.convert.export import check_export
 from headrace.errors import UserError
 from headrace.quantize.options import choose_method
 
@@ -33,9 +33,8 @@ def evaluate(args: argparse.Namespace) -> None:
         return
     from headrace.training import evaluate
 
-    result = api.evaluate(run)
     step = f"step {run.step}: " if run.step else ""
-    print(step + evaluate.format_result(result, result.label_lines, run.recipe.objective))
+    print(step + evaluate.format_result(api.evaluate(run), run.recipe.objective))
 
 
 def generate(args: argparse.Namespace) -> None:

@@ -49,6 +49,8 @@ def generate(
     if unmask is not None and not is_diffusion:
         options = ", ".join(unmask.changed_options())
         raise InvalidArgument(options, "expected nothing, since the run is no diffusion model")
+    if not 0 <= exit_share < math.inf:
+        raise InvalidArgument("exit_share", f"found {exit_share:g}, expected a share such as 0.03")
     if exit_share and run.recipe.recurrence is None:
         raise InvalidArgument("exit_share", "expected nothing: the run has no recurrent depth")
     if max_tokens < 1:

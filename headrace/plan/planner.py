@@ -7,8 +7,8 @@ from typing import Literal
 
 from headrace.config.sections import TrainRecipe
 from headrace.errors import UserError
-from headrace.hardware.chips import Price
-from headrace.hardware.slices import SliceShape
+from headrace.hardware.chips import Price, load_prices
+from headrace.hardware.slices import SliceShape, parse_slice
 from headrace.plan import aot, buffers
 from headrace.plan.device_memory import min_state_bytes
 from headrace.plan.estimate import Estimate, estimate_step
@@ -36,6 +36,22 @@ def fill_data_sizes(recipe: TrainRecipe) -> TrainRecipe:
 
     dataset = Dataset.open(recipe.data.path, sequence_length=recipe.data.sequence_length)
     return fill_model_sizes(recipe, dataset)
+
+
+def plan_recipe(
+    recipe: TrainRecipe,
+    slice_name: str,
+    *,
+    fast: bool = False,
+    prices: Path | None = None,
+    save_dir: Path | None = None,
+) -> Outcome:
+    """Plan a recipe for the slice of this name, with its price in the catalog or in the YAML file `prices`.
+
+    Raises UserError if there is no such slice, or the batch does not suit it."""
+    slice_shape = parse_slice(slice_name)
+    price = load_prices(prices)[slice_shape.chip.name]
+    return plan_slice(fill_data_sizes(recipe), slice_shape, price, fast=fast, save_dir=save_dir)
 
 
 def plan_slice(

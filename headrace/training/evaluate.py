@@ -6,7 +6,6 @@ compared with each other."""
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 import jax
 import numpy as np
@@ -15,6 +14,7 @@ from jax.sharding import Mesh
 from headrace.checkpoint.open_run import LoadedRun
 from headrace.data.dataset import Dataset
 from headrace.errors import UserError
+from headrace.html_page import render_notebook_table
 from headrace.nn import module
 from headrace.objectives import Batch, Objective, ObjectiveConfig, check_dataset_kind, load_objective
 from headrace.training.batch import device_batch, special_tokens
@@ -28,12 +28,19 @@ Totals = dict[str, np.ndarray]  # sums over the split, float64; arrays where an 
 HEADLINE_METRICS = ("loss", "unigram_entropy", "perplexity", "bits_per_byte")
 
 
-@dataclass(frozen=True)
-class Evaluation:
-    """Metrics of the held-out split."""
+class Evaluation(dict[str, float]):
+    """Metrics of the held-out split by name, such as `loss` and `perplexity`. A table in notebooks."""
 
-    metrics: dict[str, float]
-    label_lines: Sequence[str] = ()  # one for each label, if the objective predicts labels
+    def __init__(self, metrics: Mapping[str, float], label_lines: Sequence[str] = ()) -> None:
+        """`label_lines` are one for each label, if the objective predicts labels."""
+        super().__init__(metrics)
+        self.label_lines = tuple(label_lines)
+
+    def _repr_html_(self) -> str:
+        """Render the metrics as a table, for notebooks."""
+        rows = {name.replace("_", " "): f"{value:,.4f}" for name, value in self.items()}
+        rows |= {name: counts for name, _, counts in (line.partition(": ") for line in self.label_lines)}
+        return render_notebook_table("evaluation", rows)
 
 
 def evaluate_run(run: LoadedRun) -> Evaluation:
@@ -106,8 +113,7 @@ def make_result(dataset: Dataset, objective: Objective, totals: Totals) -> Evalu
         return Evaluation(token_metrics(dataset, objective, totals))
     lines = objective.per_label_lines
     return Evaluation(
-        metrics=objective.eval_metrics(totals),
-        label_lines=() if lines is None else lines(totals, dataset.index.labels),
+        objective.eval_metrics(totals), () if lines is None else lines(totals, dataset.index.labels)
     )
 
 
@@ -136,20 +142,18 @@ def targets_per_byte(dataset: Dataset, unpredicted: Sequence[str]) -> float:
     return (split.tokens - num_unpredicted) / max(split.bytes, 1)
 
 
-def format_result(
-    metrics: Mapping[str, float], label_lines: Sequence[str], objective: ObjectiveConfig
-) -> str:
+def format_result(evaluation: Evaluation, objective: ObjectiveConfig) -> str:
     """Format the metrics of an evaluation as one line, followed by those of labels."""
     name = load_objective(objective).loss_name
-    if "perplexity" not in metrics:
-        return "\n".join([_join_metrics(metrics), *label_lines])
+    if "perplexity" not in evaluation:
+        return "\n".join([_join_metrics(evaluation), *evaluation.label_lines])
     line = (
-        f"{name} {metrics['loss']:.4f} nats, unigram entropy {metrics['unigram_entropy']:.4f}, "
-        f"perplexity {metrics['perplexity']:,.2f}"
+        f"{name} {evaluation['loss']:.4f} nats, unigram entropy {evaluation['unigram_entropy']:.4f}, "
+        f"perplexity {evaluation['perplexity']:,.2f}"
     )
-    if "bits_per_byte" in metrics:
-        line += f", {metrics['bits_per_byte']:.3f} bits per byte"
-    extra = {name: value for name, value in metrics.items() if name not in HEADLINE_METRICS}
+    if "bits_per_byte" in evaluation:
+        line += f", {evaluation['bits_per_byte']:.3f} bits per byte"
+    extra = {name: value for name, value in evaluation.items() if name not in HEADLINE_METRICS}
     return f"{line}, {_join_metrics(extra)}" if extra else line
 
 

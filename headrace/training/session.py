@@ -114,7 +114,7 @@ class TrainSession:
                 should_stop=self.should_stop_evaluation,
             )
         if result is not None:
-            row = {f"evaluate/{name}": value for name, value in result.metrics.items()}
+            row = {f"evaluate/{name}": value for name, value in result.items()}
             self.trackers.write(step, row)
         else:
             self.trackers.event(

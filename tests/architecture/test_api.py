@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import headrace
-from headrace.api import EvalResult
 from headrace.plan import outcome  # a subpackage of the same name as a function of the API
+from headrace.training.evaluate import Evaluation
 
 ROOT = Path(__file__).parents[2]
 NAMES = {
@@ -24,7 +24,6 @@ IMPORT = """\
 import sys, time
 started = time.process_time()
 import headrace
-from headrace.api import EvalResult
 seconds = time.process_time() - started
 assert set(headrace.__all__) <= set(dir(headrace))
 assert callable(headrace.plan) and callable(headrace.load_recipe)
@@ -95,7 +94,7 @@ def test_a_path_in_place_of_a_recipe_is_answered_with_how_to_load_it():
 
 
 def test_results_of_evaluation_are_a_table_in_notebooks():
-    result = EvalResult({"loss": 0.25, "macro_f1": 0.5}, ["<b>: 3 of 4 right, predicted 5 times"])
+    result = Evaluation({"loss": 0.25, "macro_f1": 0.5}, ["<b>: 3 of 4 right, predicted 5 times"])
     assert result == {"loss": 0.25, "macro_f1": 0.5} and dict(result) == result
     html = result._repr_html_()
     assert "macro f1" in html and "0.2500" in html

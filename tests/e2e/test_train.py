@@ -332,7 +332,7 @@ def test_evaluation_of_a_run_is_the_mean_over_every_held_out_token(tiny):
         told = (segments[0, 1:] == segments[0, :-1]) & (segments[0, 1:] > 0)
         total -= logs[:-1][np.arange(63), tokens[0, 1:]][told].sum()
         count += told.sum()
-    result = evaluate_run(run).metrics
+    result = evaluate_run(run)
     assert result["loss"] == pytest.approx(total / count, abs=1e-5)
     assert result["perplexity"] == pytest.approx(np.exp(total / count), rel=1e-4)
     split = data.index.splits["evaluation"]
@@ -352,7 +352,7 @@ def test_masked_evaluation_is_the_same_for_any_batch_size_and_device_count(tiny)
             dict.fromkeys(sharding.AXES, 1) | {"fsdp": devices}, jax.devices()[:devices]
         )
         run = dataclasses.replace(run, params=jax.device_get(run.params), mesh=some)
-        return evaluate_run(run).metrics["loss"]
+        return evaluate_run(run)["loss"]
 
     wanted = loss(8, 8)
     assert [loss(2, 1), loss(2, 2), loss(8, 1)] == pytest.approx([wanted] * 3, abs=2e-6)

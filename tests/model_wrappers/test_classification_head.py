@@ -276,11 +276,11 @@ def test_an_encoder_that_tells_labels_is_quantised_and_evaluated(tmp_path: Path,
     )
     cfg = make_run(tmp_path, "encoder", sorted_texts, model=model, schedule=dict(use="constant", steps=30))
     training_run.run(cfg)
-    whole = evaluate.evaluate_run(open_run(recipe.load_run(cfg.run_dir))).metrics
+    whole = evaluate.evaluate_run(open_run(recipe.load_run(cfg.run_dir)))
     method = recipe.load_method("vptq", ["bits=4", "vector_length=2", "tune_steps=2", "finetune_steps=2"])
     request = quantize_run.QuantizeRequest(str(tmp_path / "few"), method, 16, "float32", str(sorted_texts))
     quantize_run.quantize(open_run(recipe.load_run(cfg.run_dir)), request, lambda line: None)
-    few = evaluate.evaluate_run(open_run(recipe.load_run(tmp_path / "few"))).metrics
+    few = evaluate.evaluate_run(open_run(recipe.load_run(tmp_path / "few")))
     assert few["loss"] == pytest.approx(whole["loss"], abs=0.1)
     layers = json.loads((tmp_path / "few/config.json").read_text())["quantization_config"][
         "config_for_layers"
@@ -302,7 +302,7 @@ def test_a_run_starts_from_a_pretrained_one_and_ends_in_transformers(
     rows = [json.loads(line) for line in (tmp_path / "after" / "metrics.jsonl").read_text().splitlines()]
     assert any("accuracy" in row for row in rows) and any("evaluate/macro_f1" in row for row in rows)
     run = open_run(recipe.load_run(str(tmp_path / "after")))
-    found = evaluate.evaluate_run(run).metrics
+    found = evaluate.evaluate_run(run)
     assert found["accuracy"] > 0.9 > 0.5 > found["majority"]
     assert (run.recipe.model.classifier.labels, run.recipe.model.classifier.pooling) == (3, "first")
     to_huggingface.export(run, str(tmp_path / "hf"), "float32")

@@ -150,7 +150,7 @@ def test_quantiles_are_nearer_to_normal_weights_than_even_steps():
 def test_training_begins_at_the_model_it_starts_from(plain, tmp_path, kind, exact):
     first = open_run(recipe.load_run(plain().run_dir))
     run = more(plain, tmp_path, "still", *kind, rate=1e-30)
-    before, after = evaluate_run(first).metrics["loss"], evaluate_run(run).metrics["loss"]
+    before, after = evaluate_run(first)["loss"], evaluate_run(run)["loss"]
     assert before == after if exact else abs(before - after) < 1e-6
     np.testing.assert_array_equal(run.params.blocks.w_q.base, first.params.blocks.w_q)
 
@@ -170,7 +170,7 @@ def test_adapters_alone_learn_and_the_optimizer_keeps_nothing_of_the_rest(plain,
     abstract, _ = setup.make_state(run.recipe, task, update, setup.make_mesh(run.recipe))
     count = sum(leaf.size for name, leaf in module.named_leaves(run.params) if name in learns)
     assert sum(leaf.size for leaf in jax.tree.leaves(abstract.optimizer)) <= 2 * count + 2
-    assert evaluate_run(run).metrics["loss"] != evaluate_run(first).metrics["loss"]
+    assert evaluate_run(run)["loss"] != evaluate_run(first)["loss"]
 
 
 def test_lora_targets_choose_matrices_and_freeze_may_choose_among_their_adapters(plain, tmp_path):
@@ -270,13 +270,13 @@ def test_what_is_merged_computes_what_the_adapters_do(plain, tmp_path):
             whole.recipe.model == model_wrappers.without_wrapper(run.recipe.model)
             and whole.recipe.model.lora is None
         )
-        assert abs(evaluate_run(whole).metrics["loss"] - evaluate_run(run).metrics["loss"]) < 1e-5
+        assert abs(evaluate_run(whole)["loss"] - evaluate_run(run)["loss"]) < 1e-5
         greedy = Sampling(temperature=0.0)
         said, wanted = ("".join(generate(one, "Text 3: the", 8, greedy)) for one in (run, whole))
         assert said == wanted
     # And another run may start from it, whose adapters are new.
     second = more(plain, tmp_path, "second", *LORA, rate=1e-30, start=run.recipe.run_dir)
-    assert abs(evaluate_run(second).metrics["loss"] - evaluate_run(run).metrics["loss"]) < 1e-5
+    assert abs(evaluate_run(second)["loss"] - evaluate_run(run)["loss"]) < 1e-5
 
 
 @pytest.mark.thin(4)

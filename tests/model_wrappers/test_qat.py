@@ -117,7 +117,7 @@ def test_what_is_merged_computes_what_training_saw_bit_for_bit(plain, tmp_path, 
     )
     assert evaluate_run(back) == evaluate_run(run)
     whole = run.merged()
-    assert evaluate_run(whole).metrics["loss"] == evaluate_run(run).metrics["loss"]
+    assert evaluate_run(whole)["loss"] == evaluate_run(run)["loss"]
 
 
 def test_low_rank_training_moves_the_thin_matrices_and_the_scales_alone(plain, tmp_path):
@@ -158,16 +158,16 @@ def test_a_run_with_frozen_weights_goes_on_where_it_stopped(plain, tmp_path):
 @pytest.mark.slow
 def test_trained_in_3_bits_is_better_than_rounded_to_3_bits(library, tmp_path):
     first = open_run(recipe.load_run(library().run_dir))
-    found = {"plain": evaluate_run(first).metrics["perplexity"]}
+    found = {"plain": evaluate_run(first)["perplexity"]}
     for name in ("rtn", "gptq"):
         method = recipe.load_method(name, ["bits=3", "group_size=0"])
         request = quantize_run.QuantizeRequest(
             f"{tmp_path}/{name}", method, 64, "float32", first.recipe.data.path
         )
         quantize_run.quantize(first, request, lambda line: None)
-        found[name] = evaluate_run(open_run(recipe.load_run(request.target))).metrics["perplexity"]
+        found[name] = evaluate_run(open_run(recipe.load_run(request.target)))["perplexity"]
     run = more(library, tmp_path, "low", *LOW, "schedule.steps=60", "schedule.warmup=6", rate=1e-2)
-    found["low rank"] = evaluate_run(run).metrics["perplexity"]
+    found["low rank"] = evaluate_run(run)["perplexity"]
     print(found)
     assert found["low rank"] < found["gptq"] < found["rtn"]
 

@@ -62,7 +62,7 @@ def quantize(
 
 
 def perplexity(run: LoadedRun) -> float:
-    return evaluate_run(run).metrics["perplexity"]
+    return evaluate_run(run)["perplexity"]
 
 
 def test_a_quantized_folder_has_the_expected_size_and_perplexity(trained, tmp_path):
