@@ -15,6 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from headrace.attention import AttentionCall, blocks_sharing_documents, first_last_true
 from headrace.nn.attention_mask import HIDDEN, Mask
 from headrace.nn.remat import SAVED_ATTENTION
+from headrace.nn.soft_cap import soft_cap
 
 Array = jax.Array
 BlockRange = tuple[int | Array, int | Array]  # the first block, and the one after the last
@@ -186,9 +187,7 @@ _flash.defvjp(_forward, _backward)
 def _tile_scores(score: ScoreSpec, blocks: Blocks, i: Array, j: Array) -> tuple[Array, Array]:
     """Compute the scores of query block i and key block j, and which of them are visible."""
     q, k, _, q_segments, kv_segments, offset = blocks
-    scores = score.scale * _einsum("bkgsh,bkth->bkgst", q[i], k[j])
-    if score.soft_cap is not None:
-        scores = score.soft_cap * jnp.tanh(scores / score.soft_cap)
+    scores = soft_cap(score.scale * _einsum("bkgsh,bkth->bkgst", q[i], k[j]), score.soft_cap)
     queries = offset + i * q.shape[-2] + jnp.arange(q.shape[-2])[:, None]
     keys = j * k.shape[-2] + jnp.arange(k.shape[-2])[None, :]
     is_visible = score.mask.allows(queries, keys) & (keys < score.num_keys)
