@@ -65,7 +65,7 @@ class UnmaskStep:
 
 @dataclass(frozen=True)
 class StepConstants:
-    """What is constant in the compiled step."""
+    """Constants of the compiled step."""
 
     cfg: ModelConfig
     exec_opts: Execution

@@ -13,7 +13,7 @@ MAX_TEMPERATURE = 100  # far below it, all tokens are about equally likely
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is sampled. Temperature 0 takes the likeliest; `top_k` and `top_p` rule out unlikely
+    """Settings of sampling. Temperature 0 takes the likeliest token; `top_k` and `top_p` rule out unlikely
     ones."""
 
     temperature: float = 0.8

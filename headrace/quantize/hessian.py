@@ -23,7 +23,7 @@ RoundInput = Callable[[PyTree, PyTree, Array], tuple[Array, PyTree]]
 
 
 class SweepResult(NamedTuple):
-    """What `gptq_sweep` returns, with a leading axis of inputs."""
+    """The result of `gptq_sweep`, with a leading axis of inputs."""
 
     codes: PyTree  # as returned by `round_input`
     rounded: Array

@@ -7,7 +7,6 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +17,7 @@ from safetensors.numpy import save_file
 from headrace.data import shards
 from headrace.errors import UserError
 from headrace.model_formats import quantized_folder
+from headrace.model_formats.hf_config import HFSettings
 from headrace.model_formats.quantized_folder import Linear, matrix_tensors
 from headrace.nn.module import Array, PyTree
 from headrace.quantize.methods import MethodConfig, QuantizedLayer, QuantizedMatrix, load_method
@@ -91,7 +91,7 @@ class LayerCache:
                 for linear in self.linears
             }
 
-    def load_config(self, index: int) -> dict[str, Any]:
+    def load_config(self, index: int) -> HFSettings:
         """Read the `quantization_config` of a layer."""
         with safe_open(self.path(index), framework="np") as file:
             return json.loads(file.metadata()["settings"])

@@ -40,7 +40,7 @@ from headrace.training.task import make_task
 
 @dataclass(frozen=True)
 class QuantizeRequest:
-    """What to quantize a run to. Its fields are keys of request.json in the folder of unfinished work."""
+    """A request to quantize a run. Its fields are keys of request.json in the folder of unfinished work."""
 
     target: str  # folder to write, which must not exist
     method: MethodConfig

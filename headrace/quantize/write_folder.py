@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -12,6 +11,7 @@ from headrace.checkpoint.open_run import LoadedRun
 from headrace.config import reader
 from headrace.convert import to_huggingface
 from headrace.convert.output import new_folder
+from headrace.model_formats.hf_config import HFSettings
 from headrace.model_formats.hf_tensors import layer_name, split_spec, to_tensors
 from headrace.model_formats.quantized_folder import matrix_tensors
 from headrace.model_wrappers import load_family
@@ -39,9 +39,9 @@ def write_quantized_folder(run: LoadedRun, target: str, dtype: str, cache: Layer
     return sorted(path for path in Path(target).rglob("*") if path.is_file())
 
 
-def make_quantization_config(run: LoadedRun, cache: LayerCache) -> dict[str, Any]:
+def make_quantization_config(run: LoadedRun, cache: LayerCache) -> HFSettings:
     """Make the `quantization_config` of config.json, of all layers."""
-    cfg, config = run.recipe.model, dict[str, Any]()
+    cfg, config = run.recipe.model, HFSettings()
     for index in range(cfg.layers):
         config = deep_merge(config, cache.load_config(index))
     if config["quant_method"] == "vptq":
@@ -72,7 +72,7 @@ def iter_tensors(run: LoadedRun, dtype: str, cache: LayerCache) -> Iterator[tupl
             yield from matrix_tensors(name.format(index), matrix).items()
 
 
-def deep_merge(config: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+def deep_merge(config: HFSettings, other: HFSettings) -> HFSettings:
     """Merge two layers' configs, which differ only in sections by layer."""
     sections = {key: config.get(key, {}) | value for key, value in other.items() if isinstance(value, dict)}
     return config | other | sections

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Protocol, TypeAlias
 
+from headrace.model_formats.hf_config import HFSettings
 from headrace.model_formats.quantized_folder import QuantizedMatrix
 from headrace.nn.module import Array
 
@@ -43,7 +44,7 @@ class QuantizeMethod:
     # (config, matrix [inputs outputs], its Hessian [inputs inputs], key) -> quantized matrix
     quantize: Callable[[Any, Array, Array | None, Array], QuantizedMatrix]
     # (config, matrices by the names of their linear layers) -> `quantization_config` of config.json
-    quantization_config: Callable[[Any, QuantizedLayer], dict[str, Any]]
+    quantization_config: Callable[[Any, QuantizedLayer], HFSettings]
     # Finetuning of codebooks to each layer's output, and of all codebooks to the training loss; None: none.
     layer_finetuning: Callable[[Any], Finetuning | None]
     end_to_end_finetuning: Callable[[Any], Finetuning | None]

@@ -6,13 +6,13 @@ order."""
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import jax.numpy as jnp
 
 from headrace.low_precision import grid
 from headrace.model_formats import gptq
 from headrace.model_formats.gptq import GPTQMatrix
+from headrace.model_formats.hf_config import HFSettings
 from headrace.nn.module import Array
 from headrace.quantize.hessian import RoundInput, cholesky_inverse, gptq_sweep, regularize
 
@@ -57,6 +57,6 @@ def make_round_input(bits: int) -> RoundInput:
     return round_input
 
 
-def quantization_config(cfg: Config, matrices: Mapping[str, GPTQMatrix]) -> dict[str, Any]:
+def quantization_config(cfg: Config, matrices: Mapping[str, GPTQMatrix]) -> HFSettings:
     """The `quantization_config` of config.json."""
     return gptq.quantization_config(cfg.bits, cfg.group_size)

@@ -3,11 +3,11 @@ baseline of the other methods."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from headrace.low_precision import grid
 from headrace.model_formats import gptq
 from headrace.model_formats.gptq import GPTQMatrix
+from headrace.model_formats.hf_config import HFSettings
 from headrace.nn.module import Array
 
 IS_CALIBRATED = False
@@ -34,6 +34,6 @@ def quantize(cfg: Config, w: Array, hessian: Array | None, key: Array) -> GPTQMa
     return gptq.pack_matrix(grid.round_to_grid(w / weight_scales, cfg.bits), scales, cfg.bits, cfg.group_size)
 
 
-def quantization_config(cfg: Config, matrices: Mapping[str, GPTQMatrix]) -> dict[str, Any]:
+def quantization_config(cfg: Config, matrices: Mapping[str, GPTQMatrix]) -> HFSettings:
     """The `quantization_config` of config.json."""
     return gptq.quantization_config(cfg.bits, cfg.group_size)

@@ -8,11 +8,11 @@ inputs are rounded again with both. The first inputs, the outliers, can have a f
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import jax.numpy as jnp
 
 from headrace.model_formats import vptq
+from headrace.model_formats.hf_config import HFSettings
 from headrace.model_formats.vptq import VPTQMatrix, VPTQShape
 from headrace.nn.module import Array
 from headrace.quantize.hessian import cholesky_inverse, gptq_sweep, regularize
@@ -151,16 +151,16 @@ def is_worthwhile(cfg: Config, vector: int, weights: int) -> bool:
     return 16 * vector * entries <= MAX_CODEBOOK_SHARE * cfg.bits * weights
 
 
-def quantization_config(cfg: Config, matrices: Mapping[str, VPTQMatrix]) -> dict[str, Any]:
+def quantization_config(cfg: Config, matrices: Mapping[str, VPTQMatrix]) -> HFSettings:
     """The `quantization_config` of config.json."""
     return vptq.quantization_config({name: matrix.shape for name, matrix in matrices.items()})
 
 
 def layer_finetuning(cfg: Config) -> Finetuning | None:
-    """How the codebooks of a layer are finetuned to its output."""
+    """The finetuning of each layer's codebooks to its output; None if there is none."""
     return Finetuning(cfg.tune_steps, cfg.tune_learning_rate) if cfg.tune_steps else None
 
 
 def end_to_end_finetuning(cfg: Config) -> Finetuning | None:
-    """How the codebooks of all layers are finetuned to the training loss."""
+    """The finetuning of all codebooks to the training loss; None if there is none."""
     return Finetuning(cfg.finetune_steps, cfg.finetune_learning_rate) if cfg.finetune_steps else None
