@@ -28,7 +28,7 @@ def evaluate(args: argparse.Namespace) -> None:
         from headrace.inference import lm_eval
 
         tasks = args.tasks.split(",")
-        results = lm_eval.evaluate_tasks(run, tasks, limit=args.limit, batch_size=args.batch or 8)
+        results = lm_eval.evaluate_tasks(run, tasks, max_examples=args.limit, batch_size=args.batch or 8)
         print(lm_eval.format_results(results))
         return
     from headrace.training import evaluate

@@ -75,7 +75,7 @@ class StepConstants:
     unpredicted_ids: tuple[int, ...]  # special tokens, which have probability 0
 
 
-def sample(
+def sample_tokens(
     run: LoadedRun, prompt_ids: list[int], count: int, sampling: Sampling, schedule: UnmaskSchedule
 ) -> Iterator[int]:
     """Sample the `count` tokens that follow a prompt. They are yielded in the order of the text, when their
@@ -89,10 +89,10 @@ def sample(
     blocks = math.ceil(count / (schedule.block or count))
     if 0 < schedule.steps < blocks:
         raise InvalidArgument("steps", f"found {schedule.steps}, expected {blocks} or more, one per block")
-    return _sample(run, prompt_ids, count, sampling, schedule)
+    return _sample_tokens(run, prompt_ids, count, sampling, schedule)
 
 
-def _sample(
+def _sample_tokens(
     run: LoadedRun, prompt_ids: list[int], count: int, sampling: Sampling, schedule: UnmaskSchedule
 ) -> Iterator[int]:
     constants = _step_constants(run, sampling)
@@ -102,10 +102,10 @@ def _sample(
     row, segments = _masked_row(run, prompt_ids, count, min_length=len(prompt_ids) + blocks * width + 1)
     key, rng = jax.random.key(sampling.seed), np.random.default_rng(sampling.seed)
     number = 0
-    for block, steps in enumerate(even_split(schedule.steps or count, blocks)):
+    for block, steps in enumerate(split_evenly(schedule.steps or count, blocks)):
         first = len(prompt_ids) + block * width
         size = min(width, count - block * width)
-        for step in unmask_plan(schedule.order, size, steps, rng):
+        for step in plan_unmask_steps(schedule.order, size, steps, rng):
             is_candidate = np.zeros(width, bool)
             is_candidate[:size] = step.candidates
             number += 1
@@ -144,23 +144,23 @@ def _masked_row(run: LoadedRun, prompt_ids: list[int], count: int, *, min_length
     return jax.device_put(row, replicated), jax.device_put(segments, replicated)
 
 
-def unmask_plan(order: Order, tokens: int, steps: int, rng: np.random.Generator) -> list[UnmaskStep]:
+def plan_unmask_steps(order: Order, tokens: int, steps: int, rng: np.random.Generator) -> list[UnmaskStep]:
     """Plan the steps that unmask a block of tokens: which tokens each chooses from, and how many.
 
     Only `confident` depends on what the model predicts. In the other orders the step of each token is drawn
     beforehand; steps without a token are left out, so that the model does not run for them."""
     if order == "confident":
         all_tokens = np.ones(tokens, bool)
-        return [UnmaskStep(all_tokens, count) for count in even_split(tokens, steps) if count]
+        return [UnmaskStep(all_tokens, count) for count in split_evenly(tokens, steps) if count]
     if order == "random":
-        step_of_token = rng.permutation(np.repeat(np.arange(steps), even_split(tokens, steps)))
+        step_of_token = rng.permutation(np.repeat(np.arange(steps), split_evenly(tokens, steps)))
     else:
         step_of_token = rng.integers(steps, size=tokens)
     in_step = [step_of_token == step for step in np.unique(step_of_token)]
     return [UnmaskStep(candidates, int(candidates.sum())) for candidates in in_step]
 
 
-def even_split(total: int, parts: int) -> list[int]:
+def split_evenly(total: int, parts: int) -> list[int]:
     """Split a number into parts that differ by at most one, the larger ones first."""
     return [total // parts + (part < total % parts) for part in range(parts)]
 

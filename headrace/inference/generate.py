@@ -57,9 +57,9 @@ def generate(
         raise InvalidArgument("tokens", "expected 1 or more")
     prompt_ids = _encode_prompt(tokenizer, prompt, pause_tokens)
     if is_diffusion:
-        ids = diffusion.sample(run, prompt_ids, max_tokens, sampling, unmask or UnmaskSchedule())
+        ids = diffusion.sample_tokens(run, prompt_ids, max_tokens, sampling, unmask or UnmaskSchedule())
     else:
-        ids = sample(run, prompt_ids, max_tokens, sampling, exit_share=exit_share)
+        ids = sample_tokens(run, prompt_ids, max_tokens, sampling, exit_share=exit_share)
     return decode_stream(tokenizer, prompt_ids, ids)
 
 
@@ -116,7 +116,7 @@ def decode_stream(tokenizer: Tokenizer, prompt_ids: list[int], ids: Iterator[int
             decoded = text
 
 
-def sample(
+def sample_tokens(
     run: LoadedRun,
     prompt_ids: list[int],
     count: int,

@@ -41,11 +41,13 @@ Results: TypeAlias = dict[str, object]  # as lm-evaluation-harness returns them
 EncodedPair: TypeAlias = tuple[tuple[str, str] | None, list[int], list[int]]
 
 
-def evaluate_tasks(run: LoadedRun, tasks: Sequence[str], *, limit: int | None, batch_size: int) -> Results:
+def evaluate_tasks(
+    run: LoadedRun, tasks: Sequence[str], *, max_examples: int | None, batch_size: int
+) -> Results:
     """Evaluate a run on tasks: names that the harness knows, or paths of YAML files that define one.
 
-    `limit` is the most examples per task, `batch_size` the texts scored at once. Raises UserError for a task
-    that does not exist, or a run that does not generate text."""
+    `max_examples` is the limit per task, None for all; `batch_size` is the number of texts scored at once.
+    Raises UserError for a task that does not exist, or a run that does not generate text."""
     files = [Path(task) for task in tasks if task.endswith((".yaml", ".yml"))]
     for path in files:
         if not path.is_file():
@@ -63,7 +65,7 @@ def evaluate_tasks(run: LoadedRun, tasks: Sequence[str], *, limit: int | None, b
             model=HarnessModel(run, batch_size),
             tasks=names,
             task_manager=manager,
-            limit=limit,
+            limit=max_examples,
             bootstrap_iters=1000,
         )
 

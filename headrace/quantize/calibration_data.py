@@ -21,7 +21,7 @@ from headrace.training.evaluate import device_batch, special_tokens
 from headrace.training.task import make_task
 
 
-def open_dataset(run: LoadedRun, path: str, *, is_trained_on: bool = False) -> Dataset:
+def open_calibration_data(run: LoadedRun, path: str, *, is_trained_on: bool = False) -> Dataset:
     """Open packed data for a run's model. Raises UserError if it is of another tokenizer or kind, or if it is
     trained on and holds rejected answers."""
     length = run.recipe.data.sequence_length
@@ -48,21 +48,23 @@ def without_preference(recipe: TrainRecipe) -> TrainRecipe:
     return dataclasses.replace(recipe, objective=reader.part_class("objectives", "causal")())
 
 
-def batch_rows(run: LoadedRun, samples: int) -> int:
-    """The number of rows that are on the devices at a time: at most a microbatch, a multiple of the number of
-    devices."""
+def choose_batch_size(run: LoadedRun, num_samples: int) -> int:
+    """Choose the number of rows that are on the devices at a time: at most a microbatch, and a multiple of
+    the number of devices."""
     microbatch = run.recipe.batch.sequences // run.recipe.batch.microbatches
-    rows = max(run.mesh.size, min(samples, microbatch))
+    rows = max(run.mesh.size, min(num_samples, microbatch))
     return rows - rows % run.mesh.size
 
 
-def load_batches(run: LoadedRun, dataset: Dataset, samples: int) -> Iterator[CalibrationBatch]:
-    """Yield `samples` rows of the training split in batches, with inputs as the objective makes them."""
+def load_calibration_batches(
+    run: LoadedRun, dataset: Dataset, num_samples: int
+) -> Iterator[CalibrationBatch]:
+    """Yield `num_samples` rows of the training split in batches, with inputs as the objective makes them."""
     task = make_task(calibration_recipe(run.recipe, dataset), special_tokens(dataset))
-    rows, seed = batch_rows(run, samples), run.recipe.seed
+    rows, seed = choose_batch_size(run, num_samples), run.recipe.seed
     prepare = jax.jit(lambda batch, key: load_objective(task.objective).prepare(task, batch, key))
     order = dataset.train_order(rows, seed=seed)
-    for step in range(max(1, samples // rows)):
+    for step in range(max(1, num_samples // rows)):
         batch = device_batch(dataset, order, run.mesh, step)
         examples = prepare(batch, jax.random.fold_in(jax.random.key(seed), step))
         token_mask = (batch.segments > 0).astype(jnp.float32)

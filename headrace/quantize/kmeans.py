@@ -19,16 +19,16 @@ def find_nearest(centroids: Array, vectors: Array) -> Array:
     return jnp.argmin(jnp.sum(centroids**2, axis=1) - 2 * products, axis=-1).astype(jnp.int32)
 
 
-@partial(jax.jit, static_argnames="count")
-def fit_centroids(key: Array, vectors: Array, input_weights: Array, count: int) -> Array:
-    """Fit `count` centroids [count v] to vectors [inputs n v], with a weight for each input.
+@partial(jax.jit, static_argnames="num_centroids")
+def fit_centroids(key: Array, vectors: Array, input_weights: Array, num_centroids: int) -> Array:
+    """Fit `num_centroids` centroids [k v] to vectors [inputs n v], with a weight for each input.
 
     A centroid that is nearest to no vector is moved to one that is far from its own centroid: with at least
     as many centroids as distinct vectors, the fit is exact."""
     inputs, per_input, length = vectors.shape
     flat = vectors.reshape(-1, length)
-    initial = jax.random.choice(key, flat.shape[0], (count,), replace=flat.shape[0] < count)
-    chunk_inputs = max(1, min(inputs, MAX_DISTANCES // (per_input * count)))
+    initial = jax.random.choice(key, flat.shape[0], (num_centroids,), replace=flat.shape[0] < num_centroids)
+    chunk_inputs = max(1, min(inputs, MAX_DISTANCES // (per_input * num_centroids)))
     padding = -inputs % chunk_inputs
     padded = jnp.pad(vectors, [(0, padding), (0, 0), (0, 0)])
     chunks = (

@@ -25,7 +25,8 @@ from headrace.quantize.methods import MethodConfig, QuantizedLayer, QuantizedMat
 
 @dataclass(frozen=True)
 class LayerCache:
-    """The files of one stage of a quantization. `record` identifies the request, the weights and the data."""
+    """The files of one stage of a quantization, one for each layer. `record` identifies the request, the
+    weights and the data."""
 
     folder: Path
     linears: Sequence[Linear]
@@ -58,42 +59,42 @@ class LayerCache:
         """The files of another stage, in the same folder."""
         return dataclasses.replace(self, stage=stage)
 
-    def path(self, index: int) -> Path:
+    def path(self, layer: int) -> Path:
         """The file of a layer."""
-        return self.folder / f"{self.stage}-{index:05}.safetensors"
+        return self.folder / f"{self.stage}-{layer:05}.safetensors"
 
-    def has(self, index: int) -> bool:
+    def has(self, layer: int) -> bool:
         """Whether a layer is stored."""
-        return self.path(index).is_file()
+        return self.path(layer).is_file()
 
-    def save(self, index: int, matrices: QuantizedLayer) -> None:
+    def save(self, layer: int, matrices: QuantizedLayer) -> None:
         """Store the matrices of a layer. The file appears when it is complete."""
         if not self.record_path.is_file():
             self.folder.mkdir(parents=True, exist_ok=True)
             shards.write_json(self.record_path, self.record)
-        by_name = {linear.name.format(index): matrices[linear.name] for linear in self.linears}
+        by_name = {linear.name.format(layer): matrices[linear.name] for linear in self.linears}
         tensors: dict[str, np.ndarray] = {}
         for name, matrix in by_name.items():
             tensors |= matrix_tensors(name, matrix)
         config = load_method(self.method).quantization_config(self.method, by_name)
-        scratch = self.path(index).with_suffix(".part")
+        scratch = self.path(layer).with_suffix(".part")
         save_file(tensors, scratch, metadata={"settings": json.dumps(config)})
-        scratch.rename(self.path(index))
+        scratch.rename(self.path(layer))
 
-    def load(self, index: int) -> dict[str, QuantizedMatrix]:
+    def load(self, layer: int) -> dict[str, QuantizedMatrix]:
         """Read the matrices of a layer, by the names of linear layers."""
-        config = self.load_config(index)
-        with safe_open(self.path(index), framework="np") as file:
+        config = self.load_config(layer)
+        with safe_open(self.path(layer), framework="np") as file:
             names = set(file.keys())
             take = lambda name: file.get_tensor(name) if name in names else None
             return {
-                linear.name: quantized_folder.load_matrix(config, linear.name.format(index), take)
+                linear.name: quantized_folder.load_matrix(config, linear.name.format(layer), take)
                 for linear in self.linears
             }
 
-    def load_config(self, index: int) -> HFSettings:
+    def load_config(self, layer: int) -> HFSettings:
         """Read the `quantization_config` of a layer."""
-        with safe_open(self.path(index), framework="np") as file:
+        with safe_open(self.path(layer), framework="np") as file:
             return json.loads(file.metadata()["settings"])
 
 

@@ -28,8 +28,15 @@ from headrace.models import ModelConfig, fixed_matmul
 from headrace.nn import module
 from headrace.nn.module import Array
 from headrace.nn.stack import Execution
-from headrace.quantize import calibrate, calibration_data, finetune
+from headrace.quantize import calibrate, finetune
 from headrace.quantize.calibrate import CalibrationBatch, ModelLayer
+from headrace.quantize.calibration_data import (
+    calibration_recipe,
+    choose_batch_size,
+    load_calibration_batches,
+    open_calibration_data,
+    shard_rows,
+)
 from headrace.quantize.layer_cache import LayerCache, fingerprint
 from headrace.quantize.methods import Finetuning, MethodConfig, QuantizedMatrix, QuantizeMethod, load_method
 from headrace.quantize.write_folder import write_quantized_folder
@@ -69,11 +76,11 @@ def quantize(run: LoadedRun, request: QuantizeRequest, report: Callable[[str], N
         run = run.merged()
     check_quantizable(run, request)
     cfg, method = run.recipe.model, load_method(request.method)
-    linears = find_linears(cfg)
+    linears = require_linears(cfg)
     is_trained_on = method.end_to_end_finetuning(request.method) is not None
     dataset = None
     if method.is_calibrated and not qat.applies(cfg):
-        dataset = calibration_data.open_dataset(run, request.data, is_trained_on=is_trained_on)
+        dataset = open_calibration_data(run, request.data, is_trained_on=is_trained_on)
     with jax.set_mesh(run.mesh):
         cache = open_cache(run, request, linears, dataset)
         job = QuantizeJob(run, request, method, cache, report)
@@ -121,7 +128,7 @@ def check_quantizable(run: LoadedRun, request: QuantizeRequest) -> None:
         raise UserError(f"{request.target}: already exists; name a new folder, or remove it")
 
 
-def find_linears(cfg: ModelConfig) -> list[Linear]:
+def require_linears(cfg: ModelConfig) -> list[Linear]:
     """The matrices of a model that are linear layers in transformers. Raises UserError if there are none."""
     plain = model_wrappers.without_wrapper(cfg)
     found = quantized_folder.find_linears(load_family(plain), plain)
@@ -161,15 +168,15 @@ def quantize_calibrated_layers(job: QuantizeJob, dataset: Dataset) -> None:
     compute what the quantized layer outputs to the next. The inputs of one layer are in host memory."""
     run = job.run
     cfg, exec_opts = run.recipe.model, Execution(run.recipe.attention, run.recipe.compute.dtype)
-    batches = list(calibration_data.load_batches(run, dataset, job.request.samples))
+    batches = list(load_calibration_batches(run, dataset, job.request.samples))
     kinds = calibrate.count_layer_kinds(cfg, exec_opts, run.params, batches[0])
-    to_devices = partial(calibration_data.shard_rows, run.mesh)
+    to_devices = partial(shard_rows, run.mesh)
     inputs = [np.asarray(calibrate.embed_inputs(cfg, exec_opts, run.params, batch)) for batch in batches]
     for index in range(cfg.layers):
         layer = ModelLayer(cfg, exec_opts, index % kinds, jnp.asarray(index), run.params)
         if not job.cache.has(index):
             rows = ((batch, to_devices(x)) for batch, x in zip(batches, inputs, strict=True))
-            matrices = quantize_layer(job, index, mean_hessians(layer, job.cache.linears, rows))
+            matrices = quantize_layer(job, index, compute_hessians(layer, job.cache.linears, rows))
             if finetuning := job.method.layer_finetuning(job.request.method):
                 matrices = finetune.finetune_layer(
                     finetuning, layer, job.cache.linears, matrices, batches, inputs, to_devices
@@ -184,12 +191,12 @@ def quantize_calibrated_layers(job: QuantizeJob, dataset: Dataset) -> None:
         report_layer(job, index)
 
 
-def report_layer(job: QuantizeJob, index: int) -> None:
+def report_layer(job: QuantizeJob, layer: int) -> None:
     """Report that a layer is finished."""
-    job.report(f"layer {index + 1} of {job.run.recipe.model.layers}")
+    job.report(f"layer {layer + 1} of {job.run.recipe.model.layers}")
 
 
-def mean_hessians(
+def compute_hessians(
     layer: ModelLayer, linears: Sequence[Linear], rows: Iterable[tuple[CalibrationBatch, Array]]
 ) -> dict[str, Array]:
     """Compute the Hessians of a layer's matrices by the names of linear layers, each divided by the mean of
@@ -201,35 +208,33 @@ def mean_hessians(
         grams = {path: grams.get(path, 0) + gram for path, gram in sums.items()}
     for linear in linears:
         if linear.paths[0] not in grams:
-            raise UserError(
-                f"quantize: the model does not multiply by {linear.name} in a way that is observed"
-            )
+            raise UserError(f"quantize: calibration cannot observe how the model uses {linear.name}")
     means = {path: jnp.mean(jnp.diag(gram)) for path, gram in grams.items()}
     scaled = {path: gram / jnp.where(means[path] > 0, means[path], 1.0) for path, gram in grams.items()}
     return {linear.name: scaled[linear.paths[0]] for linear in linears}
 
 
-def quantize_layer(job: QuantizeJob, index: int, hessians: dict[str, Array]) -> dict[str, QuantizedMatrix]:
+def quantize_layer(job: QuantizeJob, layer: int, hessians: dict[str, Array]) -> dict[str, QuantizedMatrix]:
     """Quantize the matrices of a layer, by the names of linear layers."""
     return {
-        linear.name: quantize_matrix(job.run, job.request.method, linear, index, hessians.get(linear.name))
+        linear.name: quantize_matrix(job.run, job.request.method, linear, layer, hessians.get(linear.name))
         for linear in job.cache.linears
     }
 
 
 def quantize_matrix(
-    run: LoadedRun, method: MethodConfig, linear: Linear, index: int, hessian: Array | None
+    run: LoadedRun, method: MethodConfig, linear: Linear, layer: int, hessian: Array | None
 ) -> QuantizedMatrix:
-    """Quantize a matrix of layer `index`, with its outputs sharded over all devices if they are divisible."""
+    """Quantize a matrix of a layer. Its outputs are sharded over all devices if they are divisible."""
     params = dict(module.named_leaves(run.params))
     parts = [
-        to_hf_layout(params[path][index].astype(jnp.float32), place.pattern)
+        to_hf_layout(params[path][layer].astype(jnp.float32), place.pattern)
         for path, place in zip(linear.paths, linear.sub_matrices, strict=True)
     ]
     mesh_axes = tuple(run.mesh.shape)
     spec = P(None, mesh_axes if linear.outputs % run.mesh.size == 0 else None)
     w = jax.device_put(jnp.concatenate(parts).T, NamedSharding(run.mesh, spec))
-    return run_method(method, w, hessian, jax.random.fold_in(jax.random.key(run.recipe.seed), index))
+    return run_method(method, w, hessian, jax.random.fold_in(jax.random.key(run.recipe.seed), layer))
 
 
 @partial(jax.jit, static_argnames="method")
@@ -238,15 +243,15 @@ def run_method(method: MethodConfig, w: Array, hessian: Array | None, key: Array
     return load_method(method).quantize(method, w, hessian, key)
 
 
-def from_qat(run: LoadedRun, linear: Linear, index: int) -> GPTQMatrix:
-    """Store a matrix of layer `index` with the integers and scales that quantization-aware training computed
+def from_qat(run: LoadedRun, linear: Linear, layer: int) -> GPTQMatrix:
+    """Store a matrix of a layer with the integers and scales that quantization-aware training computed
     with."""
     cfg = run.recipe.model
     plain = model_wrappers.without_wrapper(cfg)
     axes = dict(module.named_leaves(module.axes(load_family(plain).Model, plain)))
     parts = []
     for path in linear.paths:
-        w = jax.tree.map(lambda leaf: leaf[index], module.get_path(run.params, path))
+        w = jax.tree.map(lambda leaf: leaf[layer], module.get_path(run.params, path))
         parts.append(qat.to_integers(w, qat.make_grid(cfg, axes[path])))
     integers, scales = (jnp.concatenate(arrays, axis=1) for arrays in zip(*parts, strict=True))
     return gptq.pack_matrix(integers, scales, cfg.qat.bits, cfg.qat.group_size)
@@ -259,10 +264,10 @@ def finetune_codebooks(job: QuantizeJob, dataset: Dataset, finetuning: Finetunin
     cache = job.cache.with_stage("finished")
     if all(cache.has(index) for index in indices):
         return cache
-    recipe = calibration_data.calibration_recipe(run.recipe, dataset)
+    recipe = calibration_recipe(run.recipe, dataset)
     task = make_task(recipe, special_tokens(dataset))
     axes = module.axes(load_family(recipe.model).Model, recipe.model)
-    rows = calibration_data.batch_rows(run, job.request.samples)
+    rows = choose_batch_size(run, job.request.samples)
     order = dataset.train_order(rows, seed=recipe.seed)
     result = finetune.finetune_all(
         finetuning,
@@ -276,6 +281,6 @@ def finetune_codebooks(job: QuantizeJob, dataset: Dataset, finetuning: Finetunin
     for index in indices:
         cache.save(index, result.layers[index])
     losses = f"loss {result.loss_before:.4f} to {result.loss_after:.4f}"
-    note = "" if result.is_improved else ", which is discarded"
+    note = "" if result.is_improved else ", discarded since it is not lower"
     job.report(f"all layers, {finetuning.steps} steps: {losses}{note}")
     return cache

@@ -26,7 +26,7 @@ from headrace.data.tokenizer import tokenizer as tokenizer_io
 from headrace.data.tokenizer import train as tokenizer_train
 from headrace.data.verify import verify
 from headrace.errors import UserError
-from headrace.quantize.calibration_data import open_dataset
+from headrace.quantize.calibration_data import open_calibration_data
 from tests.data.chat.test_encode import GENERATION, TOOLS, pair, say
 from tests.data.test_labeled import lines, prepared, silent
 
@@ -213,7 +213,7 @@ def test_finetuning_for_few_bits_refuses_preference_pairs(tmp_path: Path) -> Non
             recipe=SimpleNamespace(objective=section, data=SimpleNamespace(sequence_length=120)),
             tokenizer_sha256=None,
         )
-        return open_dataset(run, folder, is_trained_on=is_trained_on)
+        return open_calibration_data(run, folder, is_trained_on=is_trained_on)
 
     assert opened("dpo").index.pairs  # to be calibrated with
     with pytest.raises(UserError, match=r"finetune_steps: .* holds pairs of answers"):

@@ -19,7 +19,7 @@ from headrace.data.tokenizer import train as tokenizer_train
 from headrace.errors import UserError
 from headrace.inference import diffusion as diffusion_decoding
 from headrace.inference import generate
-from headrace.inference.diffusion import UnmaskSchedule, even_split, unmask_plan
+from headrace.inference.diffusion import UnmaskSchedule, plan_unmask_steps, split_evenly
 from headrace.inference.sampling import Sampling
 from headrace.kernels.linear_cross_entropy.dispatch import fused_cross_entropy
 from headrace.models import eurobert
@@ -207,7 +207,7 @@ def test_predicted_tokens_are_unmasked_block_by_block_and_not_changed_again(
 ):
     run, rows = oracle([20, 21, *PREDICTED], [9.0, 9.0, *CONFIDENCE])
     schedule = UnmaskSchedule(order=order, **options)
-    assert list(diffusion_decoding.sample(run, [1, 30], 10, GREEDY, schedule)) == PREDICTED
+    assert list(diffusion_decoding.sample_tokens(run, [1, 30], 10, GREEDY, schedule)) == PREDICTED
     mask = tokenizer.special.mask
     for before, after in itertools.pairwise([np.array([1, 30, *[mask] * 10]), *(row[:12] for row in rows)]):
         np.testing.assert_array_equal(after[before != mask], before[before != mask])
@@ -222,7 +222,7 @@ def test_predicted_tokens_are_unmasked_block_by_block_and_not_changed_again(
 
 def test_the_most_confident_are_unmasked_first_in_as_many_steps_as_scheduled(oracle, tokenizer):
     run, rows = oracle([20, *PREDICTED], [9.0, *CONFIDENCE])
-    list(diffusion_decoding.sample(run, [1], 10, GREEDY, UnmaskSchedule(steps=4)))
+    list(diffusion_decoding.sample_tokens(run, [1], 10, GREEDY, UnmaskSchedule(steps=4)))
     unmasked = [np.nonzero(row[1:11] != tokenizer.special.mask)[0] for row in rows]
     assert [len(positions) for positions in unmasked] == [3, 6, 8, 10]
     for positions in unmasked:
@@ -233,7 +233,7 @@ def test_one_program_serves_all_steps_blocks_and_similar_lengths(oracle):
     run, _ = oracle([20, *PREDICTED], [9.0, *CONFIDENCE])
     before = UNMASK_STEP._cache_size()
     for tokens, ids in ((10, [1]), (9, [1, 30])):
-        list(diffusion_decoding.sample(run, ids, tokens, GREEDY, UnmaskSchedule(block=4, steps=9)))
+        list(diffusion_decoding.sample_tokens(run, ids, tokens, GREEDY, UnmaskSchedule(block=4, steps=9)))
     assert UNMASK_STEP._cache_size() == before + 1
 
 
@@ -241,17 +241,17 @@ def test_random_and_ancestral_orders_unmask_each_token_in_any_step_equally_often
     rng = np.random.default_rng(0)
     for steps in (1, 4, 16):
         for _ in range(200):
-            counts = [step.count for step in unmask_plan("random", 10, steps, rng)]
-            assert counts == [count for count in even_split(10, steps) if count]
+            counts = [step.count for step in plan_unmask_steps("random", 10, steps, rng)]
+            assert counts == [count for count in split_evenly(10, steps) if count]
         for order in ("random", "ancestral"):
             step_of_token = np.zeros((2000, 10), int)
             for draw in range(2000):
-                for number, step in enumerate(unmask_plan(order, 10, steps, rng)):
+                for number, step in enumerate(plan_unmask_steps(order, 10, steps, rng)):
                     assert step.candidates.sum() == step.count > 0
                     step_of_token[draw, step.candidates] = number
             np.testing.assert_allclose(step_of_token.mean(axis=0), step_of_token.mean(), atol=0.06 * steps)
     # Each of 8 tokens is unmasked in any of 4 steps: a step has none of them with probability (3/4)**8.
-    lengths = [len(unmask_plan("ancestral", 8, 4, rng)) for _ in range(4000)]
+    lengths = [len(plan_unmask_steps("ancestral", 8, 4, rng)) for _ in range(4000)]
     assert np.mean(lengths) == pytest.approx(4 * (1 - (3 / 4) ** 8), abs=0.04)
 
 
@@ -261,7 +261,7 @@ def test_tokens_are_sampled_by_their_probabilities(oracle):
     for seed in range(8):
         schedule = UnmaskSchedule(steps=2, order="ancestral")
         sampling = Sampling(temperature=1.0, top_k=0, seed=seed)
-        sampled += diffusion_decoding.sample(run, [1], 120, sampling, schedule)
+        sampled += diffusion_decoding.sample_tokens(run, [1], 120, sampling, schedule)
     # Without pad, bos, eos and mask.
     probability = math.exp(4) / (math.exp(4) + run.tokenizer.vocab_size - 5)
     assert np.mean(np.array(sampled) == 20) == pytest.approx(

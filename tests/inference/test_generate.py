@@ -78,7 +78,7 @@ def test_greedy_decoding_takes_the_likeliest_token_of_the_full_forward_pass(leng
         return project(params.unembed, params(cfg, tokens, exec_opts=exec_opts), "bsd,vd->bsv")[0]
 
     ids = list(PROMPTS[length])
-    for token in generate.sample(run, PROMPTS[length], 12, GREEDY):
+    for token in generate.sample_tokens(run, PROMPTS[length], 12, GREEDY):
         # A decoder cannot see what follows the last token; with one length there is one compilation.
         logits = forward(run.params, jnp.asarray([ids + [0] * (19 - len(ids))]))
         best = np.sort(logits[len(ids) - 1])
@@ -99,13 +99,13 @@ def test_greedy_decoding_equals_transformers_on_any_number_of_devices(run, folde
             ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12
         )
         expected = output[0, len(prompt) :].tolist()
-        assert list(generate.sample(run, prompt, 12, GREEDY)) == expected
-        assert list(generate.sample(eight, prompt, 12, GREEDY)) == expected
+        assert list(generate.sample_tokens(run, prompt, 12, GREEDY)) == expected
+        assert list(generate.sample_tokens(eight, prompt, 12, GREEDY)) == expected
 
 
 def test_the_seed_determines_the_sampled_text(run):
     def sample(**settings: Any) -> list[int]:
-        return list(generate.sample(run, [7], 12, Sampling(**settings)))
+        return list(generate.sample_tokens(run, [7], 12, Sampling(**settings)))
 
     assert sample(temperature=1.5, seed=1) == sample(temperature=1.5, seed=1)
     assert sample(temperature=1.5, seed=1) != sample(temperature=1.5, seed=2)
@@ -114,9 +114,11 @@ def test_the_seed_determines_the_sampled_text(run):
 
 
 def test_two_texts_can_be_sampled_in_turn(run):
-    expected = [list(generate.sample(run, prompt, 5, GREEDY)) for prompt in PROMPTS.values()]
+    expected = [list(generate.sample_tokens(run, prompt, 5, GREEDY)) for prompt in PROMPTS.values()]
     pairs = []
-    for pair in zip(*(generate.sample(run, prompt, 5, GREEDY) for prompt in PROMPTS.values()), strict=True):
+    for pair in zip(
+        *(generate.sample_tokens(run, prompt, 5, GREEDY) for prompt in PROMPTS.values()), strict=True
+    ):
         assert jax.sharding.get_abstract_mesh().empty  # the mesh is set within the steps only
         pairs.append(pair)
     assert [list(tokens) for tokens in zip(*pairs, strict=True)] == expected

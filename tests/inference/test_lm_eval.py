@@ -119,4 +119,4 @@ def test_the_command_evaluates_tasks_defined_in_files(exported, capsys):
     assert "found no_such_task" in capsys.readouterr().err
     assert cli_main.main(["eval", f"{folder}/run", "--limit", "5"]) == 2
     with pytest.raises(UserError, match="no such file"):
-        lm_eval.evaluate_tasks(exported[1], ["x.yaml"], limit=None, batch_size=2)
+        lm_eval.evaluate_tasks(exported[1], ["x.yaml"], max_examples=None, batch_size=2)

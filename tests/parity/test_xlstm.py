@@ -349,7 +349,7 @@ def test_an_export_generates_in_transformers_as_users_call_it(sizes, cached, tmp
         plain = theirs(ids)
         found = theirs.generate(ids, max_new_tokens=12, do_sample=False, pad_token_id=0)[0, 7:]
     assert (plain.cache_params is not None) == cached
-    wanted = list(generate.sample(trained, ids[0].tolist(), 12, Sampling(temperature=0)))
+    wanted = list(generate.sample_tokens(trained, ids[0].tolist(), 12, Sampling(temperature=0)))
     assert found.tolist() == wanted and len(set(wanted)) > 3
 
 

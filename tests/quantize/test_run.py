@@ -16,7 +16,7 @@ from headrace.checkpoint.open_run import LoadedRun, open_run
 from headrace.config import reader, recipe
 from headrace.config.sections import TrainRecipe
 from headrace.errors import UserError
-from headrace.inference.generate import sample
+from headrace.inference.generate import sample_tokens
 from headrace.inference.sampling import Sampling
 from headrace.model_formats.hf_tensors import to_hf_layout
 from headrace.model_formats.quantized_folder import QuantizedWeight, find_linears
@@ -85,7 +85,7 @@ def test_a_quantized_model_generates_what_its_dense_matrices_would(trained, tmp_
     quantized = quantize(trained, tmp_path / "out", "rtn", "bits=2", "group_size=32")
     params = jax.tree.map(to_dense, quantized.params, is_leaf=is_quantized)
     dense = dataclasses.replace(quantized, params=params)
-    texts = [list(sample(model, [5, 9, 40], 12, Sampling(0.0))) for model in (quantized, dense)]
+    texts = [list(sample_tokens(model, [5, 9, 40], 12, Sampling(0.0))) for model in (quantized, dense)]
     assert texts[0] == texts[1]
 
 

@@ -54,7 +54,7 @@ def serve(
     length = run.recipe.data.sequence_length if length is None else length
     if length < 2:
         raise UserError(f"--length: found {length}, expected 2 or more")
-    report_failure = lambda error: report(failure_text(error))
+    report_failure = lambda error: report(format_failure(error))
     engine = BatchEngine(run, slots=slots, length=length, on_failure=report_failure)
     server = Server(engine, Path(run.recipe.run_dir).name, (host, port))
     engine.start()
@@ -72,7 +72,7 @@ def serve(
         engine.close()
 
 
-def failure_text(error: BaseException) -> str:
+def format_failure(error: BaseException) -> str:
     """The line for the user when the engine has failed."""
     return f"error: the model failed, and all further requests are refused: {error}"
 
@@ -127,15 +127,15 @@ class RequestHandler(BaseHTTPRequestHandler):
                 raise BadRequest(
                     f"model: found {body['model']!r}, expected {self.server.model}", "model", status=404
                 )
-            text = StreamedText(self.server.engine, request, self.is_disconnected)
+            stream = StreamedText(self.server.engine, request, self.is_disconnected)
         except BadRequest as error:
             self.send_bad_request(error)
             return
         response = ResponseFormat(self.server.model, is_chat)
         if request.stream:
-            self.send_stream(response, text, with_usage=request.stream_usage)
+            self.send_stream(response, stream, with_usage=request.stream_usage)
         else:
-            self.send_completion(response, text)
+            self.send_completion(response, stream)
 
     def is_disconnected(self) -> bool:
         """Whether the client has closed the connection: there is something to read, and it is empty."""
@@ -157,16 +157,16 @@ class RequestHandler(BaseHTTPRequestHandler):
         except (ValueError, RecursionError) as error:
             raise BadRequest(f"not valid JSON: {error}") from None
 
-    def send_completion(self, response: "ResponseFormat", text: StreamedText) -> None:
+    def send_completion(self, response: "ResponseFormat", stream: StreamedText) -> None:
         """Send the text when it is complete."""
         try:
-            complete_text = "".join(text)
+            text = "".join(stream)
         except Exception as error:  # from the engine: any
             self.send_bad_request(BadRequest(f"the model failed: {error}", status=500))
             return
-        self.send_json(200, response.completion(complete_text, text))
+        self.send_json(200, response.make_completion(text, stream))
 
-    def send_stream(self, response: "ResponseFormat", text: StreamedText, *, with_usage: bool) -> None:
+    def send_stream(self, response: "ResponseFormat", stream: StreamedText, *, with_usage: bool) -> None:
         """Send the text in pieces, as server-sent events."""
         self.close_connection = True
         try:
@@ -175,12 +175,12 @@ class RequestHandler(BaseHTTPRequestHandler):
             self.send_header("Cache-Control", "no-cache")
             self.send_header("Connection", "close")
             self.end_headers()
-            for event in response.stream_events(text, with_usage=with_usage):
+            for event in response.make_events(stream, with_usage=with_usage):
                 self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
                 self.wfile.flush()
             self.wfile.write(b"data: [DONE]\n\n")
         except OSError:  # the client has disconnected
-            text.job.cancel()
+            stream.job.cancel()
         except Exception as error:
             event = {"error": {"message": f"the model failed: {error}", "type": "server_error"}}
             with contextlib.suppress(OSError):  # it may have disconnected too
@@ -221,30 +221,30 @@ class ResponseFormat:
             "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{secrets.token_hex(12)}",
         }
 
-    def completion(self, complete_text: str, text: StreamedText) -> JsonObject:
-        """The response with the complete text."""
-        content: JsonObject = {"text": complete_text}
+    def make_completion(self, text: str, stream: StreamedText) -> JsonObject:
+        """Make the response with the complete text of a stream."""
+        content: JsonObject = {"text": text}
         if self.is_chat:
-            content = {"message": {"role": "assistant", "content": complete_text}}
+            content = {"message": {"role": "assistant", "content": text}}
         return self.common_fields | {
-            "choices": [self._choice(content, text.finish_reason)],
-            "usage": text.usage,
+            "choices": [self._choice(content, stream.finish_reason)],
+            "usage": stream.usage,
         }
 
-    def stream_events(self, text: StreamedText, *, with_usage: bool) -> Iterator[JsonObject]:
-        """Yield the events of a stream: the pieces of the text, the reason for its end, the numbers of
+    def make_events(self, stream: StreamedText, *, with_usage: bool) -> Iterator[JsonObject]:
+        """Yield the events for a stream: the pieces of the text, the reason for its end, the numbers of
         tokens."""
         common_fields = self.common_fields | ({"object": "chat.completion.chunk"} if self.is_chat else {})
         if self.is_chat:
             first: JsonObject = {"delta": {"role": "assistant", "content": ""}}
             yield common_fields | {"choices": [self._choice(first, None)]}
-        for piece in text:
+        for piece in stream:
             content: JsonObject = {"delta": {"content": piece}} if self.is_chat else {"text": piece}
             yield common_fields | {"choices": [self._choice(content, None)]}
         last: JsonObject = {"delta": {}} if self.is_chat else {"text": ""}
-        yield common_fields | {"choices": [self._choice(last, text.finish_reason)]}
+        yield common_fields | {"choices": [self._choice(last, stream.finish_reason)]}
         if with_usage:
-            yield common_fields | {"choices": [], "usage": text.usage}
+            yield common_fields | {"choices": [], "usage": stream.usage}
 
     def _choice(self, content: JsonObject, finish_reason: str | None) -> JsonObject:
         return {"index": 0, **content, "logprobs": None, "finish_reason": finish_reason}

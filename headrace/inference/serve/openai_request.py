@@ -95,7 +95,7 @@ def parse_request(run: LoadedRun, body: object, *, is_chat: bool) -> CompletionR
         stop_sequences=get_stop_sequences(body),
         stop_ids=stop_ids,
         stream=get_flag(body, "stream"),
-        stream_usage=includes_usage(body),
+        stream_usage=has_usage_option(body),
     )
 
 
@@ -212,7 +212,7 @@ def get_flag(body: JsonObject, name: str) -> bool:
     return bool(value)
 
 
-def includes_usage(body: JsonObject) -> bool:
+def has_usage_option(body: JsonObject) -> bool:
     """Whether a stream is to end with the numbers of tokens."""
     options = body.get("stream_options")
     if not isinstance(options, dict | None):

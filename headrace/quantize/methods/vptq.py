@@ -102,14 +102,14 @@ def _round_outliers(
     return w.at[count:].add(-compensation), (sweep.codes[:, 0], codebook)
 
 
-def pad_outputs(w: Array, vector: int) -> Array:
-    """Pad a matrix [inputs outputs] with zeros to a multiple of `vector` outputs."""
-    return jnp.pad(w, [(0, 0), (0, -w.shape[1] % vector)])
+def pad_outputs(w: Array, vector_length: int) -> Array:
+    """Pad a matrix [inputs outputs] with zeros to a multiple of `vector_length` outputs."""
+    return jnp.pad(w, [(0, 0), (0, -w.shape[1] % vector_length)])
 
 
-def fit_codebook(key: Array, w: Array, input_weights: Array, vector: int, index_bits: int) -> Array:
-    """Fit a codebook [2^index_bits vector] to a matrix, rounded to float16 as it is stored."""
-    centroids = fit_centroids(key, w.reshape(w.shape[0], -1, vector), input_weights, 2**index_bits)
+def fit_codebook(key: Array, w: Array, input_weights: Array, vector_length: int, index_bits: int) -> Array:
+    """Fit a codebook [2^index_bits vector_length] to a matrix, rounded to float16 as it is stored."""
+    centroids = fit_centroids(key, w.reshape(w.shape[0], -1, vector_length), input_weights, 2**index_bits)
     return centroids.astype(jnp.float16).astype(jnp.float32)
 
 
@@ -124,16 +124,17 @@ def round_to_codebooks(codebooks: tuple[Array, ...], _: None, weights: Array) ->
     return weights - remainder.reshape(-1), jnp.stack(indices)
 
 
-def choose_shape(cfg: Config, inputs: int, outputs: int) -> VPTQShape:
+def choose_shape(cfg: Config, num_inputs: int, num_outputs: int) -> VPTQShape:
     """Choose the vector length and the codebook sizes of a matrix."""
-    outliers = min(round(cfg.outlier_share * inputs), inputs - 1)
-    vector = cfg.vector_length or next((v for v in (8, 6) if is_worthwhile(cfg, v, inputs * outputs)), 4)
+    outliers = min(round(cfg.outlier_share * num_inputs), num_inputs - 1)
+    weights = num_inputs * num_outputs
+    vector = cfg.vector_length or next((v for v in (8, 6) if has_small_codebooks(cfg, v, weights)), 4)
     # Few outliers get a smaller codebook: at most one entry for four of their vectors.
-    outlier_vectors = outliers * outputs // OUTLIER_VECTOR
+    outlier_vectors = outliers * num_outputs // OUTLIER_VECTOR
     max_index_bits = max(4, (outlier_vectors // 4).bit_length() - 1)
     return VPTQShape(
-        inputs=inputs,
-        outputs=outputs,
+        inputs=num_inputs,
+        outputs=num_outputs,
         vector_length=vector,
         index_bits=min(FIRST_BITS, cfg.bits) * vector,
         residual_bits=(cfg.bits - FIRST_BITS) * vector,
@@ -143,12 +144,13 @@ def choose_shape(cfg: Config, inputs: int, outputs: int) -> VPTQShape:
     )
 
 
-def is_worthwhile(cfg: Config, vector: int, weights: int) -> bool:
+def has_small_codebooks(cfg: Config, vector_length: int, num_weights: int) -> bool:
     """Whether the codebooks for vectors of this length are small compared to the indices of a matrix with
     this many weights."""
     second_bits = cfg.bits - FIRST_BITS
-    entries = 2 ** (FIRST_BITS * vector) + (2 ** (second_bits * vector) if second_bits > 0 else 0)
-    return 16 * vector * entries <= MAX_CODEBOOK_SHARE * cfg.bits * weights
+    entries = 2 ** (FIRST_BITS * vector_length)
+    entries += 2 ** (second_bits * vector_length) if second_bits > 0 else 0
+    return 16 * vector_length * entries <= MAX_CODEBOOK_SHARE * cfg.bits * num_weights
 
 
 def quantization_config(cfg: Config, matrices: Mapping[str, VPTQMatrix]) -> HFSettings:

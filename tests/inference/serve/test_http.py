@@ -169,7 +169,7 @@ def test_a_chat_is_rendered_by_the_template(run, client):
     completion = client.chat.completions.create(model="tiny", messages=messages, temperature=0, max_tokens=12)
     hf_tokenizer = transformers.AutoTokenizer.from_pretrained(run.recipe.run_dir)
     ids = hf_tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    new_ids = generate.sample(run, ids, 12, Sampling(0))
+    new_ids = generate.sample_tokens(run, ids, 12, Sampling(0))
     expected = "".join(generate.decode_stream(run.tokenizer, ids, new_ids))
     message = completion.choices[0].message
     assert message.content == expected and message.role == "assistant"
@@ -231,7 +231,7 @@ def test_unsupported_fields_are_accepted_with_values_that_request_nothing(run, s
     neutral = {name: value for name, values in openai_request.NEUTRAL_VALUES.items() for value in values}
     body = neutral | dict(prompt=[5], max_tokens=3, temperature=0, no_such_field=None, user="me")
     status, response = post(server, "/v1/completions", json.dumps(body).encode())
-    new_ids = generate.sample(run, [5], 3, Sampling(0))
+    new_ids = generate.sample_tokens(run, [5], 3, Sampling(0))
     expected = "".join(generate.decode_stream(run.tokenizer, [5], new_ids))
     assert status == 200 and response["choices"][0]["text"] == expected
 
@@ -320,7 +320,7 @@ def test_requests_to_a_failed_engine_get_a_server_error(run):
         with pytest.raises(urllib.error.HTTPError, match="500") as caught:
             urllib.request.urlopen(f"http://127.0.0.1:{server.server_port}/health")
         caught.value.close()
-        assert "all further requests are refused" in serve_http.failure_text(server.engine.error)
+        assert "all further requests are refused" in serve_http.format_failure(server.engine.error)
 
 
 def test_prompts_are_split_into_chunks_of_nine_sizes():
