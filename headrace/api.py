@@ -90,7 +90,7 @@ def prepare_data(
 
 
 def train(
-    recipe: "TrainRecipe", *, program_dir: Path | None = None, owns_process: bool = False
+    recipe: "TrainRecipe", *, program_dir: str | Path | None = None, owns_process: bool = False
 ) -> TrainResult:
     """Train a model in this process, or resume the run in the recipe's `run_dir`.
 
@@ -117,7 +117,7 @@ def train(
     from headrace.checkpoint import inventory
     from headrace.training import run
 
-    exit_code = run.run(recipe, program_dir, owns_process=owns_process)
+    exit_code = run.run(recipe, Path(program_dir) if program_dir else None, owns_process=owns_process)
     step = inventory.newest_sealed_step(recipe.run_dir, default=0) or 0
     return TrainResult(exit_code, step, recipe.run_dir)
 
@@ -363,8 +363,8 @@ def plan(
     slice_name: str,
     *,
     fast: bool = False,
-    prices: Path | None = None,
-    save_dir: Path | None = None,
+    prices: str | Path | None = None,
+    save_dir: str | Path | None = None,
 ) -> "Outcome":
     """Predict memory, speed and cost of a recipe on a TPU slice or GPUs.
 

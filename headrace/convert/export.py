@@ -11,8 +11,13 @@ if TYPE_CHECKING:
     from headrace.checkpoint.open_run import LoadedRun
 
 
+DTYPES = ("float32", "bfloat16", "float16", "q8_0", "q4_0")
+
+
 def check_export(target: str, dtype: str, *, packed: bool, adapter: bool) -> None:
-    """Raise InvalidArgument for options of an export that do not go together."""
+    """Raise InvalidArgument for options of an export that do not exist or do not go together."""
+    if dtype not in DTYPES:
+        raise InvalidArgument("dtype", f"found {dtype}, expected one of {', '.join(DTYPES)}")
     is_file = target.endswith(".gguf")
     if dtype.startswith("q") and not is_file:
         raise InvalidArgument("dtype", f"found {dtype}, which only .gguf files have; see `headrace quantize`")

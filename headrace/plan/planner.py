@@ -43,15 +43,16 @@ def plan_recipe(
     slice_name: str,
     *,
     fast: bool = False,
-    prices: Path | None = None,
-    save_dir: Path | None = None,
+    prices: str | Path | None = None,
+    save_dir: str | Path | None = None,
 ) -> Outcome:
     """Plan a recipe for the slice of this name, with its price in the catalog or in the YAML file `prices`.
 
     Raises UserError if there is no such slice, or the batch does not suit it."""
     slice_shape = parse_slice(slice_name)
-    price = load_prices(prices)[slice_shape.chip.name]
-    return plan_slice(fill_data_sizes(recipe), slice_shape, price, fast=fast, save_dir=save_dir)
+    price = load_prices(Path(prices) if prices else None)[slice_shape.chip.name]
+    folder = Path(save_dir) if save_dir else None
+    return plan_slice(fill_data_sizes(recipe), slice_shape, price, fast=fast, save_dir=folder)
 
 
 def plan_slice(
