@@ -83,7 +83,16 @@ class ScoreSpec:
     num_keys: int  # before padding
 
 
+class OutputGradient(NamedTuple):
+    """What the backward pass reads of the output, by blocks of queries."""
+
+    d_out: Array  # [i b k g s h]
+    lse: Array  # log-sum-exp of the scores [i b k g s]
+    delta: Array  # what the softmax subtracts from the gradient of every score [i b k g s]
+
+
 Residuals = tuple[Blocks, Array, Array]  # inputs, output, log-sum-exp
+Carry = tuple[Array, Array, Array]  # of a loop over blocks
 
 
 def _attend_rows(
@@ -119,27 +128,18 @@ def _flash(score: ScoreSpec, blocks: Blocks) -> Array:
 
 
 def _forward(score: ScoreSpec, blocks: Blocks) -> tuple[Array, Residuals]:
-    q, k, v, _, _, offset = blocks
+    q, k, offset = blocks.q, blocks.k, blocks.offset
     before, after = score.mask.reach
     block_q, block_kv = q.shape[-2], k.shape[-2]
     share_documents = _blocks_sharing_documents(blocks)
 
     def attend_block(i: Array) -> tuple[Array, Array]:
-        def add_keys(j: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-            total, top, weighted = carry
-            scores, is_visible = _tile_scores(score, blocks, i, j)
-            scores = jnp.where(is_visible, scores, HIDDEN)
-            new_top = jnp.maximum(top, scores.max(-1))
-            weights, decay = jnp.exp(scores - new_top[..., None]), jnp.exp(top - new_top)
-            values = _einsum("bkgst,bkth->bkgsh", weights.astype(v.dtype), v[j])
-            return decay * total + weights.sum(-1), new_top, decay[..., None] * weighted + values
-
         first = offset + i * block_q
         keys = _block_range(first, first + block_q - 1, before, after, size=block_kv, count=len(k))
         low, high = keys if share_documents is None else _narrow(keys, share_documents[i])
         shape = q.shape[1:]
         empty = (jnp.zeros(shape[:-1]), jnp.full(shape[:-1], HIDDEN), jnp.zeros(shape))
-        total, top, weighted = jax.lax.fori_loop(low, high, add_keys, empty)
+        total, top, weighted = jax.lax.fori_loop(low, high, partial(_add_keys, score, blocks, i), empty)
         return (weighted / total[..., None]).astype(q.dtype), top + jnp.log(total)
 
     out, lse = checkpoint_name(jax.lax.map(attend_block, jnp.arange(len(q))), SAVED_ATTENTION)
@@ -154,27 +154,17 @@ def _backward(score: ScoreSpec, residuals: Residuals, d_out: Array) -> tuple[Blo
     share_documents = _blocks_sharing_documents(blocks)
     # What the softmax subtracts from the gradient of every score: the product of its output and gradient.
     delta = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), -1)
+    saved = OutputGradient(d_out, lse, delta)
 
     def block_gradients(d_q: Array, j: Array) -> tuple[Array, tuple[Array, Array]]:
-        def add_queries(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-            d_q, d_k, d_v = carry
-            scores, is_visible = _tile_scores(score, blocks, i, j)
-            weights = jnp.exp(jnp.where(is_visible, scores, HIDDEN) - lse[i][..., None])
-            d_v += _einsum("bkgst,bkgsh->bkth", weights.astype(v.dtype), d_out[i])
-            d_weights = _einsum("bkgsh,bkth->bkgst", d_out[i], v[j])
-            d_scores = score.scale * weights * (d_weights - delta[i][..., None])
-            if score.soft_cap is not None:
-                d_scores *= 1 - (scores / score.soft_cap) ** 2
-            d_scores = d_scores.astype(q.dtype)
-            d_k += _einsum("bkgst,bkgsh->bkth", d_scores, q[i])
-            return d_q.at[i].add(_einsum("bkgst,bkth->bkgsh", d_scores, k[j])), d_k, d_v
-
         # From keys to queries, the mask reaches as far back as it does forward from queries to keys.
         first = j * block_kv - offset
         queries = _block_range(first, first + block_kv - 1, after, before, size=block_q, count=len(q))
         low, high = queries if share_documents is None else _narrow(queries, share_documents[:, j])
         empty = jnp.zeros(k.shape[1:])
-        d_q, d_k, d_v = jax.lax.fori_loop(low, high, add_queries, (d_q, empty, empty))
+        d_q, d_k, d_v = jax.lax.fori_loop(
+            low, high, partial(_add_queries, score, blocks, saved, j), (d_q, empty, empty)
+        )
         return d_q, (d_k.astype(k.dtype), d_v.astype(v.dtype))
 
     d_q, (d_k, d_v) = jax.lax.scan(block_gradients, jnp.zeros(q.shape), jnp.arange(len(k)))
@@ -182,6 +172,35 @@ def _backward(score: ScoreSpec, residuals: Residuals, d_out: Array) -> tuple[Blo
 
 
 _flash.defvjp(_forward, _backward)
+
+
+def _add_keys(score: ScoreSpec, blocks: Blocks, i: Array, j: Array, carry: Carry) -> Carry:
+    """Add key block j to the softmax of query block i: its sum, its maximum and the weighted values."""
+    total, top, weighted = carry
+    scores, is_visible = _tile_scores(score, blocks, i, j)
+    scores = jnp.where(is_visible, scores, HIDDEN)
+    new_top = jnp.maximum(top, scores.max(-1))
+    weights, decay = jnp.exp(scores - new_top[..., None]), jnp.exp(top - new_top)
+    values = _einsum("bkgst,bkth->bkgsh", weights.astype(blocks.v.dtype), blocks.v[j])
+    return decay * total + weights.sum(-1), new_top, decay[..., None] * weighted + values
+
+
+def _add_queries(
+    score: ScoreSpec, blocks: Blocks, saved: OutputGradient, j: Array, i: Array, carry: Carry
+) -> Carry:
+    """Add query block i to the gradients of all queries and of key block j and its values."""
+    q, k, v = blocks.q, blocks.k, blocks.v
+    d_q, d_k, d_v = carry
+    scores, is_visible = _tile_scores(score, blocks, i, j)
+    weights = jnp.exp(jnp.where(is_visible, scores, HIDDEN) - saved.lse[i][..., None])
+    d_v += _einsum("bkgst,bkgsh->bkth", weights.astype(v.dtype), saved.d_out[i])
+    d_weights = _einsum("bkgsh,bkth->bkgst", saved.d_out[i], v[j])
+    d_scores = score.scale * weights * (d_weights - saved.delta[i][..., None])
+    if score.soft_cap is not None:
+        d_scores *= 1 - (scores / score.soft_cap) ** 2
+    d_scores = d_scores.astype(q.dtype)
+    d_k += _einsum("bkgst,bkgsh->bkth", d_scores, q[i])
+    return d_q.at[i].add(_einsum("bkgst,bkth->bkgsh", d_scores, k[j])), d_k, d_v
 
 
 def _tile_scores(score: ScoreSpec, blocks: Blocks, i: Array, j: Array) -> tuple[Array, Array]:

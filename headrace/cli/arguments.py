@@ -52,6 +52,7 @@ class Parser(argparse.ArgumentParser):
         self._positionals.title = "arguments"
 
     def error(self, message: str) -> NoReturn:
+        """Raise UserError in place of argparse's own exit, with the closest valid choice."""
         if match := re.search(r"invalid choice: '?([^' ]+)'? \(choose from (.+)\)", message):
             valid = match[2].replace("'", "").split(", ")
             closest = difflib.get_close_matches(match[1], valid, n=1)

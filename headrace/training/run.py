@@ -233,6 +233,7 @@ def make_session(
 
 
 def make_meter(setup: TrainSetup) -> Meter:
+    """Make what turns step times into tokens per second, MFU and the time left."""
     recipe = setup.recipe
     return Meter(
         tokens_per_step=recipe.batch.sequences * recipe.data.sequence_length,

@@ -79,7 +79,9 @@ def test_the_order_of_layers_is_read_back(every: int):
 def test_the_order_of_layers_is_the_default_or_refused_if_irregular():
     assert hf_config.read_global_every({"num_hidden_layers": 6}, 3, is_every_third) == 3
     irregular = {"num_hidden_layers": 2, "layer_types": ["full_attention", "sliding_attention"]}
-    with pytest.raises(UserError, match=r"layer_types: found .*, expected full_attention at every n-th layer"):
+    with pytest.raises(
+        UserError, match=r"layer_types: found .*, expected full_attention at every n-th layer"
+    ):
         hf_config.read_global_every(irregular, 3, is_every_third)
 
 

@@ -127,6 +127,7 @@ class WorkerProcess(ForkServerProcess):
     functions of this package, so nothing of the script is needed."""
 
     def start(self) -> None:
+        """Start the worker without importing the main module of the program, which may be a script."""
         main_module = sys.modules["__main__"]
         sys.modules["__main__"] = ModuleType("__main__")  # without a file that the worker would import
         try:

@@ -170,6 +170,7 @@ def run_trainer(model: models.Model, texts: Sequence[str], trainer: trainers.Tra
 
 
 def trainer_options() -> dict[str, Any]:
+    """Options that the trainers of BPE and unigram tokenizers have in common."""
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     return {
         "special_tokens": list(SPECIAL_TOKENS.values()),
