@@ -183,7 +183,7 @@ def add_plan(commands: "Commands") -> None:
 def add_report(commands: "Commands") -> None:
     """Add `report`."""
     summary = "write an HTML page about a run: loss curves, speed, cost and restarts"
-    parser = add_command(commands, "report", summary, "report")
+    parser = add_command(commands, "report", summary, "report", "write_report")
     parser.add_argument("run", metavar="RUN", help="run folder; the run may still be in progress")
     text = "file to write (default: RUN/report.html)"
     parser.add_argument("--out", type=Path, metavar="FILE", help=text)

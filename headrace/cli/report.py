@@ -14,7 +14,7 @@ from headrace.storage import files
 SAMPLE_TOKENS = 120
 
 
-def report(args: argparse.Namespace) -> None:
+def write_report(args: argparse.Namespace) -> None:
     """Write the page, after generating samples if they are asked for, and print its path."""
     if args.samples is not None and args.samples < 1:
         raise UserError(f"--samples: found {args.samples}, expected 1 or more")

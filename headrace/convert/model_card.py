@@ -60,7 +60,7 @@ def write_card(run: LoadedRun, settings: HFSettings, folder: Path, quantized_by:
     run_facts: Facts | None = None
     with contextlib.suppress(UserError, OSError):  # an imported model has no history
         run_facts = facts.read_facts(run.recipe.run_dir)
-    chart = loss_curve(run_facts) if run_facts is not None else ""
+    chart = draw_loss_curve_svg(run_facts) if run_facts is not None else ""
     if chart:
         (folder / CHART_NAME).write_text(chart)
     title = folder.name if is_quantized_copy(settings) else run_name(run)
@@ -263,7 +263,7 @@ def markdown_table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> 
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
-def loss_curve(run_facts: Facts) -> str:
+def draw_loss_curve_svg(run_facts: Facts) -> str:
     """Draw the training and evaluation losses over steps as SVG. Empty if there are fewer than two points."""
     curves = [
         Curve("training", [(row["step"], row["loss"]) for row in run_facts.rows]),

@@ -303,7 +303,7 @@ def segments_and_positions(
     is_start = unpack_bits(starts, packed_length)
     is_start[:, 0] = True
     doc_starts = np.flatnonzero(is_start)  # counted over the tokens of all rows
-    padding = padding_starts(tokens, doc_starts, filler)
+    padding = find_padding_offsets(tokens, doc_starts, filler)
     if length < packed_length:
         is_start.reshape(-1, length)[:, 0] = True
         doc_starts = np.flatnonzero(is_start)
@@ -320,7 +320,7 @@ def segments_and_positions(
     return segments.reshape(-1, length), positions.reshape(-1, length)
 
 
-def padding_starts(tokens: np.ndarray, doc_starts: np.ndarray, filler: int) -> np.ndarray:
+def find_padding_offsets(tokens: np.ndarray, doc_starts: np.ndarray, filler: int) -> np.ndarray:
     """Start of the padding of each packed row, counted over the tokens of all rows.
 
     Padding is the last document of a row if that is nothing but filler. Without it, this is the row's end."""

@@ -282,7 +282,7 @@ def run_module(
             hidden = env.t2j_iso(out)
     finally:
         CALL.reset(token)
-    check_run(cfg, call, hidden, spec, "segments" in arguments)
+    check_completed_run(cfg, call, hidden, spec, "segments" in arguments)
     return hidden.astype(exec_opts.dtype), call
 
 
@@ -291,7 +291,7 @@ def buffer_arrays(spec: ModuleSpec) -> dict[str, Array]:
     return {name: jnp.asarray(buffer) for name, buffer in spec.buffers.items()}
 
 
-def check_run(
+def check_completed_run(
     cfg: "Config", call: AttentionContext, hidden: Any, spec: ModuleSpec, reads_segments: bool
 ) -> None:
     """Check, as far as can be seen, that a run did what the recipe asks for. Raises UserError otherwise."""

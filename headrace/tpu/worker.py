@@ -35,7 +35,7 @@ def main(argv: list[str]) -> int:
     """Run one of the commands, and return its exit code."""
     command, job_dir = argv[0], Path.home() / ".headrace" / "jobs" / argv[1]
     if command == "start":
-        return start_trainer(job_dir, argv[2])
+        return run_start_command(job_dir, argv[2])
     if command == "hold":
         return run_trainer(job_dir)
     if command == "follow":
@@ -46,7 +46,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def start_trainer(job_dir: Path, identity: str) -> int:
+def run_start_command(job_dir: Path, identity: str) -> int:
     """Start the trainer, in the background, unless one runs already. Standard input holds variables of its
     environment, each ended by NUL, and then its recipe.
 

@@ -39,7 +39,7 @@ def guarded_metric_names(phases: Sequence[UpdatePhase]) -> list[str]:
     return [phase.name + name for phase in phases for name in ("loss", "grad_norm")]
 
 
-def is_spike(history: LossHistory, latest: Array, threshold: float) -> Array:
+def exceeds_running_median(history: LossHistory, latest: Array, threshold: float) -> Array:
     """Whether one of the latest values [k] is more than `threshold` deviations above its median. NaN is no
     spike."""
     is_finite = jnp.isfinite(history.measured)

@@ -116,7 +116,7 @@ def run(recipe: TrainRecipe, program_dir: Path | None = None, *, owns_process: b
         memory_check.check_memory(setup.abstract_state, setup.update.frozen)
         init_source = find_init_source(setup, folder)
         make_room_for_checkpoints(folder, setup.abstract_state)
-        compiled = compile_train_step(setup, folder, program_dir)
+        compiled = load_or_compile_train_step(setup, folder, program_dir)
         session = make_session(setup, folder, stopper, compiled, init_source)
         write_run_files(recipe, dataset.index.labels, mirror.local_dir)
         with session.watchdog:
@@ -181,7 +181,7 @@ def find_init_source(setup: TrainSetup, folder: RunFolder) -> InitSource | None:
     return check_source(recipe.init_from, setup.task.model, recipe.init_weights)
 
 
-def compile_train_step(setup: TrainSetup, folder: RunFolder, program_dir: Path | None) -> TrainStep:
+def load_or_compile_train_step(setup: TrainSetup, folder: RunFolder, program_dir: Path | None) -> TrainStep:
     """Compile the training step, or load it from `program_dir` if it is there."""
     dataset, event = setup.dataset, folder.trackers.event
     step_function = train_step(setup.task, setup.update, setup.axes)

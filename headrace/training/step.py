@@ -235,7 +235,7 @@ def apply_update(
     accept = jnp.isfinite(jnp.stack(list(guarded.values()))).all()
     latest = jnp.stack([jnp.float32(guarded.get(name, jnp.nan)) for name in update.guarded_metrics])
     if cfg.spike_threshold:
-        accept &= ~loss_spikes.is_spike(state.recent, latest, cfg.spike_threshold)
+        accept &= ~loss_spikes.exceeds_running_median(state.recent, latest, cfg.spike_threshold)
 
     direction, optimizer = update.tx.update(grads, state.optimizer, state.params)
     learning_rate = cfg.learning_rate * update.curves.learning_rate(state.step)

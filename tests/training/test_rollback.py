@@ -48,9 +48,9 @@ def test_spikes_are_what_lies_far_above_the_median(known):
         history[0, :1] = np.inf
         now = np.float32([random.uniform(1.2, 4), random.uniform(0.5, 6)])
         recent = loss_spikes.LossHistory(jnp.asarray(history), jnp.zeros(128, bool))
-        found.append(bool(jax.jit(loss_spikes.is_spike, static_argnums=2)(recent, now, 10.0)))
+        found.append(bool(jax.jit(loss_spikes.exceeds_running_median, static_argnums=2)(recent, now, 10.0)))
         assert found[-1] == judged(history, now, 10.0)
-        assert not loss_spikes.is_spike(recent, np.float32([np.nan, np.nan]), 10.0)
+        assert not loss_spikes.exceeds_running_median(recent, np.float32([np.nan, np.nan]), 10.0)
     assert any(found) == (known >= 64) and not all(found)
 
 

@@ -102,7 +102,7 @@ def iter_blocks(part: FilePart, counter: "LineCounter", problems: Problems) -> I
                 pending, is_skipping = [], True
 
 
-def parse_lines(position: int, block: bytes) -> tuple[list[Any], np.ndarray]:
+def parse_lines(position: int, block: bytes) -> tuple[list[object | BadInput], np.ndarray]:
     """Parse a block that starts at byte `position` of a file. Returns a record, or a BadInput, for each line
     that is not blank, and the byte at which it starts."""
     ends = np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n"))

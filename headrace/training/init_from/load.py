@@ -51,7 +51,7 @@ def load_weights(
         {name: w for name, w in read_weights(source, mesh).items() if name in source.selected}
     )
     if source.sums_deltas:
-        weights |= subtract_base(plain_model, weights, dict(named_leaves(plain)))
+        weights |= to_stored_differences(plain_model, weights, dict(named_leaves(plain)))
     dense = jax.tree_util.tree_map_with_path(lambda path, w: weights.get(module.path_name(path), w), plain)
     if not has_frozen_base:
         return dense, text
@@ -60,7 +60,7 @@ def load_weights(
     return wrap(dense, jax.random.key(0)), text
 
 
-def subtract_base(model: ModelConfig, weights: Weights, fresh: Weights) -> Weights:
+def to_stored_differences(model: ModelConfig, weights: Weights, fresh: Weights) -> Weights:
     """Compute the weights that `model` stores as differences."""
     return {
         name: jax.jit(jnp.subtract, out_shardings=fresh[name].sharding)(
