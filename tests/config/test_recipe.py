@@ -1,4 +1,4 @@
-"""Recipes: a mistake gives one sentence with its place, and what is right comes through as it was written."""
+"""Recipes: a mistake gives a one-line error with its location, and valid values are read as written."""
 
 import dataclasses
 import importlib
@@ -16,7 +16,7 @@ from headrace.errors import UserError
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
 SECTIONS = [path for path in RECIPES if "use" in yaml.safe_load(path.read_text())]
-WHOLE = [path for path in RECIPES if path not in SECTIONS]
+FULL_RECIPES = [path for path in RECIPES if path not in SECTIONS]
 PARTS = [
     (folder, name)
     for folder in ("models", "objectives", "losses", "optim", "schedules", "attention", "data/sources")
@@ -45,7 +45,7 @@ pack: {sequence_length: 64, eval_fraction: 0.05}
 seed: 1
 """
 
-# What is replaced, by what, how the message goes on after the file's name, and what else it says.
+# Replaced text, replacement, start of the message after the file name, and further parts of the message.
 MISTAKES = [
     ("layers: 2", "layer: 2", ":3: model.layer: unknown key; did you mean model.layers?"),
     ("layers: 2", "xyz: 2", ":3: model.xyz: unknown key, expected one of use, layers, embed,", "and 4 more"),
@@ -80,7 +80,7 @@ MISTAKES = [
     ),
     ("runs/test", "''", ':1: run_dir: found "", expected text'),
     ("runs/test", "", ":1: run_dir: found nothing, expected text"),
-    # What is missing.
+    # Missing keys.
     ("layers: 2, ", "", ":3: model.layers: found nothing, expected a whole number; it is required"),
     ("layers: 2, embed: 64, ", "", ":3: model.layers: found nothing", "required here: layers, embed"),
     ("run_dir: runs/test\n", "", ":1: run_dir: found nothing, expected text; it is required"),
@@ -143,7 +143,7 @@ MISTAKES = [
         "sequences: 8, microbatches: 3",
         ":9: batch.microbatches: found 3, expected a divisor of",
     ),
-    # Single values, and those without effect or sense.
+    # Single values, and values without effect.
     ("3e-3", "-1", ":7: optimizer.learning_rate: found -1, expected 0 or more"),
     ("z_loss: 1e-4", "soft_cap: 0", ":6: loss.soft_cap: found 0, expected a number above 0"),
     ("max_grad_norm: 1.0", "b1: 1", ":7: optimizer.b1: found 1, expected a number from 0"),
@@ -200,18 +200,18 @@ DATA_MISTAKES = [
 
 
 @pytest.fixture(autouse=True)
-def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def message(text: str, *overrides: str) -> str:
-    """What is said about a recipe of this text, after the name of its file."""
+def load_error(text: str, *overrides: str) -> str:
+    """The error message for a recipe with this text."""
     Path("recipe.yaml").write_text(text)
     with pytest.raises(UserError) as caught:
         recipe.load_any("recipe.yaml", overrides)
-    said = str(caught.value)
-    assert "\n" not in said
-    return said
+    error_text = str(caught.value)
+    assert "\n" not in error_text
+    return error_text
 
 
 def load(*overrides: str, text: str = TRAINING) -> sections.TrainRecipe:
@@ -220,25 +220,27 @@ def load(*overrides: str, text: str = TRAINING) -> sections.TrainRecipe:
 
 
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake[1])
-def test_a_mistake_is_told_in_one_line_with_its_place(mistake: tuple[str, ...]) -> None:
-    check_told(TRAINING, *mistake)
+def test_a_mistake_is_reported_in_a_single_line_with_its_location(mistake: tuple[str, ...]) -> None:
+    check_message(TRAINING, *mistake)
 
 
 @pytest.mark.parametrize("mistake", DATA_MISTAKES, ids=lambda mistake: mistake[1])
-def test_a_mistake_in_a_data_recipe_is_told_in_one_line_with_its_place(mistake: tuple[str, ...]) -> None:
-    check_told(DATA, *mistake)
+def test_a_mistake_in_a_data_recipe_is_reported_in_a_single_line_with_its_location(
+    mistake: tuple[str, ...],
+) -> None:
+    check_message(DATA, *mistake)
 
 
-def check_told(text: str, old: str, new: str, begins: str, *says: str) -> None:
+def check_message(text: str, old: str, new: str, prefix: str, *fragments: str) -> None:
     assert text.count(old) == 1
-    said = message(text.replace(old, new))
-    assert said.startswith("recipe.yaml" + begins)
-    for part in says:
-        assert part in said
+    error_text = load_error(text.replace(old, new))
+    assert error_text.startswith("recipe.yaml" + prefix)
+    for fragment in fragments:
+        assert fragment in error_text
 
 
 @pytest.mark.parametrize(
-    "content, says",
+    "content, expected",
     [
         (b"", "recipe.yaml:1: found an empty file, expected `key: value` lines"),
         (b"# only a comment\n", "recipe.yaml:1: found an empty file, expected `key: value` lines"),
@@ -250,37 +252,40 @@ def check_told(text: str, old: str, new: str, begins: str, *says: str) -> None:
         (b"use: splash\nblock_q: 128\n", "recipe.yaml:1: found a single section, expected a whole recipe"),
     ],
 )
-def test_a_file_that_is_no_recipe_is_told_as_such(content: bytes, says: str) -> None:
+def test_a_file_that_is_not_a_recipe_is_refused(content: bytes, expected: str) -> None:
     Path("recipe.yaml").write_bytes(content)
     with pytest.raises(UserError) as caught:
         recipe.load_any("recipe.yaml")
-    assert str(caught.value).startswith(says)
+    assert str(caught.value).startswith(expected)
 
 
 @pytest.mark.parametrize(
-    "path, seen", [("recipes/attention/mine.yaml", "attention/mine.yaml"), ("parts/mine.yaml", "mine.yaml")]
+    "path, included_as",
+    [("recipes/attention/tiles.yaml", "attention/tiles.yaml"), ("parts/tiles.yaml", "tiles.yaml")],
 )
-def test_a_section_alone_is_told_with_its_path_as_a_recipe_sees_it(path: str, seen: str) -> None:
+def test_a_section_file_is_refused_as_a_recipe_with_the_line_that_includes_it(
+    path: str, included_as: str
+) -> None:
     Path(path).parent.mkdir(parents=True)
     Path(path).write_text("use: splash\n")
-    with pytest.raises(UserError, match=f"includes it with `attention: {seen}`"):
+    with pytest.raises(UserError, match=f"includes it with `attention: {included_as}`"):
         recipe.load(path)
-    home = Path(path).parent.parent if "/" in seen else Path(path).parent
-    (home / "recipe.yaml").write_text(TRAINING + f"attention: {seen}\n")
-    assert recipe.load(home / "recipe.yaml").attention.use == "splash"
+    recipe_dir = Path(path).parent.parent if "/" in included_as else Path(path).parent
+    (recipe_dir / "recipe.yaml").write_text(TRAINING + f"attention: {included_as}\n")
+    assert recipe.load(recipe_dir / "recipe.yaml").attention.use == "splash"
 
 
-def test_values_that_have_to_be_converted_pass_without_a_warning() -> None:
+def test_converted_values_give_no_warning() -> None:
     assert load("log.wandb=1").log.wandb is True  # warnings are errors in these tests
 
 
-def test_two_stages_end_at_nothing_unless_told_otherwise() -> None:
+def test_a_two_stage_schedule_ends_at_zero_by_default() -> None:
     assert load("schedule.use=two_stage").schedule.min_lr_ratio == 0
     assert load("schedule.use=two_stage", "schedule.min_lr_ratio=0.2").schedule.min_lr_ratio == 0.2
     assert load().schedule.min_lr_ratio == 0.1
 
 
-def test_a_missing_file_is_told_with_the_nearest_name() -> None:
+def test_the_error_for_a_missing_file_names_the_closest_file() -> None:
     Path("recipe.yaml").write_text(TRAINING)
     with pytest.raises(UserError, match=r"^recipes.yaml: found no file, .*; did you mean recipe.yaml\?$"):
         recipe.load("recipes.yaml")
@@ -288,7 +293,7 @@ def test_a_missing_file_is_told_with_the_nearest_name() -> None:
         recipe.load(".")
 
 
-def test_a_recipe_of_the_other_kind_is_told_with_the_command_for_it() -> None:
+def test_the_error_for_the_other_kind_of_recipe_names_its_command() -> None:
     Path("recipe.yaml").write_text(DATA)
     with pytest.raises(
         UserError, match="found a data recipe, expected a training recipe; `headrace data prepare"
@@ -323,14 +328,14 @@ def test_a_recipe_of_the_other_kind_is_told_with_the_command_for_it() -> None:
     ],
 )
 def test_an_override_has_the_type_its_key_declares(override: str, value: Any) -> None:
-    found: Any = load(override)
+    parsed: Any = load(override)
     for name in override.partition("=")[0].split("."):
-        found = getattr(found, name)
-    assert found == value
-    assert type(found) is type(value)
+        parsed = getattr(parsed, name)
+    assert parsed == value
+    assert type(parsed) is type(value)
 
 
-def test_text_in_a_file_stays_as_it_was_written() -> None:
+def test_text_in_a_file_is_read_verbatim() -> None:
     for text in ("yes", "1.10", "010", "2024-10-05"):
         assert load(text=TRAINING.replace("runs/test", text)).run_dir == text
 
@@ -343,7 +348,7 @@ def test_an_override_can_choose_another_part() -> None:
     assert load("schedule.use=wsd", "schedule.decay=3").schedule.decay == 3
 
 
-def test_a_section_from_another_file_is_seen_from_the_recipe() -> None:
+def test_a_section_file_is_resolved_relative_to_the_recipe() -> None:
     Path("attention").mkdir()
     Path("recipes").mkdir()
     Path("attention/tiles.yaml").write_text("use: blockwise\nblock_q: 64\n")
@@ -352,7 +357,7 @@ def test_a_section_from_another_file_is_seen_from_the_recipe() -> None:
     assert recipe.load("recipes/one.yaml", ["attention.block_q=32"]).attention.block_q == 32
 
 
-def test_a_section_from_another_file_on_the_command_line_is_seen_from_here() -> None:
+def test_a_section_file_on_the_command_line_is_resolved_relative_to_the_working_directory() -> None:
     Path("tiles.yaml").write_text("use: blockwise\nblock_q: 64\n")
     Path("recipes").mkdir()
     Path("recipes/one.yaml").write_text(TRAINING)
@@ -361,7 +366,7 @@ def test_a_section_from_another_file_on_the_command_line_is_seen_from_here() -> 
 
 
 @pytest.mark.parametrize(
-    "section, says",
+    "section, expected",
     [
         ("# tiles\nuse: blockwise\nblok: 64\n", "parts/tiles.yaml:3: attention.blok: unknown key"),
         (
@@ -380,25 +385,26 @@ def test_a_section_from_another_file_on_the_command_line_is_seen_from_here() -> 
         ("- a\n", "parts/tiles.yaml:1: found a list or plain text"),
     ],
 )
-def test_a_mistake_in_a_section_from_another_file_names_that_file(section: str, says: str) -> None:
+def test_a_mistake_in_a_section_from_another_file_names_that_file(section: str, expected: str) -> None:
     Path("parts").mkdir()
     Path("parts/tiles.yaml").write_text(section)
-    assert message(TRAINING + "attention: parts/tiles.yaml\n").startswith(says)
+    assert load_error(TRAINING + "attention: parts/tiles.yaml\n").startswith(expected)
 
 
-def test_a_section_file_that_is_not_there_is_told_where_it_is_named() -> None:
-    said = message(TRAINING + "attention: tiles.yaml\n")
+def test_a_missing_section_file_is_reported_at_the_line_that_includes_it() -> None:
+    error_text = load_error(TRAINING + "attention: tiles.yaml\n")
     assert (
-        said == 'recipe.yaml:12: attention: found "tiles.yaml", expected a file, and there is no tiles.yaml'
+        error_text
+        == 'recipe.yaml:12: attention: found "tiles.yaml", expected a file, and there is no tiles.yaml'
     )
 
 
-def test_a_run_folder_may_be_called_like_a_file() -> None:
+def test_a_run_folder_may_be_named_like_a_recipe() -> None:
     assert load("run_dir=runs/x.yaml").run_dir == "runs/x.yaml"
 
 
 @pytest.mark.parametrize(
-    "packed, overrides, says",
+    "packed, overrides, expected",
     [
         (
             {},
@@ -414,8 +420,8 @@ def test_a_run_folder_may_be_called_like_a_file() -> None:
         ),
     ],
 )
-def test_a_recipe_is_compared_with_data_that_is_packed(
-    packed: dict[str, Any], overrides: list[str], says: str
+def test_a_recipe_is_checked_against_packed_data(
+    packed: dict[str, Any], overrides: list[str], expected: str
 ) -> None:
     index = {"sequence_length": 128, "dtype": "uint16", "vocab": 4096, "special": {"mask": 3}}
     Path("packed").mkdir()
@@ -423,48 +429,48 @@ def test_a_recipe_is_compared_with_data_that_is_packed(
     text = TRAINING.replace("nowhere", "packed")
     load("model.vocab=5000", text=text)
     Path("packed/index.json").write_text(json.dumps(index | packed))
-    assert says in message(text, *overrides)
+    assert expected in load_error(text, *overrides)
 
 
-def test_a_damaged_index_is_left_to_those_who_open_it() -> None:
+def test_a_damaged_index_is_ignored_when_a_recipe_is_read() -> None:
     Path("packed").mkdir()
     Path("packed/index.json").write_text("{")
     assert load("data.path=packed", "model.vocab=70000").model.vocab == 70000
 
 
-def test_lengths_in_tokens_and_shares_become_steps() -> None:
-    found = run_length.durations(load("schedule.steps=1M tokens", "schedule.warmup=10 %"))
-    assert found == {"steps": 1954, "warmup": 196}  # a step is 8 x 64 tokens
+def test_lengths_in_tokens_and_percentages_become_steps() -> None:
+    durations = run_length.durations(load("schedule.steps=1M tokens", "schedule.warmup=10 %"))
+    assert durations == {"steps": 1954, "warmup": 196}  # a step is 8 x 64 tokens
 
 
-@pytest.mark.parametrize("path", WHOLE, ids=lambda path: str(path.relative_to(ROOT)))
-def test_a_recipe_comes_back_from_its_own_yaml(path: Path, tmp_path: Path, demo_run: None) -> None:
+@pytest.mark.parametrize("path", FULL_RECIPES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_recipe_survives_a_round_trip_through_yaml(path: Path, tmp_path: Path, demo_run: None) -> None:
     cfg = recipe.load_any(path)
-    (tmp_path / "again.yaml").write_text(reader.to_yaml(cfg))
-    assert recipe.load_any(tmp_path / "again.yaml") == cfg
+    (tmp_path / "copy.yaml").write_text(reader.to_yaml(cfg))
+    assert recipe.load_any(tmp_path / "copy.yaml") == cfg
 
 
 @pytest.mark.parametrize("path", SECTIONS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_a_section_file_fits_the_section_its_folder_is_named_after(path: Path) -> None:
+def test_a_section_file_is_valid_for_the_section_named_after_its_folder(path: Path) -> None:
     section = getattr(load(f"{path.parent.name}={path}"), path.parent.name)
     assert reader.to_dict(section) == yaml.safe_load(path.read_text())
 
 
-@pytest.mark.parametrize("path", WHOLE, ids=lambda path: str(path.relative_to(ROOT)))
-def test_a_recipe_is_headed_by_its_command(path: Path, demo_run: None) -> None:
-    verb = "train" if isinstance(recipe.load_any(path), sections.TrainRecipe) else "data prepare"
-    assert path.read_text().startswith(f"# headrace {verb} {path.relative_to(ROOT)}   ")
+@pytest.mark.parametrize("path", FULL_RECIPES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_recipe_starts_with_its_command(path: Path, demo_run: None) -> None:
+    command = "train" if isinstance(recipe.load_any(path), sections.TrainRecipe) else "data prepare"
+    assert path.read_text().startswith(f"# headrace {command} {path.relative_to(ROOT)}   ")
 
 
 @pytest.mark.parametrize("folder, name", PARTS)
-def test_the_config_of_a_part_is_the_same_read_alone_and_imported(folder: str, name: str) -> None:
-    real = importlib.import_module(f"headrace.{folder.replace('/', '.')}.{name}").Config
-    alone = reader.part_class(folder, name)
-    assert fields(alone) == fields(real)
-    assert real.__dataclass_params__.frozen
+def test_the_config_parsed_from_source_equals_the_imported_config(folder: str, name: str) -> None:
+    imported = importlib.import_module(f"headrace.{folder.replace('/', '.')}.{name}").Config
+    parsed = reader.part_class(folder, name)
+    assert fields(parsed) == fields(imported)
+    assert imported.__dataclass_params__.frozen
 
 
 def fields(cls: Any) -> list[tuple[str, Any, Any]]:
     hints = typing.get_type_hints(cls)
-    own = [f for f in dataclasses.fields(cls) if f.name in reader.own_keys(cls)]
-    return [(f.name, hints[f.name], f.default) for f in own]
+    declared = [f for f in dataclasses.fields(cls) if f.name in reader.own_keys(cls)]
+    return [(f.name, hints[f.name], f.default) for f in declared]

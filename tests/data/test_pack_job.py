@@ -1,5 +1,5 @@
-"""Groups of documents come out as rows that say where documents begin and what is to be learnt, the same
-whether they were written down before or are read from the source."""
+"""Pack jobs: groups of documents become rows with document starts and loss bits, equal for normalized files
+and for documents read directly from the source."""
 
 import json
 from collections import Counter
@@ -47,7 +47,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write_documents(folder: Path, number: int, **columns: list) -> SourcePart:
-    """Leaves them where the first stage does."""
+    """Write documents as the normalize stage does."""
     count = len(columns["id"])
     arrays = [pa.array(columns.get(field.name, [None] * count), field.type) for field in SCHEMA]
     (folder / "normalized").mkdir(exist_ok=True)
@@ -84,7 +84,7 @@ def job(tmp_path: Path, tokenizer: Path) -> pack_job.PackJob:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_group_comes_out_with_every_document_once_in_its_split(
+def test_a_group_has_every_document_of_its_split_exactly_once(
     job: pack_job.PackJob, mode: str, tmp_path: Path
 ) -> None:
     summary = pack_job.run_pack_job(replace(job, pack=Section(mode=mode, sequence_length=2048)))
@@ -95,76 +95,76 @@ def test_a_group_comes_out_with_every_document_once_in_its_split(
         ]
         rows = read_rows(tmp_path / "packed", f"00003-0-{split}")
         special = loaded.special
-        whole = [special.bos, *loaded.encode("x"), special.eos]
-        assert len(whole) > 2
-        found = [piece for piece in pieces_in(rows, special.filler) if piece[0] == special.bos]
-        if mode != "concat":  # which may cut one at the end of a row
-            assert sorted(loaded.decode(piece) for piece in found) == sorted(texts)
+        encoded = [special.bos, *loaded.encode("x"), special.eos]
+        assert len(encoded) > 2
+        documents = [piece for piece in pieces_in(rows, special.filler) if piece[0] == special.bos]
+        if mode != "concat":  # may split documents at row ends
+            assert sorted(loaded.decode(piece) for piece in documents) == sorted(texts)
         (group,) = summary["groups"]
-        made = group[split]
-        assert made["documents"] == len(texts) and made["bytes"] == sum(len(text.encode()) for text in texts)
-        assert made["tokens"] == sum(len(loaded.encode(text)) + 2 for text in texts)
-        assert made["rows"] == len(rows) == made["shard"]["rows"]
-        assert made["fill"] == pytest.approx(made["tokens"] / rows.tokens.size)
-        assert sum(made["lengths"]) == len(texts)
+        split_summary = group[split]
+        assert split_summary["documents"] == len(texts) and split_summary["bytes"] == sum(
+            len(text.encode()) for text in texts
+        )
+        assert split_summary["tokens"] == sum(len(loaded.encode(text)) + 2 for text in texts)
+        assert split_summary["rows"] == len(rows) == split_summary["shard"]["rows"]
+        assert split_summary["fill"] == pytest.approx(split_summary["tokens"] / rows.tokens.size)
+        assert sum(split_summary["lengths"]) == len(texts)
         assert set(rows.sources.tolist()) == {1}
     assert json.loads(json.dumps(summary)) == summary
 
 
-def test_the_counts_are_those_of_the_training_tokens(job: pack_job.PackJob, tmp_path: Path) -> None:
+def test_token_counts_are_those_of_the_training_split(job: pack_job.PackJob, tmp_path: Path) -> None:
     pack_job.run_pack_job(job)
     loaded = tokenizer_io.load(job.tokenizer, "tokenizers")
-    seen: Counter[int | None] = Counter()
+    expected: Counter[int | None] = Counter()
     for n, text in enumerate(TEXTS):
         if not is_held_out(f"text:{n}", 0.1):
-            seen.update([loaded.special.bos, *loaded.encode(text), loaded.special.eos])
+            expected.update([loaded.special.bos, *loaded.encode(text), loaded.special.eos])
     counts = np.load(tmp_path / "packed" / "00003.counts.npy").tolist()
-    assert counts == [seen[token] for token in range(loaded.vocab_size)]
+    assert counts == [expected[token] for token in range(loaded.vocab_size)]
 
 
-@pytest.mark.parametrize("long", [0, 200])
-def test_documents_get_their_beginning_and_end_and_nothing_else(
-    long: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(token_buffer, "COPY_EACH_FROM", long)
-    given = Ragged(np.array([5, 6, 7], np.uint32), np.array([0, 2, 2, 3]))
+@pytest.mark.parametrize("copy_each_from", [0, 200])
+def test_documents_get_only_bos_and_eos_added(copy_each_from: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_buffer, "COPY_EACH_FROM", copy_each_from)
+    ragged = Ragged(np.array([5, 6, 7], np.uint32), np.array([0, 2, 2, 3]))
     for room in (1000, 0):
         for bos, eos in ((1, 2), (None, 2), (1, None), (None, None)):
             buffer = token_buffer.TokenBuffer("uint16", room)
-            buffer.add(given, bos, eos)
-            buffer.add(given)
-            found = buffer.to_ragged()
+            buffer.add(ragged, bos, eos)
+            buffer.add(ragged)
+            result = buffer.to_ragged()
             first, last = ([] if token is None else [token] for token in (bos, eos))
-            wanted = [[*first, *ids, *last] for ids in ([5, 6], [], [7])] + [[5, 6], [], [7]]
-            assert [ids.tolist() for ids in np.split(found.values, found.offsets[1:-1])] == wanted
-            assert found.values.dtype == np.uint16 and found.loss_mask is None
-    buffer.add(replace(given, loss_mask=np.array([True, False, True])), 1, None)
+            expected = [[*first, *ids, *last] for ids in ([5, 6], [], [7])] + [[5, 6], [], [7]]
+            assert [ids.tolist() for ids in np.split(result.values, result.offsets[1:-1])] == expected
+            assert result.values.dtype == np.uint16 and result.loss_mask is None
+    buffer.add(replace(ragged, loss_mask=np.array([True, False, True])), 1, None)
     with pytest.raises(AssertionError):
-        buffer.add(replace(given, values=np.array([5, 6, 1 << 16], np.uint32)))
+        buffer.add(replace(ragged, values=np.array([5, 6, 1 << 16], np.uint32)))
 
 
 def test_lengths_are_counted_by_powers_of_two() -> None:
     lengths = np.array([1, 2, 3, 4, 7, 8, 1023, 1024])
-    made = plan_rows(lengths, 4096, "document", 0)
-    found = pack_job.summarize_split(made, lengths, lengths, length=4096, shard=None)["lengths"]
-    assert found == [1, 2, 2, 1, 0, 0, 0, 0, 0, 1, 1]
+    plan = plan_rows(lengths, 4096, "document", 0)
+    counts = pack_job.summarize_split(plan, lengths, lengths, length=4096, shard=None)["lengths"]
+    assert counts == [1, 2, 2, 1, 0, 0, 0, 0, 0, 1, 1]
 
 
 def test_rows_can_be_held_out_instead_of_documents(job: pack_job.PackJob, tmp_path: Path) -> None:
     (summary,) = pack_job.run_pack_job(replace(job, held_out="rows"))["groups"]
-    none = replace(job, held_out="rows", number=4, pack=Section(eval_fraction=0.0))
-    (whole,) = pack_job.run_pack_job(none)["groups"]
-    assert whole["evaluation"]["shard"] is None
+    without_eval = replace(job, held_out="rows", number=4, pack=Section(eval_fraction=0.0))
+    (undivided,) = pack_job.run_pack_job(without_eval)["groups"]
+    assert undivided["evaluation"]["shard"] is None
     assert not (tmp_path / "packed" / "00004-0-evaluation.npy").exists()
     for key in ("documents", "tokens"):
-        assert summary["train"][key] + summary["evaluation"][key] == whole["train"][key]
-    assert abs(summary["train"]["bytes"] + summary["evaluation"]["bytes"] - whole["train"]["bytes"]) <= 1
-    assert whole["train"]["documents"] == len(TEXTS)
+        assert summary["train"][key] + summary["evaluation"][key] == undivided["train"][key]
+    assert abs(summary["train"]["bytes"] + summary["evaluation"]["bytes"] - undivided["train"]["bytes"]) <= 1
+    assert undivided["train"]["documents"] == len(TEXTS)
     rows = summary["train"]["rows"] + summary["evaluation"]["rows"]
     assert abs(summary["evaluation"]["rows"] - 0.1 * rows) < 1
 
 
-def test_a_document_that_is_cut_between_the_splits_counts_in_each_by_its_tokens() -> None:
+def test_a_document_divided_between_splits_counts_in_each_by_its_tokens() -> None:
     plan = PackPlan(
         document=np.array([0, 0, 1]),
         begin=np.array([0, 30, 0]),
@@ -180,7 +180,7 @@ def test_a_document_that_is_cut_between_the_splits_counts_in_each_by_its_tokens(
         assert (summary["tokens"], summary["bytes"]) == (tokens, expected)
 
 
-def test_a_group_done_twice_has_the_same_bytes(job: pack_job.PackJob, tmp_path: Path) -> None:
+def test_a_repeated_pack_job_writes_the_same_bytes(job: pack_job.PackJob, tmp_path: Path) -> None:
     def bytes_after(job: pack_job.PackJob) -> dict[str, bytes]:
         pack_job.run_pack_job(job)
         return {file.name: file.read_bytes() for file in sorted((tmp_path / "packed").iterdir())}
@@ -190,14 +190,14 @@ def test_a_group_done_twice_has_the_same_bytes(job: pack_job.PackJob, tmp_path: 
     assert first != bytes_after(replace(job, seed=1))
 
 
-def test_conversations_are_packed_with_their_loss_beside_texts(
+def test_conversations_are_packed_with_loss_bits_among_texts(
     job: pack_job.PackJob, tmp_path: Path, tokenizer: Path
 ) -> None:
     folder = tmp_path / "chat"
     folder.mkdir()
     tokenizer_io.copy(tokenizer, folder)
     tokenizer_io.write_chat_template(folder, CHAT)
-    said = [
+    conversations = [
         json.dumps([{"role": "user", "content": f"say {n}"}, {"role": "assistant", "content": f"{n}!"}])
         for n in range(9)
     ]
@@ -206,7 +206,7 @@ def test_conversations_are_packed_with_their_loss_beside_texts(
         7,
         id=[f"chat:{n}" for n in range(10)],
         text=[*[None] * 9, "plain"],
-        messages=[*said, None],
+        messages=[*conversations, None],
         source=["here"] * 10,
     )
     cfg = Section(mode="document", eval_fraction=0.0)
@@ -214,15 +214,15 @@ def test_conversations_are_packed_with_their_loss_beside_texts(
     rows = read_rows(tmp_path / "packed", "00003-0-train")
     loaded = tokenizer_io.load(folder, "tokenizers")
     assert rows.loss_bits is not None and len(rows) == 10
-    learnt = unpack_bits(rows.loss_bits, 48)
-    texts = [loaded.decode(tokens[mask]) for tokens, mask in zip(rows.tokens, learnt, strict=True)]
+    is_trained = unpack_bits(rows.loss_bits, 48)
+    texts = [loaded.decode(tokens[mask]) for tokens, mask in zip(rows.tokens, is_trained, strict=True)]
     assert sorted(texts) == sorted([*(f"{n}!\n" for n in range(9)), "plain"])
-    assert not (learnt & (rows.tokens == loaded.special.filler)).any()
+    assert not (is_trained & (rows.tokens == loaded.special.filler)).any()
 
 
 @pytest.fixture
 def source(tmp_path: Path, tokenizer: Path) -> Any:
-    """A recipe for a file of JSON lines, of which one is bad."""
+    """A recipe for a file of JSON lines with one invalid line."""
     lines = [json.dumps({"text": text}) for text in TEXTS]
     lines[7] = "{bad"
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
@@ -233,41 +233,41 @@ def source(tmp_path: Path, tokenizer: Path) -> Any:
     return recipe.load_data(tmp_path / "data.yaml")
 
 
-def test_documents_from_the_source_are_packed_like_those_written_before(
+def test_documents_from_the_source_are_packed_like_normalized_files(
     job: pack_job.PackJob, source: Any, tmp_path: Path
 ) -> None:
     parts = tuple(normalize.list_source_parts(source))
     job = replace(job, source_parts=parts, normalize=source.normalize, on_error="skip")
     (part,) = parts
-    told = normalize.normalize_part(part, source.normalize, "skip", tmp_path / "normalized")
-    before = pack_job.run_pack_job(job)
+    part_summary = normalize.normalize_part(part, source.normalize, "skip", tmp_path / "normalized")
+    from_files = pack_job.run_pack_job(job)
     names = sorted(file.name for file in (tmp_path / "packed").iterdir())
     written = {name: (tmp_path / "packed" / name).read_bytes() for name in names}
-    found = pack_job.run_pack_job(replace(job, is_normalized=False))
+    direct = pack_job.run_pack_job(replace(job, is_normalized=False))
     assert written == {name: (tmp_path / "packed" / name).read_bytes() for name in names}
-    assert found["groups"] == before["groups"]
-    assert before["parts"] == [] and not before["problems"]["counts"]
-    assert found["problems"] == told.pop("problems") and found["problems"]["counts"]
-    assert found["parts"] == [told] and told["dropped"]
+    assert direct["groups"] == from_files["groups"]
+    assert from_files["parts"] == [] and not from_files["problems"]["counts"]
+    assert direct["problems"] == part_summary.pop("problems") and direct["problems"]["counts"]
+    assert direct["parts"] == [part_summary] and part_summary["dropped"]
 
 
-def test_what_is_too_much_to_be_packed_at_once_comes_out_in_several_groups(
+def test_documents_above_the_memory_limit_are_packed_in_several_groups(
     job: pack_job.PackJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = pack_job.run_pack_job(job)
+    single = pack_job.run_pack_job(job)
     counts = np.load(tmp_path / "packed" / "00003.counts.npy")
     monkeypatch.setattr(pack_job, "MAX_GROUP_BYTES", 20_000)
     monkeypatch.setattr(pack_job, "ENCODE_BYTES", 1_000)
-    parts = pack_job.run_pack_job(job)
-    assert 2 < len(parts["groups"]) < 10
+    several = pack_job.run_pack_job(job)
+    assert 2 < len(several["groups"]) < 10
     assert (counts == np.load(tmp_path / "packed" / "00003.counts.npy")).all()
     for key in ("documents", "tokens", "bytes"):
         sums = [
-            sum(group[split][key] for group in made["groups"] for split in pack_job.SPLITS)
-            for made in (whole, parts)
+            sum(group[split][key] for group in summary["groups"] for split in pack_job.SPLITS)
+            for summary in (single, several)
         ]
         assert sums[0] == sums[1]
-    for number, group in enumerate(parts["groups"]):
+    for number, group in enumerate(several["groups"]):
         shard = group["train"]["shard"]
         assert shard["name"] == f"00003-{number}-train"
         assert len(read_rows(tmp_path / "packed", shard["name"])) == shard["rows"] == group["train"]["rows"]

@@ -1,4 +1,4 @@
-"""The stream from a URL: real servers of files and of a bucket, with faults, and the cache in between."""
+"""Datasets at a URL: a file server and a bucket with injected faults, and the local cache."""
 
 import hashlib
 import json
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
-# Before gcsfs is imported: it would ask Google what kind of bucket this is, for a minute.
+# Before gcsfs is imported: it would query Google for the kind of the bucket, which takes a minute.
 os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
 
 import fsspec
@@ -34,32 +34,33 @@ SPECIAL = SpecialTokenIds(bos=1, eos=2, pad=0, mask=3)
 BLOCK = 1 << 14
 
 
-def write(folder: Path, *, shards: int = 3, rows: int = 300, length: int = 128) -> None:
-    """Two epochs of random rows and a small evaluation split."""
+def write_dataset(folder: Path, *, shards: int = 3, rows: int = 300, length: int = 128) -> None:
+    """Write a dataset of two epochs of random rows and a small evaluation split."""
     folder.mkdir(parents=True)
     random = np.random.default_rng(0)
 
-    def one(name: str, count: int) -> Any:
+    def write_shard(name: str, count: int) -> Any:
         tokens = random.integers(4, 60_000, (count, length)).astype(np.uint16)
         flags = random.random((count, length)) < 0.05
         flags[:, 0] = True
         loss = pack_bits(random.random((count, length)) < 0.5)
         return write_rows(folder, name, Rows(tokens, pack_bits(flags), loss, np.zeros(count, np.uint16)))
 
-    epochs = tuple(tuple(one(f"train-{e}-{n:05}", rows) for n in range(shards)) for e in range(2))
-    held_out = ((one("evaluation-0-00000", 20),),)
+    epochs = tuple(tuple(write_shard(f"train-{e}-{n:05}", rows) for n in range(shards)) for e in range(2))
+    held_out = ((write_shard("evaluation-0-00000", 20),),)
     splits = {"train": Split(shards * rows, 9, 9, 9, epochs), "evaluation": Split(20, 9, 9, 9, held_out)}
     Index(length, "uint16", 60_000, SPECIAL, "f00d", 5.0, ("a",), splits, {}).write(folder)
 
 
 class Server:
-    """Serves a folder at /, with ranges, and as the bucket `data` by the JSON API of Google's storage.
-    `fault` is asked about every request for file contents: None lets it pass, a number is the status to
-    answer, "cut" ends the answer half-way, "drop" closes the connection without one, "hang" after a while."""
+    """A server of a folder: at /, with ranges, and as bucket `data` of Google's JSON storage API.
+    `fault` is called for every request for file contents: None serves it, a number is the status of the
+    response, "cut" sends half of the content, "drop" closes the connection without a response, "hang" does so
+    after 2 s."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.delay = folder, 0.0
-        self.requests: Counter[tuple[str, str]] = Counter()  # by file and range, of contents alone
+        self.requests: Counter[tuple[str, str]] = Counter()  # requests for contents, by file and range
         self.fault: Any = lambda name, span: None
         self.lock = threading.Lock()
         server = self
@@ -78,22 +79,22 @@ class Server:
                 url = urlsplit(self.path)
                 query = {key: values[-1] for key, values in parse_qs(url.query).items()}
                 if url.path == "/storage/v1/b/data/o":
-                    return self.answer(
-                        200, json.dumps({"items": server.listed(query.get("prefix", ""))}).encode()
+                    return self.respond(
+                        200, json.dumps({"items": server.list_objects(query.get("prefix", ""))}).encode()
                     )
                 api = re.fullmatch(r"/(download/)?storage/v1/b/data/o/([^/]+)", url.path)
                 name = unquote(api[2] if api else url.path[1:])
                 file = server.folder / name
                 if not file.is_file():
-                    return self.answer(404, b"{}")
+                    return self.respond(404, b"{}")
                 if api and query.get("alt") != "media":
-                    return self.answer(200, json.dumps(server.described(file)).encode())
-                self.contents(file)
+                    return self.respond(200, json.dumps(server.describe_object(file)).encode())
+                self.send_contents(file)
 
-            def contents(self, file: Path) -> None:
+            def send_contents(self, file: Path) -> None:
                 span = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
                 if self.command == "HEAD":
-                    return self.answer(200, file.read_bytes())
+                    return self.respond(200, file.read_bytes())
                 with server.lock:
                     server.requests[file.name, span[0] if span else ""] += 1
                     fault = server.fault(file.name, span and span[0])
@@ -103,20 +104,20 @@ class Server:
                     self.close_connection = True
                     return self.connection.close()
                 if isinstance(fault, int):
-                    return self.answer(fault, b'{"error": {"message": "injected"}}')
+                    return self.respond(fault, b'{"error": {"message": "injected"}}')
                 with file.open("rb") as opened:
                     opened.seek(int(span[1]) if span else 0)
                     data = opened.read(int(span[2]) + 1 - int(span[1]) if span else -1)
-                self.answer(206 if span else 200, data, len(data) // 2 if fault == "cut" else len(data))
+                self.respond(206 if span else 200, data, len(data) // 2 if fault == "cut" else len(data))
 
-            def answer(self, status: int, body: bytes, told: int | None = None) -> None:
+            def respond(self, status: int, body: bytes, content_length: int | None = None) -> None:
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(body)))
                 self.send_header("Accept-Ranges", "bytes")
                 self.end_headers()
                 if self.command != "HEAD":
-                    self.wfile.write(body[:told])
-                if told not in (None, len(body)):
+                    self.wfile.write(body[:content_length])
+                if content_length not in (None, len(body)):
                     self.close_connection = True
 
         self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
@@ -128,16 +129,20 @@ class Server:
         )
         self.thread.start()
 
-    def described(self, file: Path) -> dict[str, str]:
+    def describe_object(self, file: Path) -> dict[str, str]:
         name = str(file.relative_to(self.folder))
         return {"kind": "storage#object", "name": name, "bucket": "data", "size": str(file.stat().st_size)}
 
-    def listed(self, prefix: str) -> list[dict[str, str]]:
+    def list_objects(self, prefix: str) -> list[dict[str, str]]:
         files = sorted(file for file in self.folder.rglob("*") if file.is_file())
-        return [one for one in map(self.described, files) if one["name"].startswith(prefix)]
+        return [
+            description
+            for description in map(self.describe_object, files)
+            if description["name"].startswith(prefix)
+        ]
 
-    def blocks(self) -> Counter[tuple[str, str]]:
-        """What was asked for of the shards."""
+    def block_requests(self) -> Counter[tuple[str, str]]:
+        """Requests for contents of shards."""
         return Counter({key: count for key, count in self.requests.items() if key[0].endswith(".npy")})
 
     def close(self) -> None:
@@ -148,9 +153,9 @@ class Server:
 
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    """A dataset at SERVER/set, small blocks, and a cache of the test's own."""
+    """A server with a dataset at /set, small blocks, and a temporary cache."""
     pytest.importorskip("aiohttp")
-    write(tmp_path / "served/set")
+    write_dataset(tmp_path / "served/set")
     monkeypatch.setattr(remote_cache, "BLOCK", BLOCK)
     monkeypatch.setattr(files, "FIRST_WAIT", 0.01)
     monkeypatch.setattr(RemoteFolder, "prefetch_bytes", 4 * BLOCK)
@@ -169,58 +174,58 @@ def bucket(server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 
 
 def digest(data: Dataset, steps: range = range(50)) -> str:
-    """Of everything that some batches hold."""
-    found = hashlib.sha256()
+    """Checksum of all arrays of some batches."""
+    sha256 = hashlib.sha256()
     for order in (data.train_order(40, seed=3), data.eval_order(40)):
         for step in steps:
             packed = data.batch(order, step)
             for array in (packed.tokens, packed.segments, packed.positions, packed.loss_mask):
-                found.update(np.ascontiguousarray(array))
-    return found.hexdigest()
+                sha256.update(np.ascontiguousarray(array))
+    return sha256.hexdigest()
 
 
-def test_batches_from_a_server_are_those_from_the_disk_and_nothing_is_fetched_twice(server: Server) -> None:
-    near = digest(Dataset.open(server.folder / "set"))
-    assert digest(Dataset.open(f"{server.url}/set/")) == near
-    fetched = server.blocks()
+def test_batches_from_a_server_equal_local_batches_and_no_block_is_fetched_again(server: Server) -> None:
+    local = digest(Dataset.open(server.folder / "set"))
+    assert digest(Dataset.open(f"{server.url}/set/")) == local
+    fetched = server.block_requests()
     assert set(fetched.values()) == {1}
     sizes = [os.path.getsize(server.folder / "set" / name) for name, _ in fetched]
     assert max(sizes) > 4 * BLOCK
-    assert digest(Dataset.open(f"{server.url}/set")) == near
-    assert server.blocks() == fetched
+    assert digest(Dataset.open(f"{server.url}/set")) == local
+    assert server.block_requests() == fetched
 
 
-def test_rows_cut_shorter_come_from_a_server_too(server: Server) -> None:
-    far, near = (
-        Dataset.open(place, sequence_length=32) for place in (f"{server.url}/set", server.folder / "set")
+def test_shorter_sequences_are_read_from_a_server(server: Server) -> None:
+    remote, local = (
+        Dataset.open(path, sequence_length=32) for path in (f"{server.url}/set", server.folder / "set")
     )
-    assert digest(far, range(3)) == digest(near, range(3))
+    assert digest(remote, range(3)) == digest(local, range(3))
 
 
-def test_only_what_is_near_the_rows_asked_for_is_fetched(server: Server) -> None:
+def test_only_blocks_near_the_requested_rows_are_fetched(server: Server) -> None:
     data = Dataset.open(f"{server.url}/set")
     data.batch_tokens(data.train_order(4, seed=0), 0)
     time.sleep(0.2)
-    names = {name for name, _ in server.blocks()}
+    names = {name for name, _ in server.block_requests()}
     assert names <= {f"train-0-00000{suffix}.npy" for suffix in ("", ".starts", ".loss")}
-    assert 4 <= len([1 for name, _ in server.blocks() if name == "train-0-00000.npy"]) < 7
+    assert 4 <= len([1 for name, _ in server.block_requests() if name == "train-0-00000.npy"]) < 7
 
 
-def test_busy_servers_and_broken_connections_are_outlived(server: Server) -> None:
-    near = digest(Dataset.open(server.folder / "set"))
-    kinds = [503, "drop", 429, "cut", 500]
-    asked: Counter[tuple[str, str]] = Counter()
+def test_errors_of_the_server_and_broken_connections_are_retried(server: Server) -> None:
+    local = digest(Dataset.open(server.folder / "set"))
+    faults = [503, "drop", 429, "cut", 500]
+    attempts: Counter[tuple[str, str]] = Counter()
 
     def fault(name: str, span: str) -> Any:
-        asked[name, span] += 1
-        return kinds[(len(asked) + asked[name, span]) % 5] if asked[name, span] <= 2 else None
+        attempts[name, span] += 1
+        return faults[(len(attempts) + attempts[name, span]) % 5] if attempts[name, span] <= 2 else None
 
     server.fault = fault
-    assert digest(Dataset.open(f"{server.url}/set")) == near
-    assert max(asked.values()) == 3
+    assert digest(Dataset.open(f"{server.url}/set")) == local
+    assert max(attempts.values()) == 3
 
 
-def test_a_connection_that_hangs_is_not_waited_for(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_that_hangs_is_abandoned(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "RESPONSE_TIMEOUT", 0.3)
     data = Dataset.open(f"{server.url}/set")
     hung: set[tuple[str, str]] = set()
@@ -236,7 +241,7 @@ def test_a_connection_that_hangs_is_not_waited_for(server: Server, monkeypatch: 
     assert hung and time.perf_counter() - started < 1.9
 
 
-def test_a_server_that_stays_down_is_given_up_on_with_the_reason(server: Server) -> None:
+def test_a_server_that_remains_down_is_reported_with_the_reason(server: Server) -> None:
     data = Dataset.open(f"{server.url}/set")
     server.fault = lambda name, span: 503
     with pytest.raises(ValueError, match=r"train-0-00000\.npy could not be read in 6 tries; .*503"):
@@ -245,7 +250,7 @@ def test_a_server_that_stays_down_is_given_up_on_with_the_reason(server: Server)
     data.batch(data.train_order(4, seed=0), 0)
 
 
-def test_blocks_come_several_at_once_and_ahead_of_their_use(
+def test_blocks_are_fetched_in_parallel_and_ahead_of_use(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = Dataset.open(f"{server.url}/set")
@@ -253,11 +258,11 @@ def test_blocks_come_several_at_once_and_ahead_of_their_use(
     started = time.perf_counter()
     for step in range(10):  # 75 KB of tokens a batch: 46 blocks and those of starts and loss
         data.batch(data.train_order(300, seed=0), step, slice(0, 300))
-    assert len(server.blocks()) > 40
-    assert time.perf_counter() - started < len(server.blocks()) * 0.1 / 3
+    assert len(server.block_requests()) > 40
+    assert time.perf_counter() - started < len(server.block_requests()) * 0.1 / 3
 
 
-def test_what_is_missing_or_forbidden_is_said_at_once(server: Server) -> None:
+def test_missing_or_forbidden_files_are_reported_without_retries(server: Server) -> None:
     with pytest.raises(ValueError, match=r"no packed data in http://.*/nowhere.*headrace data prepare"):
         Dataset.open(f"{server.url}/nowhere")
     server.fault = lambda name, span: 403
@@ -274,9 +279,11 @@ def test_what_is_missing_or_forbidden_is_said_at_once(server: Server) -> None:
 
 def test_shards_of_another_size_or_shape_are_refused(server: Server) -> None:
     file = server.folder / "set/train-1-00002.npy"
-    whole = file.read_bytes()
-    file.write_bytes(whole[:-2])
-    with pytest.raises(ValueError, match=rf"train-1-00002\.npy has {len(whole) - 2} bytes, .* {len(whole)}"):
+    content = file.read_bytes()
+    file.write_bytes(content[:-2])
+    with pytest.raises(
+        ValueError, match=rf"train-1-00002\.npy has {len(content) - 2} bytes, .* {len(content)}"
+    ):
         Dataset.open(f"{server.url}/set")
     np.save(file, np.zeros((600, 64), np.uint16))
     data = Dataset.open(f"{server.url}/set")
@@ -286,41 +293,39 @@ def test_shards_of_another_size_or_shape_are_refused(server: Server) -> None:
         data.batch(data.train_order(300, seed=0), 5)
 
 
-def test_a_shard_that_changed_behind_the_index_is_refused_and_not_kept(
-    server: Server, tmp_path: Path
-) -> None:
+def test_a_shard_with_a_wrong_checksum_is_refused_and_not_cached(server: Server, tmp_path: Path) -> None:
     file = server.folder / "set/train-0-00000.npy"
-    whole = bytearray(file.read_bytes())
-    whole[-1] ^= 1
-    file.write_bytes(whole)
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
     data = Dataset.open(f"{server.url}/set")
     with pytest.raises(ValueError, match=r"train-0-00000\.npy has checksum \w{8}, and the index says \w{8}"):
         data.batch(data.train_order(300, seed=0), 0)
     assert not list((tmp_path / "cache/shards").glob("*-train-0-00000.npy*"))
 
 
-def test_data_made_again_at_the_same_url_is_fetched_again(server: Server) -> None:
+def test_data_replaced_at_the_same_url_is_fetched_again(server: Server) -> None:
     before = digest(Dataset.open(f"{server.url}/set"), range(2))
     for file in (server.folder / "set").iterdir():
         file.unlink()
     (server.folder / "set").rmdir()
-    write(server.folder / "set", rows=310)
+    write_dataset(server.folder / "set", rows=310)
     after = digest(Dataset.open(f"{server.url}/set"), range(2))
     assert after != before and after == digest(Dataset.open(server.folder / "set"), range(2))
 
 
-def test_the_cache_stays_within_its_size_and_drops_what_was_not_used_for_longest(
+def test_the_cache_respects_the_size_limit_and_evicts_the_least_recently_used(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limit = 300_000  # a shard's tokens, starts and loss take 86 KB
     monkeypatch.setenv("HEADRACE_CACHE_GB", str(limit / 1e9))
-    data, near = Dataset.open(f"{server.url}/set"), Dataset.open(server.folder / "set")
+    data, local = Dataset.open(f"{server.url}/set"), Dataset.open(server.folder / "set")
     for step in range(6):
         order = data.train_order(300, seed=0)
-        np.testing.assert_array_equal(data.batch_tokens(order, step), near.batch_tokens(order, step))
+        np.testing.assert_array_equal(data.batch_tokens(order, step), local.batch_tokens(order, step))
         names = [file.name[33:] for file in (tmp_path / "cache/shards").glob("*.npy")]
         assert sum(file.stat().st_size for file in (tmp_path / "cache/shards").iterdir()) < limit
-    # What is read ahead may push out a shard in use, which stays readable, but the first goes before others.
+    # Prefetching may evict a shard in use, which remains readable, but the least recently used goes first.
     assert "train-0-00000.npy" not in names and len(names) > 3
     monkeypatch.setenv("HEADRACE_CACHE_GB", "much")
     with pytest.raises(ValueError, match="HEADRACE_CACHE_GB: found 'much', expected a number"):
@@ -328,7 +333,7 @@ def test_the_cache_stays_within_its_size_and_drops_what_was_not_used_for_longest
         data.batch_tokens(data.train_order(300, seed=0), 0)
 
 
-def test_a_cache_that_cannot_be_written_says_how_to_name_another(
+def test_the_error_for_an_unwritable_cache_names_the_variable_for_another(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")
@@ -353,8 +358,8 @@ print(digest(data), flush=True)
 """
 
 
-def reader(url: str) -> subprocess.Popen[str]:
-    """Another process that reads the dataset when it is told to."""
+def start_reader(url: str) -> subprocess.Popen[str]:
+    """Start a process that opens the dataset, and reads it after a line on stdin."""
     path = [str(Path(__file__).parents[2]), *filter(None, sys.path)]
     program = READER.format(path=path, block=BLOCK, url=url)
     process = subprocess.Popen(
@@ -365,62 +370,64 @@ def reader(url: str) -> subprocess.Popen[str]:
 
 
 def test_two_processes_share_the_cache_and_the_work(server: Server) -> None:
-    server.delay = 0.02  # so that they meet
-    readers = [reader(f"{server.url}/set") for _ in range(2)]
-    for one in readers:
-        assert one.stdin is not None
-        one.stdin.write("\n")
-        one.stdin.flush()
-    found = [one.communicate(timeout=60)[0].strip() for one in readers]
-    assert found == [digest(Dataset.open(server.folder / "set"))] * 2
-    assert set(server.blocks().values()) == {1}
+    server.delay = 0.02  # so that the readers overlap
+    readers = [start_reader(f"{server.url}/set") for _ in range(2)]
+    for process in readers:
+        assert process.stdin is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
+    digests = [process.communicate(timeout=60)[0].strip() for process in readers]
+    assert digests == [digest(Dataset.open(server.folder / "set"))] * 2
+    assert set(server.block_requests().values()) == {1}
 
 
-def test_a_reader_killed_half_way_leaves_a_cache_that_is_right(server: Server) -> None:
+def test_a_killed_reader_leaves_a_valid_cache(server: Server) -> None:
     server.delay = 0.02
-    near = digest(Dataset.open(server.folder / "set"))
-    one = reader(f"{server.url}/set")
-    assert one.stdin is not None
-    one.stdin.write("\n")
-    one.stdin.flush()
-    while len(server.blocks()) < 20:
+    local = digest(Dataset.open(server.folder / "set"))
+    process = start_reader(f"{server.url}/set")
+    assert process.stdin is not None
+    process.stdin.write("\n")
+    process.stdin.flush()
+    while len(server.block_requests()) < 20:
         time.sleep(0.005)
-    one.send_signal(signal.SIGKILL)
-    one.communicate()
-    before = sum(server.blocks().values())
-    assert digest(Dataset.open(f"{server.url}/set")) == near
-    after = server.blocks()
-    # At most what was under way when it was killed is fetched again.
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    before = sum(server.block_requests().values())
+    assert digest(Dataset.open(f"{server.url}/set")) == local
+    after = server.block_requests()
+    # At most the blocks in flight at the kill are fetched again.
     assert (
         before < sum(after.values()) and sum(count - 1 for count in after.values()) <= remote_cache.IN_FLIGHT
     )
 
 
-def test_batches_from_a_bucket_are_those_from_the_disk(bucket: Server) -> None:
-    near = digest(Dataset.open(bucket.folder / "set"))
-    assert digest(Dataset.open(f"{bucket.url}/set")) == near
-    fetched = bucket.blocks()
+def test_batches_from_a_bucket_equal_local_batches(bucket: Server) -> None:
+    local = digest(Dataset.open(bucket.folder / "set"))
+    assert digest(Dataset.open(f"{bucket.url}/set")) == local
+    fetched = bucket.block_requests()
     assert set(fetched.values()) == {1}
-    assert digest(Dataset.open(f"{bucket.url}/set")) == near
-    assert bucket.blocks() == fetched
+    assert digest(Dataset.open(f"{bucket.url}/set")) == local
+    assert bucket.block_requests() == fetched
 
 
-def test_a_busy_bucket_is_outlived(bucket: Server) -> None:
-    asked: Counter[tuple[str, str]] = Counter()
+def test_errors_of_a_bucket_are_retried(bucket: Server) -> None:
+    attempts: Counter[tuple[str, str]] = Counter()
 
     def fault(name: str, span: str) -> Any:
-        asked[name, span] += 1
+        attempts[name, span] += 1
         return (
-            [503, "drop", "cut"][len(asked) % 3] if asked[name, span] == 1 and len(asked) % 7 == 0 else None
+            [503, "drop", "cut"][len(attempts) % 3]
+            if attempts[name, span] == 1 and len(attempts) % 7 == 0
+            else None
         )
 
     bucket.fault = fault
-    near = digest(Dataset.open(bucket.folder / "set"), range(5))
-    assert digest(Dataset.open(f"{bucket.url}/set"), range(5)) == near
-    assert max(asked.values()) == 2
+    local = digest(Dataset.open(bucket.folder / "set"), range(5))
+    assert digest(Dataset.open(f"{bucket.url}/set"), range(5)) == local
+    assert max(attempts.values()) == 2
 
 
-def test_what_is_missing_in_a_bucket_or_forbidden_is_said(bucket: Server) -> None:
+def test_missing_or_forbidden_files_of_a_bucket_are_reported(bucket: Server) -> None:
     with pytest.raises(ValueError, match=r"no packed data in gs://data/nowhere"):
         Dataset.open(f"{bucket.url}/nowhere")
     (bucket.folder / "set/train-0-00001.starts.npy").unlink()
@@ -431,24 +438,24 @@ def test_what_is_missing_in_a_bucket_or_forbidden_is_said(bucket: Server) -> Non
         Dataset.open(f"{bucket.url}/set")
 
 
-def test_any_filesystem_that_fsspec_knows_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_filesystem_of_fsspec_is_supported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "cache"))
-    write(tmp_path / "set")
+    write_dataset(tmp_path / "set")
     memory = fsspec.filesystem("memory")
     memory.put(str(tmp_path / "set"), "/stream-test/set", recursive=True)
     try:
-        far = digest(Dataset.open("memory://stream-test/set"), range(8))
+        remote = digest(Dataset.open("memory://stream-test/set"), range(8))
     finally:
         memory.rm("/stream-test", recursive=True)
-    assert far == digest(Dataset.open(tmp_path / "set"), range(8))
+    assert remote == digest(Dataset.open(tmp_path / "set"), range(8))
 
 
-def test_a_url_that_nothing_here_can_read_is_explained() -> None:
+def test_a_url_of_an_unknown_protocol_is_refused() -> None:
     with pytest.raises(ValueError, match="nonsense://x cannot be read: Protocol not known"):
         Dataset.open("nonsense://x")
 
 
-@pytest.mark.skipif(find_spec("gcsfs") is not None, reason="gcsfs is here")
+@pytest.mark.skipif(find_spec("gcsfs") is not None, reason="gcsfs is installed")
 def test_a_bucket_without_its_library_says_what_to_install() -> None:
     with pytest.raises(
         ValueError, match=r"gs://bucket/set cannot be read: .*gcsfs.*pip install 'headrace\[gcs\]'"

@@ -1,5 +1,5 @@
-"""Shuffling: every row as often as its weight says, at a place that is uniform, the same bytes whatever way
-the work is done; and the measure of it tells good from bad."""
+"""Shuffling: every row as often as its weight requires, at a uniformly random position, with the same bytes
+for every strategy; and measures of its quality."""
 
 import os
 import signal
@@ -18,14 +18,15 @@ from headrace.data import shuffle
 from headrace.data.shards import Rows, Shard, pack_bits, read_rows, unpack_bits, write_rows
 from headrace.data.shuffle import ShuffleInput, gather_bucket, plan_shuffle, scatter_input
 
-LENGTH = 12  # tokens in a row: its number, then its number again at every place
+LENGTH = 12  # tokens in a row, all of them the number of the row
 ROW = LENGTH * 4
 
 
 def write_inputs(
     folder: Path, sizes: list[int], *, weights: list[float] | None = None, loss: str = ""
 ) -> list[ShuffleInput]:
-    """Packed files, one a source, of rows numbered through. Those whose digit is in `loss` have one."""
+    """Write a packed file per source, with rows numbered over all sources. Sources whose digit is in `loss`
+    have loss bits."""
     (folder / "packed").mkdir()
     inputs, first = [], 0
     for number, size in enumerate(sizes):
@@ -45,37 +46,37 @@ def write_inputs(
     return inputs
 
 
-def run(inputs: list[ShuffleInput], folder: Path, **settings: Any) -> list[list[dict[str, Any]]]:
-    """All passes; what the shards of each epoch returned."""
-    chosen: dict[str, Any] = {"split": "train", "seed": 0, "row_bytes": ROW} | settings
-    passes = plan_shuffle(inputs, folder=str(folder), **chosen)
+def run_shuffle(inputs: list[ShuffleInput], folder: Path, **settings: Any) -> list[list[dict[str, Any]]]:
+    """Run all passes, and return the results of the shards of each epoch."""
+    options: dict[str, Any] = {"split": "train", "seed": 0, "row_bytes": ROW} | settings
+    passes = plan_shuffle(inputs, folder=str(folder), **options)
     epochs: dict[int, list[dict[str, Any]]] = {}
-    for one in passes:
-        for job in one.scatter:
+    for pass_ in passes:
+        for job in pass_.scatter:
             scatter_input(job)
-        for job in one.gather:
+        for job in pass_.gather:
             result = gather_bucket(job)
             if job.round.last:
                 epochs.setdefault(job.round.epoch, []).append(result)
     return list(epochs.values())
 
 
-def numbers_in(folder: Path, results: list[dict[str, Any]]) -> np.ndarray:
-    """The numbers of the rows of an epoch in their order, after a look at all else that stands in them."""
-    found = []
+def row_numbers(folder: Path, results: list[dict[str, Any]]) -> np.ndarray:
+    """Row numbers of an epoch in order, after a check of the other contents of the rows."""
+    numbers = []
     for result in results:
         rows = read_rows(folder, result["shard"]["name"])
         assert (rows.tokens == rows.tokens[:, :1]).all()
         assert (unpack_bits(rows.starts, LENGTH) == (np.arange(LENGTH) == rows.tokens[:, :1] % LENGTH)).all()
-        found.append(rows.tokens[:, 0])
-    return np.concatenate(found)
+        numbers.append(rows.tokens[:, 0])
+    return np.concatenate(numbers)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in sorted(folder.glob("train-*"))}
 
 
-WAYS = {
+STRATEGIES = {
     "one bucket": {},
     "direct": {"bucket_bytes": 130 * ROW},
     "by runs": {"bucket_bytes": 130 * ROW, "direct_bytes": 0},
@@ -84,10 +85,13 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_every_row_is_there_once_in_each_epoch_and_each_has_its_own_order(tmp_path: Path, way: str) -> None:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_epoch_has_every_row_exactly_once_in_a_different_order(tmp_path: Path, strategy: str) -> None:
     inputs = write_inputs(tmp_path, [100, 1, 250, 33])
-    epochs = [numbers_in(tmp_path, epoch) for epoch in run(inputs, tmp_path, epochs=2, **WAYS[way])]
+    epochs = [
+        row_numbers(tmp_path, epoch)
+        for epoch in run_shuffle(inputs, tmp_path, epochs=2, **STRATEGIES[strategy])
+    ]
     for numbers in epochs:
         assert sorted(numbers.tolist()) == list(range(384))
     orders = [numbers.tolist() for numbers in [np.arange(384), *epochs]]
@@ -96,92 +100,99 @@ def test_every_row_is_there_once_in_each_epoch_and_each_has_its_own_order(tmp_pa
 
 def test_runs_and_random_reads_give_the_same_bytes(tmp_path: Path) -> None:
     inputs = write_inputs(tmp_path, [100, 250, 33], weights=[1.5, 1.0, 3.0], loss="1")
-    run(inputs, tmp_path, **WAYS["direct"])
+    run_shuffle(inputs, tmp_path, **STRATEGIES["direct"])
     direct = contents(tmp_path)
     for file in tmp_path.glob("train-*"):
         file.unlink()
-    run(inputs, tmp_path, **WAYS["by runs"])
+    run_shuffle(inputs, tmp_path, **STRATEGIES["by runs"])
     assert len(direct) > 8 and contents(tmp_path) == direct
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_weights_say_how_often_a_row_comes(tmp_path: Path, way: str) -> None:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_weights_set_how_often_a_row_is_repeated(tmp_path: Path, strategy: str) -> None:
     inputs = write_inputs(tmp_path, [100, 60, 80, 40], weights=[1.0, 2.0, 0.5, 1.25])
-    epochs = [numbers_in(tmp_path, epoch) for epoch in run(inputs, tmp_path, epochs=4, **WAYS[way])]
-    seen: Counter[int] = Counter()
+    epochs = [
+        row_numbers(tmp_path, epoch)
+        for epoch in run_shuffle(inputs, tmp_path, epochs=4, **STRATEGIES[strategy])
+    ]
+    totals: Counter[int] = Counter()
     for numbers in epochs:
         counts = np.bincount(numbers, minlength=280)
         assert (counts[:100] == 1).all() and (counts[100:160] == 2).all()
         assert sorted(counts[160:240]) == [0] * 40 + [1] * 40
         assert sorted(counts[240:]) == [1] * 30 + [2] * 10
-        seen.update(numbers.tolist())
-    assert {seen[n] for n in range(160, 240)} == {2}  # four halves are all of it twice
-    assert {seen[n] for n in range(240, 280)} == {5}
+        totals.update(numbers.tolist())
+    assert {totals[n] for n in range(160, 240)} == {2}  # four epochs of half the rows
+    assert {totals[n] for n in range(240, 280)} == {5}
 
 
-def test_a_rest_of_a_row_is_rounded_alike_in_all_epochs_and_fairly_over_seeds(tmp_path: Path) -> None:
+def test_a_fraction_of_a_row_is_rounded_equally_in_all_epochs_and_without_bias_over_seeds(
+    tmp_path: Path,
+) -> None:
     inputs = write_inputs(tmp_path, [10], weights=[0.25])
-    epochs = run(inputs, tmp_path, epochs=5)
-    assert len({len(numbers_in(tmp_path, epoch)) for epoch in epochs}) == 1
+    epochs = run_shuffle(inputs, tmp_path, epochs=5)
+    assert len({len(row_numbers(tmp_path, epoch)) for epoch in epochs}) == 1
     settings: dict[str, Any] = {"folder": "", "split": "train", "row_bytes": ROW}
     plans = [plan_shuffle(inputs, seed=seed, **settings)[0].gather[0].round.sizes[0] for seed in range(1000)]
     assert set(plans) == {2, 3} and abs(np.mean(plans) - 2.5) < 0.08  # five times the standard error
 
 
-def test_a_row_is_anywhere_with_the_same_chance(tmp_path: Path) -> None:
-    """Pearson's test on how often each of 9 rows stood at each of 9 places: 64 degrees of freedom."""
+def test_the_position_of_a_row_is_uniformly_distributed(tmp_path: Path) -> None:
+    """Pearson's test on the counts of each of 9 rows at each of 9 positions: 64 degrees of freedom."""
     inputs = write_inputs(tmp_path, [4, 3, 2])
     table, trials = np.zeros((9, 9)), 90
-    for epoch in run(inputs, tmp_path, epochs=trials, bucket_bytes=5 * ROW):
-        numbers = numbers_in(tmp_path, epoch)
+    for epoch in run_shuffle(inputs, tmp_path, epochs=trials, bucket_bytes=5 * ROW):
+        numbers = row_numbers(tmp_path, epoch)
         table[numbers, np.arange(9)] += 1
     assert ((table - trials / 9) ** 2 / (trials / 9)).sum() < 64 + 4 * np.sqrt(2 * 64)
 
 
-def test_all_orders_come_equally_often() -> None:
-    """All 24 orders of 4 rows in 2 files and 2 buckets, from the draws alone: 23 degrees of freedom."""
+def test_all_orders_are_equally_likely() -> None:
+    """All 24 orders of 4 rows in 2 files and 2 buckets, from the permutations only: 23 degrees of freedom."""
     inputs = [ShuffleInput("a", 3), ShuffleInput("b", 1)]
-    found: Counter[tuple[int, ...]] = Counter()
-    for one in plan_shuffle(
+    order_counts: Counter[tuple[int, ...]] = Counter()
+    for pass_ in plan_shuffle(
         inputs, folder="", split="train", seed=5, epochs=1200, row_bytes=1, bucket_bytes=2
     ):
-        now = one.gather[0].round
+        round_ = pass_.gather[0].round
         order: list[int] = []
-        for bucket, size in enumerate(now.sizes):
-            cuts = [shuffle.bucket_bounds(now, number) for number in (0, 1)]
+        for bucket, size in enumerate(round_.sizes):
+            bounds = [shuffle.bucket_bounds(round_, number) for number in (0, 1)]
             parts = [
-                shuffle.original_positions(now, number)[
-                    shuffle.draw_run(now, number)[1][cut[bucket] : cut[bucket + 1]]
+                shuffle.original_positions(round_, number)[
+                    shuffle.draw_run(round_, number)[1][bound[bucket] : bound[bucket + 1]]
                 ]
-                for number, cut in enumerate(cuts)
+                for number, bound in enumerate(bounds)
             ]
             order += np.concatenate(parts)[
-                shuffle.make_generator(now, "bucket", bucket).permutation(size)
+                shuffle.make_generator(round_, "bucket", bucket).permutation(size)
             ].tolist()
-        found[tuple(order)] += 1
-    counts = np.array(list(found.values()))
+        order_counts[tuple(order)] += 1
+    counts = np.array(list(order_counts.values()))
     assert len(counts) == 24 and ((counts - 50) ** 2 / 50).sum() < 23 + 4 * np.sqrt(2 * 23)
 
 
-@pytest.mark.parametrize("way", ["one bucket", "direct", "by runs", "two rounds"])
-def test_ten_sources_in_order_come_out_mixed(tmp_path: Path, way: str) -> None:
+@pytest.mark.parametrize("strategy", ["one bucket", "direct", "by runs", "two rounds"])
+def test_ten_consecutive_sources_are_mixed(tmp_path: Path, strategy: str) -> None:
     inputs = write_inputs(tmp_path, [2000] * 10)
-    settings = WAYS[way] | ({"bucket_bytes": 6000 * ROW} if "bucket_bytes" in WAYS[way] else {})
-    (epoch,) = run(inputs, tmp_path, **settings)
-    found = shuffle.combine_measures(result["quality"] for result in epoch)
-    assert found.mixing > 0.99
-    assert abs(found.rank_correlation) < 4 / np.sqrt(20_000)
-    assert found.displacement == pytest.approx(1.0, abs=0.02)
-    # The same from the rows themselves, by plain formulas.
-    numbers = numbers_in(tmp_path, epoch)
-    assert found.rank_correlation == pytest.approx(np.corrcoef(numbers, np.arange(20_000))[0, 1])
-    assert found.displacement == pytest.approx(
+    settings = STRATEGIES[strategy] | (
+        {"bucket_bytes": 6000 * ROW} if "bucket_bytes" in STRATEGIES[strategy] else {}
+    )
+    (epoch,) = run_shuffle(inputs, tmp_path, **settings)
+    quality = shuffle.combine_measures(result["quality"] for result in epoch)
+    assert quality.mixing > 0.99
+    assert abs(quality.rank_correlation) < 4 / np.sqrt(20_000)
+    assert quality.displacement == pytest.approx(1.0, abs=0.02)
+    # The same values, computed from the rows by plain formulas.
+    numbers = row_numbers(tmp_path, epoch)
+    assert quality.rank_correlation == pytest.approx(np.corrcoef(numbers, np.arange(20_000))[0, 1])
+    assert quality.displacement == pytest.approx(
         np.abs(numbers - np.arange(20_000.0)).mean() / 20_000 * 3, rel=1e-6
     )
 
 
 def quality_of(order: np.ndarray, counts: list[int]) -> shuffle.ShuffleQuality:
-    """Of rows of sources that lay one after the other, in two shards."""
+    """Quality of an order of rows of consecutive sources, stored in two shards."""
     sources = np.repeat(np.arange(len(counts)), counts)[order]
     half = len(order) // 2
     parts = [(order[:half], sources[:half], 0), (order[half:], sources[half:], half)]
@@ -189,99 +200,103 @@ def quality_of(order: np.ndarray, counts: list[int]) -> shuffle.ShuffleQuality:
 
 
 @pytest.mark.parametrize("counts", [[5120] * 10, [512, 5120, 25600]])
-def test_the_measure_tells_order_from_disorder(counts: list[int]) -> None:
+def test_the_measures_distinguish_order_from_disorder(counts: list[int]) -> None:
     random, total = np.random.default_rng(0), sum(counts)
-    still = quality_of(np.arange(total), counts)
-    assert still.rank_correlation == pytest.approx(1.0) and still.displacement == 0.0
-    assert still.mixing == pytest.approx(0.0, abs=1e-9)  # sources are whole batches here
-    many = [quality_of(random.permutation(total), counts) for _ in range(10)]
-    assert np.mean([one.mixing for one in many]) > 0.999
-    # A buffer of 1,000 rows, as streaming loaders have it, hardly mixes.
+    unshuffled = quality_of(np.arange(total), counts)
+    assert unshuffled.rank_correlation == pytest.approx(1.0) and unshuffled.displacement == 0.0
+    assert unshuffled.mixing == pytest.approx(0.0, abs=1e-9)  # every batch has a single source here
+    qualities = [quality_of(random.permutation(total), counts) for _ in range(10)]
+    assert np.mean([quality.mixing for quality in qualities]) > 0.999
+    # A shuffle buffer of 1,000 rows, as in streaming loaders, hardly mixes.
     buffered = np.argsort(np.arange(total) + random.uniform(0, 1000, total))
     assert quality_of(buffered, counts).mixing < 0.35
 
 
-def test_an_order_is_measured_even_where_no_shard_holds_a_batch() -> None:
+def test_an_order_is_measured_even_if_shards_are_smaller_than_a_batch() -> None:
     order, shards = np.arange(9500), range(0, 9500, 95)
     parts = [shuffle.measure_shard(order[i : i + 95], np.zeros(95, int), i, [9500]) for i in shards]
-    found = shuffle.combine_measures(parts)
-    assert found.rank_correlation == pytest.approx(1.0) and found.displacement == 0 and found.mixing is None
+    quality = shuffle.combine_measures(parts)
+    assert (
+        quality.rank_correlation == pytest.approx(1.0)
+        and quality.displacement == 0
+        and quality.mixing is None
+    )
 
 
-def test_the_mixing_of_one_source_is_that_of_its_tenths() -> None:
+def test_the_mixing_of_a_single_source_is_measured_over_tenths() -> None:
     order = np.random.default_rng(0).permutation(51200)
     assert quality_of(order, [51200]).mixing > 0.999
     assert quality_of(np.arange(51200), [51200]).mixing == pytest.approx(0.0, abs=1e-9)
 
 
-def test_a_shuffle_of_very_few_rows_is_measured_without_complaint(tmp_path: Path) -> None:
+def test_a_shuffle_of_very_few_rows_is_measured_without_error(tmp_path: Path) -> None:
     for total in range(1, 20):
-        found = quality_of(np.random.default_rng(0).permutation(total), [total])
-        assert (found.mixing is None or 0 <= found.mixing <= 1) and -1 <= found.rank_correlation <= 1
+        quality = quality_of(np.random.default_rng(0).permutation(total), [total])
+        assert (quality.mixing is None or 0 <= quality.mixing <= 1) and -1 <= quality.rank_correlation <= 1
 
 
-def test_nothing_to_shuffle_is_no_work() -> None:
+def test_an_empty_split_has_no_passes() -> None:
     assert plan_shuffle([], folder="", split="evaluation", seed=0, row_bytes=1) == ()
     assert (
         plan_shuffle([ShuffleInput("a", 5, weight=0.0)], folder="", split="train", seed=0, row_bytes=1) == ()
     )
 
 
-def test_splits_and_seeds_have_orders_of_their_own(tmp_path: Path) -> None:
+def test_splits_and_seeds_have_different_orders(tmp_path: Path) -> None:
     inputs = write_inputs(tmp_path, [300])
     orders = []
     for split, seed in (("train", 0), ("train", 1), ("evaluation", 0)):
-        (epoch,) = run(inputs, tmp_path, split=split, seed=seed)
-        orders.append(numbers_in(tmp_path, epoch).tolist())
+        (epoch,) = run_shuffle(inputs, tmp_path, split=split, seed=seed)
+        orders.append(row_numbers(tmp_path, epoch).tolist())
     assert orders[0] != orders[1] != orders[2] != orders[0]
 
 
-def test_rows_without_a_loss_among_others_are_learnt_whole(tmp_path: Path) -> None:
+def test_rows_without_loss_bits_among_others_are_fully_trained_on(tmp_path: Path) -> None:
     inputs = write_inputs(tmp_path, [50, 50, 50], loss="1")
-    for way in ("one bucket", "by runs", "two rounds"):
-        (epoch,) = run(inputs, tmp_path, filler=9_999, **WAYS[way])
-        numbers_in(tmp_path, epoch)
+    for strategy in ("one bucket", "by runs", "two rounds"):
+        (epoch,) = run_shuffle(inputs, tmp_path, filler=9_999, **STRATEGIES[strategy])
+        row_numbers(tmp_path, epoch)
         for result in epoch:
             rows = read_rows(tmp_path, result["shard"]["name"])
             assert rows.loss_bits is not None
             numbers = rows.tokens[:, :1]
-            wanted = (np.arange(LENGTH) < numbers % LENGTH) | (rows.sources[:, None] != 1)
-            assert (unpack_bits(rows.loss_bits, LENGTH) == wanted).all()
+            expected = (np.arange(LENGTH) < numbers % LENGTH) | (rows.sources[:, None] != 1)
+            assert (unpack_bits(rows.loss_bits, LENGTH) == expected).all()
             assert (numbers[:, 0] // 50 == rows.sources).all()
 
 
-def test_a_shard_is_as_write_rows_would_have_written_it(tmp_path: Path) -> None:
+def test_a_shard_equals_the_output_of_write_rows(tmp_path: Path) -> None:
     inputs = write_inputs(tmp_path, [50, 50], loss="0")
-    ((result,),) = run(inputs, tmp_path)
-    made = contents(tmp_path)
+    ((result,),) = run_shuffle(inputs, tmp_path)
+    shuffled = contents(tmp_path)
     rows = read_rows(tmp_path, "train-0-00000", mmap=False)
     assert (
         asdict(write_rows(tmp_path, "train-0-00000", rows))
         == result["shard"]
         == asdict(Shard(**result["shard"]))
     )
-    assert contents(tmp_path) == made and len(made) == 4
+    assert contents(tmp_path) == shuffled and len(shuffled) == 4
 
 
 WORKER = """
 import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-from tests.data.test_shuffle import run
+from tests.data.test_shuffle import run_shuffle
 from headrace.data.shuffle import ShuffleInput
-print("began", flush=True)
+print("started", flush=True)
 inputs = [ShuffleInput(f"packed/{n:05d}-train", 2000, n) for n in range(6)]
-run(inputs, Path(sys.argv[2]), bucket_bytes=3000 * 48, direct_bytes=0, rounds=2)
+run_shuffle(inputs, Path(sys.argv[2]), bucket_bytes=3000 * 48, direct_bytes=0, rounds=2)
 """
 
 
-def test_killed_at_any_moment_and_run_again_it_gives_the_same_bytes(tmp_path: Path) -> None:
+def test_a_killed_and_repeated_shuffle_writes_the_same_bytes(tmp_path: Path) -> None:
     inputs = write_inputs(tmp_path, [2000] * 6)
     settings: dict[str, Any] = {"bucket_bytes": 3000 * ROW, "direct_bytes": 0, "rounds": 2}
-    began = time.perf_counter()
-    run(inputs, tmp_path, **settings)
-    took = time.perf_counter() - began
-    whole = contents(tmp_path)
+    started_at = time.perf_counter()
+    run_shuffle(inputs, tmp_path, **settings)
+    duration = time.perf_counter() - started_at
+    expected = contents(tmp_path)
     for file in (*tmp_path.glob("train-*"), *tmp_path.glob("scatter/*/*")):
         file.unlink()
 
@@ -289,12 +304,12 @@ def test_killed_at_any_moment_and_run_again_it_gives_the_same_bytes(tmp_path: Pa
     for share in (0.2, 0.5, 0.8):
         command = [sys.executable, "-c", WORKER, str(root), str(tmp_path)]
         worker = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=root)
-        assert worker.stdout is not None and worker.stdout.readline() == b"began\n"
-        time.sleep(share * took)
+        assert worker.stdout is not None and worker.stdout.readline() == b"started\n"
+        time.sleep(share * duration)
         os.kill(worker.pid, signal.SIGKILL)
         worker.wait()
         worker.stdout.close()
         for name, data in contents(tmp_path).items():
-            assert data == whole[name]  # what has its name is whole
-    run(inputs, tmp_path, **settings)
-    assert contents(tmp_path) == whole
+            assert data == expected[name]  # files under their final name are complete
+    run_shuffle(inputs, tmp_path, **settings)
+    assert contents(tmp_path) == expected

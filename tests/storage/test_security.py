@@ -1,4 +1,4 @@
-"""Secrets stay out of what is told and kept; what comes from elsewhere is read, never run."""
+"""Secrets are in no message and no file of a run, and data from elsewhere is read but never executed."""
 
 import ast
 import json
@@ -33,7 +33,7 @@ def read_batch(data: Dataset, step: int, batch_size: int, *, seed: int = 0) -> P
 
 
 @pytest.mark.parametrize(
-    ("url", "told"),
+    ("url", "redacted"),
     [
         ("https://me:pass@host/data", "https://host/data"),
         ("https://me@host/data?page=2", "https://host/data?page=2"),
@@ -45,17 +45,17 @@ def read_batch(data: Dataset, step: int, batch_size: int, *, seed: int = 0) -> P
         ("/home/me@work/token", "/home/me@work/token"),
     ],
 )
-def test_a_url_is_told_without_what_it_carries(url: str, told: str) -> None:
-    assert redact.redact_url(url) == told == files.redacted(url)
-    assert (redact.find_url_secret(url) is None) == (url == told)
-    assert redact.redact(f"error: {url} failed") == f"error: {told} failed"
+def test_urls_are_shown_without_credentials_and_signatures(url: str, redacted: str) -> None:
+    assert redact.redact_url(url) == redacted == files.redacted(url)
+    assert (redact.find_url_secret(url) is None) == (url == redacted)
+    assert redact.redact(f"error: {url} failed") == f"error: {redacted} failed"
 
 
-def test_messages_are_told_without_secrets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_messages_are_redacted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef")
     monkeypatch.setenv("SOME_PASSWORD", "correct horse")
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "perhaps-not")
-    monkeypatch.setenv("MY_TOKEN", str(tmp_path))  # where it is kept is no secret
+    monkeypatch.setenv("MY_TOKEN", str(tmp_path))  # the path of a secret is not a secret
     text = f"0123456789abcdef, correct horse, {TOKEN}, perhaps-not, {tmp_path}, Bearer ya.x-12345678"
     assert redact.redact(text) == f"***, ***, ***, perhaps-not, {tmp_path}, Bearer ***"
     key = "-----BEGIN PRIVATE KEY-----\nabc\ndef\n-----END PRIVATE KEY-----"
@@ -65,53 +65,56 @@ def test_messages_are_told_without_secrets(monkeypatch: pytest.MonkeyPatch, tmp_
 def test_neither_the_log_nor_the_terminal_has_secrets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("HF_TOKEN", "a-token-of-mine")
-    out = trackers.make_trackers(tmp_path, total_steps=1)
-    out.event("cannot connect to https://me:pass@host/x with a-token-of-mine", "warning")
-    out.close()
-    for said in ((tmp_path / "log.txt").read_text(), capsys.readouterr().out):
-        assert "cannot connect to https://host/x with ***" in said
+    monkeypatch.setenv("HF_TOKEN", "a-secret-token")
+    trackers_ = trackers.make_trackers(tmp_path, total_steps=1)
+    trackers_.event("cannot connect to https://me:pass@host/x with a-secret-token", "warning")
+    trackers_.close()
+    for text in ((tmp_path / "log.txt").read_text(), capsys.readouterr().out):
+        assert "cannot connect to https://host/x with ***" in text
 
 
-def test_a_mistake_and_a_crash_are_told_without_secrets(
+def test_errors_and_crashes_are_reported_without_secrets(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli_main.main(["eval", f"nowhere-{TOKEN}"]) == 2
-    said = capsys.readouterr().err
-    assert "nowhere-***" in said and TOKEN not in said
+    errors = capsys.readouterr().err
+    assert "nowhere-***" in errors and TOKEN not in errors
     program = "import sys\nfrom headrace.storage import redact\nsys.excepthook = redact.excepthook\n"
     program += f"raise ValueError('https://me:pass@host/ {TOKEN}')"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (
-        "ValueError: https://host/ ***" in done.stderr and "pass" not in done.stderr.split("ValueError")[-1]
+        "ValueError: https://host/ ***" in result.stderr
+        and "pass" not in result.stderr.split("ValueError")[-1]
     )
 
 
-def test_a_recipe_with_a_secret_in_a_url_is_refused_without_telling_it(tiny, tmp_path: Path) -> None:
+def test_a_recipe_with_a_secret_in_a_url_is_refused_without_showing_the_secret(tiny, tmp_path: Path) -> None:
     for override in ("data.path", "run_dir", "init_from"):
         with pytest.raises(
             UserError, match="found https://host/x, expected a URL without a user name"
-        ) as told:
+        ) as error:
             tiny(f"{override}=https://me:pass@host/x")
-        assert "pass@" not in str(told.value)
+        assert "pass@" not in str(error.value)
     (tmp_path / "data.yaml").write_text(
         f"path: {tmp_path}/data\nsources: {{a: {{path: 'https://host/x?X-Amz-Signature=abc'}}}}\n"
     )
-    with pytest.raises(UserError, match=r"data.yaml:2: sources.a.path: found https://host/x\?\*\*\*") as told:
+    with pytest.raises(
+        UserError, match=r"data.yaml:2: sources.a.path: found https://host/x\?\*\*\*"
+    ) as error:
         recipe.load_data(tmp_path / "data.yaml")
-    assert "abc" not in str(told.value)
+    assert "abc" not in str(error.value)
 
 
-def test_nothing_of_the_environment_is_kept_with_a_run(
+def test_no_file_of_a_run_contains_environment_secrets(
     tiny, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     for name in ("HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "GOOGLE_PASSWORD"):
         monkeypatch.setenv(name, f"secret-of-{name.lower()}")
     cfg = tiny("schedule.steps=1", "schedule.warmup=0", "log.tensorboard=true")
     assert training_run.run(cfg) == 0
-    kept = [path for path in Path(cfg.run_dir).rglob("*") if path.is_file()]
-    assert len(kept) > 20
-    assert not [path for path in kept if b"secret-of-" in path.read_bytes()]
+    run_files = [path for path in Path(cfg.run_dir).rglob("*") if path.is_file()]
+    assert len(run_files) > 20
+    assert not [path for path in run_files if b"secret-of-" in path.read_bytes()]
 
 
 UNSAFE = {
@@ -121,16 +124,16 @@ UNSAFE = {
     "os.popen", "tarfile.open", "zipfile.ZipFile", "shutil.unpack_archive", "jsonpickle.decode", "dill.load",
 }  # fmt: skip
 ALLOWED = {
-    ("reader.py", "exec"),  # a class of our own files, without importing JAX
-    ("bundle.py", "tarfile"),  # which writes one, and opens none
+    ("reader.py", "exec"),  # a class of this repository, without importing JAX
+    ("bundle.py", "tarfile"),  # writes an archive, and opens none
     ("bundle.py", "tarfile.open"),
-    ("workers.py", "WorkerAddress(shell)"),  # a field of ours: how a worker is spoken to
+    ("workers.py", "WorkerAddress(shell)"),  # a field of our dataclass: the command that reaches a worker
 }
 FLAGS = {"allow_pickle", "trust_remote_code", "shell"}
 
 
-def test_no_loader_unpickles_unpacks_or_runs_what_it_reads() -> None:
-    """Of our own code. `--program` alone takes compiled programs, from whoever starts it."""
+def test_no_loader_unpickles_unpacks_or_executes_files() -> None:
+    """Checks all modules of the package. Only `--program` loads compiled programs, which the user names."""
     found = set()
     for file in sorted(PACKAGE.rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text())):
@@ -156,7 +159,7 @@ def test_no_loader_unpickles_unpacks_or_runs_what_it_reads() -> None:
 
 
 class Trap:
-    """Leaves a file where it is unpickled."""
+    """An object that creates a folder when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -166,7 +169,7 @@ class Trap:
 
 
 def test_arrays_with_objects_in_them_are_not_unpickled(packed: str, tmp_path: Path) -> None:
-    """As shards of a dataset, and as all that has its bytes."""
+    """In shards of a dataset, and in other files of the dataset."""
     data = tmp_path / "data"
     data.mkdir()
     for file in Path(packed).iterdir():
@@ -215,13 +218,13 @@ def test_an_index_that_names_files_elsewhere_is_refused(packed: str, name: str) 
         Index.parse(json.dumps(index), "index.json")
 
 
-def test_a_shard_that_is_a_link_is_what_the_index_says_or_refused(packed: str, tmp_path: Path) -> None:
+def test_a_linked_shard_must_match_the_index(packed: str, tmp_path: Path) -> None:
     data = tmp_path / "data"
     data.mkdir()
     for file in Path(packed).iterdir():
         if file.is_file():
             (data / file.name).symlink_to(file)
-    read_batch(Dataset.open(data), 0, 2)  # a disk elsewhere
+    read_batch(Dataset.open(data), 0, 2)  # links to another disk are allowed
     shard = next(data.glob("train-*[0-9].npy"))
     size = shard.stat().st_size
     shard.unlink()

@@ -1,5 +1,5 @@
-"""Machines that are folders of this one: what stands for ssh, uv and root's commands there, and how one is
-switched off."""
+"""Fake machines that are folders of this machine: scripts instead of ssh, uv and root's commands, and the
+end of all processes of a machine."""
 
 import contextlib
 import os
@@ -7,7 +7,7 @@ import signal
 import socket
 from pathlib import Path
 
-# What stands for ssh: goes to the folder that the address names, unless the machine is gone.
+# A fake ssh: runs commands in the folder named by the address, unless the machine is gone.
 SSH = """\
 #!{python} -IS
 import os, subprocess, sys, time
@@ -23,7 +23,7 @@ if there("denied"):
 if there("off") or there("blocked") or not os.path.isdir(place):
     print("ssh: connect to host " + target + ": Connection refused", file=sys.stderr)
     sys.exit(255)
-if there("hung"):  # lets everybody in, and nothing ends there
+if there("hung"):  # accepts connections, but no command ends
     time.sleep(60)
     sys.exit(255)
 env = dict(os.environ)
@@ -44,7 +44,7 @@ code = subprocess.call(["bash", "-c", script], env=env, cwd=env["HOME"])
 sys.exit(255 if there("off") or code < 0 else code)  # a machine that goes away takes the connection with it
 """
 
-# What stands for uv: an environment whose Python is this one, or whatever a test puts in its place.
+# A fake uv: an environment with this Python, or with the script of a test in its place.
 UV = """\
 #!/bin/sh
 echo "$@" >> "{root}/uv.log"
@@ -59,13 +59,13 @@ fi
 """
 
 
-# What stands for root's commands: disks are never mounted.
+# Fakes of root's commands: disks are never mounted.
 SUDO = """\
 #!/bin/sh
 echo "$@" >> "{root}/sudo.log"
 """
 MOUNTPOINT = "#!/bin/sh\nexit 1\n"
-# What stands for systemd: keeps the one unit alive that it is told of, as the unit wants it.
+# A fake systemd: restarts the timer unit whenever it ends, if the unit says so.
 SYSTEMCTL = """\
 #!/bin/bash
 unit="$HEADRACE_TIMER_UNITS/headrace-timer.service"
@@ -84,12 +84,14 @@ SCRIPTS = {
 
 
 def end_processes(place: Path) -> None:
-    """All of a machine, which are told by a variable that they have from it, and its startup script."""
-    mark, script = f"HEADRACE_TIMER_PLACE={place}".encode(), f"{place}/startup".encode()
+    """Kill all processes of a machine: those with its environment variable, and its startup script."""
+    variable, script = f"HEADRACE_TIMER_PLACE={place}".encode(), f"{place}/startup".encode()
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            told = (process / "environ").read_bytes() + b"\0" + (process / "cmdline").read_bytes()
-            if {mark, script} & set(told.split(b"\0")):
+            environment_and_command = (
+                (process / "environ").read_bytes() + b"\0" + (process / "cmdline").read_bytes()
+            )
+            if {variable, script} & set(environment_and_command.split(b"\0")):
                 os.kill(int(process.name), signal.SIGKILL)
 
 

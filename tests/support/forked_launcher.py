@@ -1,7 +1,7 @@
-"""Launcher processes that are forked from one that has imported everything: to import Google's client takes
+"""Launcher processes forked from a process that has imported everything: importing Google's client takes
 longer than most of the tests.
 
-`start` returns what behaves as a `subprocess.Popen` with standard output and errors in one pipe of text."""
+`start` returns an object like `subprocess.Popen`, with standard output and errors in a single text pipe."""
 
 import atexit
 import contextlib
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class LauncherProcess:
-    """A forked process, as far as the tests use one."""
+    """A forked process with the part of the `Popen` interface that the tests use."""
 
     def __init__(self, pid: int, stdout: IO[str], status: int) -> None:
         self.pid, self.stdout, self.status = pid, stdout, status
@@ -56,7 +56,7 @@ class LauncherProcess:
             self.send_signal(signal.SIGKILL)
 
     def communicate(self, timeout: float = 600.0) -> tuple[str, None]:
-        """All output up to the end of the process."""
+        """Return all output up to the end of the process."""
         deadline, pieces = time.monotonic() + timeout, []
         while select.select([self.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
             piece = self.stdout.buffer.read1(65536)
@@ -69,7 +69,7 @@ class LauncherProcess:
 
 
 class ForkServer:
-    """The process that forks; started once and ended with this one."""
+    """The process that forks launchers; ends with the test process."""
 
     def __init__(self) -> None:
         self.connection, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -137,7 +137,7 @@ def wait_for_launcher(message: dict, output: int, status: int) -> None:
 
 
 def run(message: dict, output: int) -> None:
-    """Be the launcher."""
+    """Run the launcher in this process."""
     from headrace.cli.main import main
     from headrace.tpu import timeouts
 
@@ -147,7 +147,7 @@ def run(message: dict, output: int) -> None:
     os.chdir(message["cwd"])
     os.environ.clear()
     os.environ.update(message["env"])
-    sys.stdout = os.fdopen(1, "w", encoding="utf-8", closefd=False)  # the one of the server may be a file
+    sys.stdout = os.fdopen(1, "w", encoding="utf-8", closefd=False)  # stdout of the server may be a file
     if "PYTHONUNBUFFERED" in os.environ:
         sys.stdout.reconfigure(write_through=True)
     importlib.reload(timeouts)
@@ -160,7 +160,7 @@ server: list[ForkServer] = []
 
 
 def start(code: str, argv: list[str], env: dict[str, str], cwd: Path) -> LauncherProcess:
-    """Start a launcher in a process of its own, see `ForkServer.start`."""
+    """Start a launcher in a forked process; see `ForkServer.start`."""
     if not server:
         server.append(ForkServer())
     return server[0].start(code, argv, env, cwd)

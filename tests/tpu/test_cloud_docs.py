@@ -11,7 +11,7 @@ import urllib.request
 import pytest
 
 from tests.support import xla_flags
-from tests.tpu.test_launch import ROOT, Story
+from tests.tpu.test_launch import ROOT, LaunchScenario
 
 # Stands in for Python on the workers. A data disk is a folder of the machine that it is mounted on.
 TRAINER = """\
@@ -52,30 +52,32 @@ def test_dots_match_within_a_line_or_entire_lines():
 
 
 @pytest.fixture
-def story(tmp_path):
-    story = Story(tmp_path / "story")
-    story.google.python(TRAINER.format(python=sys.executable))
-    story.google.buckets["bucket"] = {"location": "US-CENTRAL2"}
-    shim = story.root / "bin" / "headrace"
+def scenario(tmp_path):
+    scenario = LaunchScenario(tmp_path / "story")
+    scenario.google.set_trainer_script(TRAINER.format(python=sys.executable))
+    scenario.google.buckets["bucket"] = {"location": "US-CENTRAL2"}
+    shim = scenario.root / "bin" / "headrace"
     shim.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m headrace "$@"\n')
     shim.chmod(0o755)
-    (story.root / "recipes").symlink_to(ROOT / "recipes")
-    home = story.root / "person" / ".ssh"
+    (scenario.root / "recipes").symlink_to(ROOT / "recipes")
+    home = scenario.root / "person" / ".ssh"
     home.mkdir(parents=True)
     (home / "id_ed25519").write_text("")
     (home / "id_ed25519.pub").write_text("ssh-ed25519 AAAA somebody\n")
-    yield story
-    story.close()
+    yield scenario
+    scenario.close()
 
 
-def test_every_command_of_the_page_prints_the_shown_output(story):
-    env = os.environ | story.google.env() | {"PYTHONPATH": str(ROOT), "HOME": str(story.root / "person")}
-    env |= {"PATH": f"{story.root}/bin:{os.environ['PATH']}"}
+def test_every_command_of_the_page_prints_the_shown_output(scenario):
+    env = (
+        os.environ | scenario.google.env() | {"PYTHONPATH": str(ROOT), "HOME": str(scenario.root / "person")}
+    )
+    env |= {"PATH": f"{scenario.root}/bin:{os.environ['PATH']}"}
     env["XLA_FLAGS"] = xla_flags.flags(1)
     commands, failures = examples(), []
     for command, expected in commands:
         process = subprocess.Popen(
-            command, shell=True, env=env, cwd=story.root, text=True, start_new_session=True,
+            command, shell=True, env=env, cwd=scenario.root, text=True, start_new_session=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
         if " tensorboard " in command:
@@ -92,7 +94,7 @@ def test_every_command_of_the_page_prints_the_shown_output(story):
         if not re.fullmatch(to_regex(expected), output) or code:
             failures.append(f"$ {command}\n{output}\nexited with {code}; expected:\n{expected}")
     assert not failures, "\n".join(failures)
-    assert len(commands) >= 25 and story.nothing_left() and not story.google.disks
+    assert len(commands) >= 25 and scenario.is_nothing_left() and not scenario.google.disks
     check = subprocess.run(["bash", "-n"], input=output, text=True, capture_output=True)
     assert check.returncode == 0, check.stderr
 

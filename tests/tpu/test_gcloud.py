@@ -1,4 +1,4 @@
-"""What --dry-run prints is accepted by the real gcloud, where there is one, and asks Google for the same."""
+"""The real gcloud, if installed, accepts the commands that --dry-run prints, and sends the same requests."""
 
 import os
 import re
@@ -8,26 +8,26 @@ import subprocess
 
 import pytest
 
-from tests.tpu.test_launch import Story
+from tests.tpu.test_launch import LaunchScenario
 
 pytestmark = pytest.mark.skipif(shutil.which("gcloud") is None, reason="needs gcloud")
 
 
 @pytest.fixture
-def story(tmp_path):
-    found = Story(tmp_path / "story")
-    found.google.disks["texts"] = {"name": "texts"}
-    yield found
-    found.close()
+def scenario(tmp_path):
+    scenario = LaunchScenario(tmp_path / "story")
+    scenario.google.disks["texts"] = {"name": "texts"}
+    yield scenario
+    scenario.close()
 
 
-def gcloud(story: Story, command: list[str]) -> str:
-    env = os.environ | story.google.env() | {"CLOUDSDK_CONFIG": str(story.root / "gcloud")}
+def gcloud(scenario: LaunchScenario, command: list[str]) -> str:
+    env = os.environ | scenario.google.env() | {"CLOUDSDK_CONFIG": str(scenario.root / "gcloud")}
     env |= {"CLOUDSDK_AUTH_DISABLE_CREDENTIALS": "true", "CLOUDSDK_CORE_DISABLE_PROMPTS": "1"}
     env.pop("PYTHONPATH", None)
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
 
 
 @pytest.mark.parametrize(
@@ -38,37 +38,41 @@ def gcloud(story: Story, command: list[str]) -> str:
         pytest.param(["--slice", "v6e-8", "--reserved"], marks=pytest.mark.slow),
     ],
 )
-def test_gcloud_asks_for_the_slice_that_the_launcher_asks_for(story, options):
-    more = ["--name", "job", "--zone", "us-central2-b"]
-    code, said = story.call("create", *options, *more, "--dry-run")
-    assert code == 0, said
-    gcloud(story, [*shlex.split(said[said.index("gcloud compute") :]), "--async"])
-    theirs = next(call[3] for call in story.google.calls if call[0] == "POST")
-    story.google.queued.clear()
-    story.google.calls.clear()
-    code, said = story.call("create", *options, *more, "--ssh-key", str(story.root / "key"))
-    assert code == 0, said
-    ours = next(call[3] for call in story.google.calls if call[0] == "POST")
-    ours["tpu"]["nodeSpec"][0]["node"]["metadata"].pop("ssh-keys")  # gcloud sends its own, with its first ssh
-    assert plain(ours) == plain(theirs)
+def test_gcloud_requests_the_same_slice_as_the_launcher(scenario, options):
+    common_options = ["--name", "job", "--zone", "us-central2-b"]
+    code, output = scenario.run_command("create", *options, *common_options, "--dry-run")
+    assert code == 0, output
+    gcloud(scenario, [*shlex.split(output[output.index("gcloud compute") :]), "--async"])
+    gcloud_request = next(call[3] for call in scenario.google.calls if call[0] == "POST")
+    scenario.google.queued.clear()
+    scenario.google.calls.clear()
+    code, output = scenario.run_command(
+        "create", *options, *common_options, "--ssh-key", str(scenario.root / "key")
+    )
+    assert code == 0, output
+    launcher_request = next(call[3] for call in scenario.google.calls if call[0] == "POST")
+    launcher_request["tpu"]["nodeSpec"][0]["node"]["metadata"].pop(
+        "ssh-keys"
+    )  # gcloud sends its keys with its first ssh
+    assert normalize_request(launcher_request) == normalize_request(gcloud_request)
 
 
 SECTIONS = re.compile(r"(?:^|until )gcloud compute", re.M)
 
 
-def plain(tree):
-    """Without what means nothing, and with names for what the other gives by number."""
+def normalize_request(tree):
+    """Remove values without effect, and replace enum numbers by names."""
     if isinstance(tree, dict):
         named = {key: "READ_ONLY" if key == "mode" and value == 2 else value for key, value in tree.items()}
-        return {key: plain(value) for key, value in named.items() if value is not False}
-    return [plain(one) for one in tree] if isinstance(tree, list) else tree
+        return {key: normalize_request(value) for key, value in named.items() if value is not False}
+    return [normalize_request(item) for item in tree] if isinstance(tree, list) else tree
 
 
-def test_the_commands_that_a_dry_run_prints_do_the_job_by_hand(story):
-    more = ["--slice", "v4-16", "--name", "job", "--zone", "us-central2-b", "--dry-run"]
-    code, said = story.call("run", *more, "recipe.yaml")
-    assert code == 0, said
-    commands = [shlex.split("gcloud compute" + text) for text in SECTIONS.split(said)[1:]]
+def test_the_commands_that_a_dry_run_prints_run_the_job_manually(scenario):
+    options = ["--slice", "v4-16", "--name", "job", "--zone", "us-central2-b", "--dry-run"]
+    code, output = scenario.run_command("run", *options, "recipe.yaml")
+    assert code == 0, output
+    commands = [shlex.split("gcloud compute" + text) for text in SECTIONS.split(output)[1:]]
     assert [command[3:5] for command in commands] == [
         ["queued-resources", "create"],
         ["queued-resources", "describe"],
@@ -77,8 +81,8 @@ def test_the_commands_that_a_dry_run_prints_do_the_job_by_hand(story):
         ["queued-resources", "delete"],
     ]
     create, describe, *_, delete = commands
-    gcloud(story, [*create, "--async"])
-    assert len(story.google.queued) == 1
-    story.until(lambda: gcloud(story, describe[: describe.index("|")]) == "ACTIVE\n")
-    gcloud(story, [*delete, "--async"])
-    story.until(story.nothing_left)
+    gcloud(scenario, [*create, "--async"])
+    assert len(scenario.google.queued) == 1
+    scenario.wait_until(lambda: gcloud(scenario, describe[: describe.index("|")]) == "ACTIVE\n")
+    gcloud(scenario, [*delete, "--async"])
+    scenario.wait_until(scenario.is_nothing_left)

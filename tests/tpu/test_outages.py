@@ -1,5 +1,5 @@
-"""What Google does not tell is not taken for nothing: zones that do not answer, lists that are not whole,
-changes that were accepted alone."""
+"""Missing information from Google does not count as absence: zones that do not answer, incomplete lists, and
+changes that were accepted but not applied."""
 
 import os
 import signal
@@ -11,141 +11,154 @@ from headrace.cli.main import main
 from headrace.tpu import disk, gcp
 from headrace.tpu.cloud import CloudUnreachable
 from headrace.tpu.delete import delete_until_gone
-from tests.tpu.test_slice_lifecycle import NODE, OURS, ZONE, here, meanwhile
+from tests.tpu.test_slice_lifecycle import HEADRACE, NODE, ZONE, run_concurrently, scenario
 
 pytest.importorskip("google.cloud.tpu_v2", reason="needs google-cloud-tpu: pip install -e '.[cloud]'")
 
-__all__ = ["here"]
+__all__ = ["scenario"]
 
 
 @pytest.mark.fault(30)
-@pytest.mark.parametrize("how", ["preempted", "stopped"])
-def test_an_outage_of_another_zone_prevents_neither_deletion_nor_renting(here, capsys, monkeypatch, how):
+@pytest.mark.parametrize("event", ["preempted", "stopped"])
+def test_an_outage_of_another_zone_prevents_neither_deletion_nor_a_new_request(
+    scenario, capsys, monkeypatch, event
+):
     monkeypatch.setattr("headrace.tpu.google_auth.RETRY_SECONDS", 0.3)
     monkeypatch.setattr(gcp.Gcp.__init__, "__defaults__", ((), 0.1))
-    here.trainer("wait 0")
+    scenario.set_trainer("wait 0")
 
-    slices, meant = (2, 0) if how == "preempted" else (1, 75)
+    slices, exit_code = (2, 0) if event == "preempted" else (1, 75)
 
-    def act() -> None:
-        here.until(here.training)
-        here.google.fault("GET", "us-east1-d", 503, "zone is down", count=10**5)
-        if how == "preempted":
-            here.google.preempt("job")
+    def cause_outage() -> None:
+        scenario.wait_until(scenario.is_training)
+        scenario.google.fault("GET", "us-east1-d", 503, "zone is down", count=10**5)
+        if event == "preempted":
+            scenario.google.preempt("job")
         else:
             os.kill(os.getpid(), signal.SIGINT)
-        end = time.monotonic() + 30
-        while time.monotonic() < end and (len(here.created()), here.nothing_left()) != (slices, True):
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline and (
+            len(scenario.requested_zones()),
+            scenario.is_nothing_left(),
+        ) != (slices, True):
             time.sleep(0.05)
-        here.google.faults.clear()  # who waited for it goes on, and is too late
-        assert time.monotonic() < end
+        scenario.google.faults.clear()  # a launcher that waited for the zone continues too late
+        assert time.monotonic() < deadline
 
-    with meanwhile(act):
-        assert here.run("--zone", "us-east1-d") == meant
+    with run_concurrently(cause_outage):
+        assert scenario.run("--zone", "us-east1-d") == exit_code
     assert "COULD NOT" not in capsys.readouterr().err
-    assert here.created() == ["us-central2-b"] * slices
+    assert scenario.requested_zones() == ["us-central2-b"] * slices
 
 
-def test_a_zone_that_never_answered_may_have_the_slice(here, monkeypatch):
+def test_a_zone_that_never_answered_may_have_the_slice(scenario, monkeypatch):
     monkeypatch.setattr("headrace.tpu.timeouts.DELETE_TIMEOUT", 3.0)
     cloud = gcp.Gcp("project", ("us-central2-b", "us-east1-d"), retry_seconds=0.1)
-    here.google.fault("GET", "us-east1-d", 503, "zone is down", count=10**5)
+    scenario.google.fault("GET", "us-east1-d", 503, "zone is down", count=10**5)
     with pytest.raises(CloudUnreachable, match="zone is down"):
         cloud.find("job")
-    here.google.make_node(NODE, OURS)
+    scenario.google.make_node(NODE, HEADRACE)
     assert cloud.find("job").zone == "us-central2-b"
-    assert delete_until_gone(cloud, "job", print, "us-central2-b") and not here.google.nodes
-    here.google.faults.clear()
+    assert delete_until_gone(cloud, "job", print, "us-central2-b") and not scenario.google.nodes
+    scenario.google.faults.clear()
     assert cloud.find("job") is None
-    here.google.fault("GET", "us-east1-d", 503, "zone is down", count=10**5)
+    scenario.google.fault("GET", "us-east1-d", 503, "zone is down", count=10**5)
     assert cloud.find("job") is None and cloud.find("job", "us-central2-b") is None
     with pytest.raises(CloudUnreachable, match="zone is down"):
-        cloud.find("job", "us-east1-d")  # that one is meant
-    here.google.fault("GET", "us-central2-b", 503, "so is this", count=10**5)
+        cloud.find("job", "us-east1-d")  # this zone is requested
+    scenario.google.fault("GET", "us-central2-b", 503, "so is this", count=10**5)
     with pytest.raises(CloudUnreachable, match="no answer"):
         cloud.find("job")
 
 
-def test_a_list_that_lacks_a_zone_is_not_taken_for_complete(here, capsys, monkeypatch):
+def test_a_list_without_a_zone_is_reported_as_incomplete(scenario, capsys, monkeypatch):
     monkeypatch.setattr("headrace.tpu.timeouts.DELETE_TIMEOUT", 0.5)
     other = f"{ZONE.replace('us-central2-b', 'us-east1-d')}/nodes/other"
-    here.google.make_node(NODE, OURS)
-    here.google.make_node(other, OURS)
-    here.google.unreachable = {"us-central2-b"}
-    words = "warning: us-central2-b does not answer, so its slices are not listed"
+    scenario.google.make_node(NODE, HEADRACE)
+    scenario.google.make_node(other, HEADRACE)
+    scenario.google.unreachable = {"us-central2-b"}
+    warning = "warning: us-central2-b does not answer, so its slices are not listed"
     for argv in (["ls"], ["ls", "--zone", "us-central2-b"], ["ls", "--orphans"]):
         assert main(["tpu", *argv]) == 1
-        said = capsys.readouterr().out
-        assert words in said and "no slices" not in said and ("other" in said) == ("--zone" not in argv)
+        output = capsys.readouterr().out
+        assert (
+            warning in output and "no slices" not in output and ("other" in output) == ("--zone" not in argv)
+        )
     for zone in ([], ["--zone", "us-central2-b"]):
         assert main(["tpu", "delete", "job", "--force", *zone]) == 1
-        said = capsys.readouterr()
-        assert "does not reach us-central2-b: its slices are unknown" in said.err, said
-        assert "deleted" not in said.out and "found no slice" not in said.err
+        output = capsys.readouterr()
+        assert "does not reach us-central2-b: its slices are unknown" in output.err, output
+        assert "deleted" not in output.out and "found no slice" not in output.err
     assert main(["tpu", "delete", "other", "--force"]) == 0
-    assert "other deleted" in capsys.readouterr().out and list(here.google.nodes) == [NODE]
+    assert "other deleted" in capsys.readouterr().out and list(scenario.google.nodes) == [NODE]
     cloud = gcp.Gcp("project", ("us-central2-b",))
-    here.google.unreachable = set()
-    found = cloud.find("job")
-    here.google.unreachable = {"us-central2-b"}
+    scenario.google.unreachable = set()
+    slice_ = cloud.find("job")
+    scenario.google.unreachable = {"us-central2-b"}
     with pytest.raises(CloudUnreachable):
-        cloud.set_timer(found, 1.0, None)
+        cloud.set_timer(slice_, 1.0, None)
 
 
-@pytest.mark.parametrize("where", [[], ["--zone", "us-central2-b"]])
-def test_disks_of_all_pages_are_listed(here, capsys, monkeypatch, where):
-    here.google.page = 1
+@pytest.mark.parametrize("zone", [[], ["--zone", "us-central2-b"]])
+def test_disks_of_all_pages_are_listed(scenario, capsys, monkeypatch, zone):
+    scenario.google.page_size = 1
     for number in range(3):
         disk.Disks("project", "us-central2-b").create(f"disk-{number}", 10, "pd-balanced")
-    assert main(["tpu", "disk", "ls", *where]) == 0
+    assert main(["tpu", "disk", "ls", *zone]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [
         f"disk-{number}" for number in range(3)
     ]
 
 
-def test_a_timer_change_that_fails_after_being_accepted_is_reported(here, capsys):
-    told = OURS | {"labels": {"headrace": "yes", "headrace-seconds": "864000", "headrace-idle": "0"}}
-    told["metadata"] = {"headrace-idle": "0", "headrace-seconds": "864000"}
-    here.google.make_node(NODE, told)
-    here.google.unchanged = 1
-    assert here.run("--max-hours", "1", "--keep") == 0
+def test_a_timer_change_that_fails_after_being_accepted_is_reported(scenario, capsys):
+    config = HEADRACE | {"labels": {"headrace": "yes", "headrace-seconds": "864000", "headrace-idle": "0"}}
+    config["metadata"] = {"headrace-idle": "0", "headrace-seconds": "864000"}
+    scenario.google.make_node(NODE, config)
+    scenario.google.failing_updates = 1
+    assert scenario.run("--max-hours", "1", "--keep") == 0
     assert "could not change the timer of job, which stays as it is: " in capsys.readouterr().out
-    assert here.google.nodes[NODE]["metadata"]["headrace-seconds"] == "864000"
+    assert scenario.google.nodes[NODE]["metadata"]["headrace-seconds"] == "864000"
 
 
 @pytest.mark.fault(30)
-def test_zones_are_tried_in_turn_when_one_has_none_or_no_quota(here, capsys):
-    here.google.stockout, here.google.step = {"us-central2-b"}, 1e-6  # the others have some at once
-    here.google.fault("POST", "us-east1-d", 429, "Quota limit 'TPUV4' has been exceeded.")
+def test_zones_are_tried_in_order_when_capacity_or_quota_is_missing(scenario, capsys):
+    scenario.google.stockout, scenario.google.seconds_per_state = (
+        {"us-central2-b"},
+        1e-6,
+    )  # the other zones have capacity at once
+    scenario.google.fault("POST", "us-east1-d", 429, "Quota limit 'TPUV4' has been exceeded.")
     zones = ["--zone", "us-east1-d,us-west4-a", "--wait", "0.05"]  # 3 s
-    assert here.run(*zones) == 0
-    said = capsys.readouterr().out
-    assert here.created() == ["us-central2-b", "us-east1-d", "us-west4-a"] and here.nothing_left()
-    assert "WAITING_FOR_RESOURCES" in said and "trying the next zone" in said and "Quota limit" in said
+    assert scenario.run(*zones) == 0
+    output = capsys.readouterr().out
+    assert (
+        scenario.requested_zones() == ["us-central2-b", "us-east1-d", "us-west4-a"]
+        and scenario.is_nothing_left()
+    )
+    assert "WAITING_FOR_RESOURCES" in output and "trying the next zone" in output and "Quota limit" in output
 
 
 @pytest.mark.fault(30)
-def test_a_quota_that_stays_used_up_ends_the_command(here, capsys):
-    here.google.fault("POST", "", 429, "Quota limit 'TPUV4' has been exceeded.", count=9)
-    assert here.run() == 2
+def test_a_quota_that_remains_exhausted_ends_the_command(scenario, capsys):
+    scenario.google.fault("POST", "", 429, "Quota limit 'TPUV4' has been exceeded.", count=9)
+    assert scenario.run() == 2
     assert "Quota limit 'TPUV4' has been exceeded. (requested 3 times)" in capsys.readouterr().err
-    assert here.nothing_left()
+    assert scenario.is_nothing_left()
 
 
 @pytest.mark.fault(30)
-def test_a_request_that_failed_or_was_suspended_is_deleted_and_made_again(here, capsys):
-    here.google.stockout = {"us-central2-b"}
+def test_a_failed_or_suspended_request_is_deleted_and_repeated(scenario, capsys):
+    scenario.google.stockout = {"us-central2-b"}
 
-    def spoil() -> None:
-        here.until(lambda: len(here.created()) == 1 and here.google.queued)
-        here.google.fail("job", "no capacity")
-        here.until(lambda: len(here.created()) == 2 and here.google.queued)
-        here.google.preempt("job")
-        here.until(lambda: len(here.created()) == 3)
-        here.google.stockout = set()
+    def fail_requests() -> None:
+        scenario.wait_until(lambda: len(scenario.requested_zones()) == 1 and scenario.google.queued)
+        scenario.google.fail("job", "no capacity")
+        scenario.wait_until(lambda: len(scenario.requested_zones()) == 2 and scenario.google.queued)
+        scenario.google.preempt("job")
+        scenario.wait_until(lambda: len(scenario.requested_zones()) == 3)
+        scenario.google.stockout = set()
 
-    with meanwhile(spoil):
-        assert here.run() == 0
-    said = capsys.readouterr().out
-    assert "FAILED: no capacity: deleting it and requesting another" in said and "is SUSPENDED" in said
-    assert here.nothing_left()
+    with run_concurrently(fail_requests):
+        assert scenario.run() == 0
+    output = capsys.readouterr().out
+    assert "FAILED: no capacity: deleting it and requesting another" in output and "is SUSPENDED" in output
+    assert scenario.is_nothing_left()

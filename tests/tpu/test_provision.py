@@ -16,8 +16,8 @@ from headrace.tpu.request import Request, parse_tpu_slice
 
 
 class MemoryCloud:
-    """A cloud with at most one slice. Each request takes the next one of `answers`: an error to raise, or the
-    states that later lookups find, of which the last one stays."""
+    """A cloud with at most one slice. Each request takes the next of `answers`: an error to raise, or the
+    states that later lookups find, the last of which persists."""
 
     name, scope = "gcp", "project"
 
@@ -26,17 +26,17 @@ class MemoryCloud:
         self.zones: list[str] = []  # of all requests
         self.deletions = 0
         self.has_broken_delete = False
-        self.own = True
+        self.is_own = True
 
     def find(self, name: str, zone: str = "") -> Slice | None:
         if not self.states:
             return None
         state = self.states.pop(0) if len(self.states) > 1 else self.states[0]
-        labels = {"headrace": "yes", "headrace-owner": current_user_label() if self.own else "somebody"}
+        labels = {"headrace": "yes", "headrace-owner": current_user_label() if self.is_own else "somebody"}
         ready = dict(created_at=clock.now(), node_creation_times=frozenset([float(len(self.zones))]))
-        where = self.zones[-1] if self.zones else "us-central2-b"
+        slice_zone = self.zones[-1] if self.zones else "us-central2-b"
         times = ready if state is SliceState.READY else {}
-        return Slice(name, where, "v4-16", "on-demand", state, state.name, labels=labels, **times)
+        return Slice(name, slice_zone, "v4-16", "on-demand", state, state.name, labels=labels, **times)
 
     def list_slices(self) -> tuple[list[Slice], dict[str, str]]:
         raise NotImplementedError
@@ -58,7 +58,7 @@ class MemoryCloud:
 
 
 class VirtualClock:
-    """Time that passes only when somebody waits."""
+    """Time that passes only in `sleep`."""
 
     def __init__(self) -> None:
         self.time = 1e9
@@ -81,7 +81,7 @@ def virtual(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> VirtualClock:
     return time
 
 
-def provisioner(cloud: MemoryCloud, *zones: str, keep: bool = False, adopt: bool = False) -> Provisioner:
+def make_provisioner(cloud: MemoryCloud, *zones: str, keep: bool = False, adopt: bool = False) -> Provisioner:
     shape = parse_tpu_slice("v4-16", "")
     request = Request("job", shape, zones or ("us-central2-b",))
     ledger = JobLedger("project/job", "run")
@@ -92,10 +92,10 @@ def provisioner(cloud: MemoryCloud, *zones: str, keep: bool = False, adopt: bool
 
 def test_a_slice_that_becomes_ready_is_used_and_deleted_at_the_end(virtual):
     cloud = MemoryCloud([SliceState.WAITING, SliceState.WAITING, SliceState.READY])
-    rent = provisioner(cloud)
-    assert rent.ensure_ready().state is SliceState.READY
-    assert rent.ownership is SliceOwnership.CREATED and not cloud.deletions
-    assert rent.delete_or_keep() and cloud.deletions == 1 and not cloud.states
+    provisioner = make_provisioner(cloud)
+    assert provisioner.ensure_ready().state is SliceState.READY
+    assert provisioner.ownership is SliceOwnership.CREATED and not cloud.deletions
+    assert provisioner.delete_or_keep() and cloud.deletions == 1 and not cloud.states
 
 
 def test_zones_are_tried_in_order_and_a_request_that_waits_too_long_is_deleted(virtual):
@@ -103,7 +103,7 @@ def test_zones_are_tried_in_order_and_a_request_that_waits_too_long_is_deleted(v
     cloud = MemoryCloud([SliceState.WAITING], refusal, [SliceState.READY])
     zones = ("us-central2-b", "us-east1-d", "us-west4-a")
     started_at = virtual.time
-    assert provisioner(cloud, *zones).ensure_ready().zone == "us-west4-a"
+    assert make_provisioner(cloud, *zones).ensure_ready().zone == "us-west4-a"
     assert cloud.zones == list(zones) and cloud.deletions == 1
     assert 600 < virtual.time - started_at < 700  # --wait is 10 minutes
 
@@ -112,14 +112,14 @@ def test_a_quota_that_is_used_up_in_every_round_ends_the_command(virtual):
     quota = CloudRefused("Quota limit", is_quota=True)
     cloud = MemoryCloud(*[quota] * 9)
     with pytest.raises(UserError, match="requested 6 times"):
-        provisioner(cloud, "us-central2-b", "us-east1-d").ensure_ready()
+        make_provisioner(cloud, "us-central2-b", "us-east1-d").ensure_ready()
     assert len(cloud.zones) == 2 * MAX_QUOTA_ROUNDS
 
 
-def test_slices_that_are_always_lost_are_given_up(virtual):
+def test_repeatedly_lost_slices_end_the_command(virtual):
     cloud = MemoryCloud(*[[SliceState.LOST]] * MAX_LOSSES)
     with pytest.raises(UserError, match=f"{MAX_LOSSES} slices in a row were lost"):
-        provisioner(cloud).ensure_ready()
+        make_provisioner(cloud).ensure_ready()
     assert cloud.deletions == MAX_LOSSES - 1
 
 
@@ -128,39 +128,39 @@ def test_an_invalid_request_after_a_failed_deletion_does_not_hide_the_slice_from
 ):
     monkeypatch.setattr(timeouts, "DELETE_TIMEOUT", 60.0)
     cloud = MemoryCloud([SliceState.READY], UserError("quota project is unknown"))
-    rent = provisioner(cloud, keep=True)
-    rent.ensure_ready()
+    provisioner = make_provisioner(cloud, keep=True)
+    provisioner.ensure_ready()
     cloud.has_broken_delete = True
-    assert not rent.delete()
+    assert not provisioner.delete()
     states, cloud.states = cloud.states, []  # the cloud does not list it for a while
     with pytest.raises(UserError, match="quota project"):
-        rent.ensure_ready()
-    assert rent.ownership is SliceOwnership.REQUESTED
+        provisioner.ensure_ready()
+    assert provisioner.ownership is SliceOwnership.REQUESTED
     cloud.states, cloud.has_broken_delete = states, False
-    assert rent.delete_or_keep() and not cloud.states  # though it is --keep
+    assert provisioner.delete_or_keep() and not cloud.states  # despite --keep
 
 
 def test_a_foreign_slice_that_comes_and_goes_while_a_request_is_refused_does_not_end_the_waiting(virtual):
     cloud = MemoryCloud(CloudRefused("no capacity", is_quota=False), [SliceState.READY])
-    cloud.own, appeared = False, []
+    cloud.is_own, appeared = False, []
 
     def come_and_go() -> None:
         if len(cloud.zones) == 1 and not appeared:
             appeared.append(True)
             cloud.states = [SliceState.WAITING]
         elif appeared and len(cloud.zones) == 1:
-            cloud.states, cloud.own = [], True
+            cloud.states, cloud.is_own = [], True
 
     virtual.on_sleep = come_and_go
-    rent = provisioner(cloud, adopt=True)
-    assert rent.ensure_ready().state is SliceState.READY
-    assert len(cloud.zones) == 2 and rent.ownership is SliceOwnership.CREATED
+    provisioner = make_provisioner(cloud, adopt=True)
+    assert provisioner.ensure_ready().state is SliceState.READY
+    assert len(cloud.zones) == 2 and provisioner.ownership is SliceOwnership.CREATED
 
 
 def test_a_slice_in_use_that_somebody_deletes_is_not_replaced(virtual):
     cloud = MemoryCloud([SliceState.READY])
-    rent = provisioner(cloud)
-    rent.ensure_ready()
+    provisioner = make_provisioner(cloud)
+    provisioner.ensure_ready()
     cloud.states = []
-    assert rent.ensure_ready().state is SliceState.DELETING
-    assert len(cloud.zones) == 1 and rent.current is None
+    assert provisioner.ensure_ready().state is SliceState.DELETING
+    assert len(cloud.zones) == 1 and provisioner.current is None

@@ -1,5 +1,5 @@
-"""Workers over the real ssh, to a server of this machine: quoting, standard input, exit codes, and a
-connection that breaks."""
+"""Workers over the real ssh, to a server on this machine: quoting, standard input, exit codes, and a broken
+connection."""
 
 import shutil
 import subprocess
@@ -23,7 +23,7 @@ async def pump(source, target):
     while piece := await source.read(65536):
         target.write(piece)
 
-async def given(process, child):
+async def feed_stdin(process, child):
     try:
         await pump(process.stdin, child.stdin)
         child.stdin.close()
@@ -35,7 +35,7 @@ async def handle(process):
     env = dict(os.environ, HOME=f"{folder}/home", PYTHONPATH="")
     pipes = dict(stdin=pipe, stdout=pipe, stderr=pipe)
     child = await asyncio.create_subprocess_shell(process.command, env=env, **pipes)
-    reading = asyncio.create_task(given(process, child))
+    reading = asyncio.create_task(feed_stdin(process, child))
     await asyncio.gather(pump(child.stdout, process.stdout), pump(child.stderr, process.stderr))
     code = await child.wait()
     reading.cancel()
@@ -63,7 +63,7 @@ esac
 
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
-    """A folder with keys, a home, and a server that can be ended and started."""
+    """A folder with keys, a home directory, and a function that starts a server."""
     for name in ("host", "key"):
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", tmp_path / name], check=True)
     (tmp_path / "home" / ".headrace" / "env" / "bin").mkdir(parents=True)
@@ -91,15 +91,15 @@ def test_a_job_is_started_and_followed_over_ssh_also_when_the_server_goes_away(m
     folder, start = machine
     server = start()
     pod = workers.ssh_workers(["127.0.0.1"], folder / "key", folder / "known")
-    said = pod.run_on(0, 'echo "it\'s $((6 * 7)) in $HOME"; cat', b"bytes \0 and \"quotes'\n")
-    assert said == f"it's 42 in {folder}/home\nbytes \0 and \"quotes'\n"
+    output = pod.run_on(0, 'echo "it\'s $((6 * 7)) in $HOME"; cat', b"bytes \0 and \"quotes'\n")
+    assert output == f"it's 42 in {folder}/home\nbytes \0 and \"quotes'\n"
     with pytest.raises(workers.WorkerFailed) as failed:
         pod.run_on(0, "echo because >&2; exit 7")
     assert failed.value.worker_exit_code == 7 and "because" in str(failed.value)
     lines: list[str] = []
     task = job.Job("one", "a: 1\n", {"KEY": "secret"})
-    (begun,) = task.start_trainers(pod, retry_seconds=0)
-    monitor = job.JobMonitor(pod, "one", [begun.offset], lines.append)
+    (started,) = task.start_trainers(pod, retry_seconds=0)
+    monitor = job.JobMonitor(pod, "one", [started.offset], lines.append)
     while "[w0] step 2" not in lines:
         monitor.print_lines_for(0.1)
     server.kill()

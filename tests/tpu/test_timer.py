@@ -1,5 +1,4 @@
-"""The timer on the machines outlives what may happen to it, and who is told that a slice ends itself can rely
-on it."""
+"""The timer on the machines survives faults, so a slice that is reported to delete itself does."""
 
 import os
 import signal
@@ -13,81 +12,81 @@ from headrace.cli.main import main
 from headrace.tpu import timer, timer_health
 from headrace.tpu.timer_health import parse_timer_status
 from tests.support.fake_google import Google
-from tests.tpu.test_launch import ROOT, end
-from tests.tpu.test_slice_lifecycle import Here
+from tests.tpu.test_launch import ROOT, wait_for_exit
+from tests.tpu.test_slice_lifecycle import InProcessScenario
 
 pytest.importorskip("google.cloud.tpu_v2", reason="needs google-cloud-tpu: pip install -e '.[cloud]'")
 
 NODE = "projects/project/locations/us-central2-b/nodes/job"
 RESOURCE = "projects/project/locations/us-central2-b/queuedResources/job"
-CREATE = ["tpu", "create", "--slice", "v4-8", "--name", "mine", "--zone", "us-central2-b", "--max-hours", "3"]
+CREATE = ["tpu", "create", "--slice", "v4-8", "--name", "pod", "--zone", "us-central2-b", "--max-hours", "3"]
 
 
 @pytest.fixture
 def google(tmp_path):
-    found = Google(tmp_path / "google")
+    cloud = Google(tmp_path / "google")
     metadata = {"startup-script": (ROOT / "headrace/tpu/timer.py").read_text(), "headrace-seconds": "0"}
     metadata["headrace-resource"] = RESOURCE
-    found.make_node(NODE, {"acceleratorType": "v4-8", "metadata": metadata})
-    found.make_queued(RESOURCE, NODE)
-    yield found
-    for unit in found.root.glob("machines/*/systemd/units/*"):
-        unit.unlink()  # which ends who keeps it alive
-    found.close()
-    for pid in timers(found):  # with its machine, as it would
+    cloud.make_node(NODE, {"acceleratorType": "v4-8", "metadata": metadata})
+    cloud.make_queued(RESOURCE, NODE)
+    yield cloud
+    for unit in cloud.root.glob("machines/*/systemd/units/*"):
+        unit.unlink()  # ends the loop that restarts the timer
+    cloud.close()
+    for pid in find_timers(cloud):  # the timer ends with its machine
         os.kill(pid, signal.SIGKILL)
 
 
 @pytest.fixture
-def timed(tmp_path, monkeypatch):
-    found = Here(tmp_path / "story", timers=True)
-    found.quick(monkeypatch)
-    yield found
-    found.close()
+def scenario(tmp_path, monkeypatch):
+    scenario = InProcessScenario(tmp_path / "story", timers=True)
+    scenario.patch_environment(monkeypatch)
+    yield scenario
+    scenario.close()
 
 
 def machine(google: Google) -> Path:
     return google.root / "machines" / "127.0.1.1"
 
 
-def until(condition, seconds: float = 60.0) -> None:
-    end = time.monotonic() + seconds
+def wait_until(condition, seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end
+        assert time.monotonic() < deadline
         time.sleep(0.02)
 
 
-def deleted(google: Google) -> bool:
-    google.answer("GET", "/", {}, None)
+def is_deleted(google: Google) -> bool:
+    google.handle_request("GET", "/", {}, None)
     return not google.nodes
 
 
-def timers(google: Google) -> list[int]:
-    found = []
+def find_timers(google: Google) -> list[int]:
+    pids = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
-            words = (process / "cmdline").read_bytes().split(b"\0")
+            arguments = (process / "cmdline").read_bytes().split(b"\0")
         except OSError:
             continue
-        if words[-2:-1] == [b"watch"] and str(machine(google)).encode() in words[1]:
-            found.append(int(process.name))
-    return found
+        if arguments[-2:-1] == [b"watch"] and str(machine(google)).encode() in arguments[1]:
+            pids.append(int(process.name))
+    return pids
 
 
-@pytest.mark.parametrize("broken", ["full", "no born", "no place"])
-def test_a_full_disk_does_not_keep_a_slice_alive(google, broken):
-    place = machine(google)
-    if broken == "full":  # every word fails that is written there
-        (place / "timer.log").symlink_to("/dev/full")
-        (place / "may-delete").unlink()
-        (place / "may-delete").symlink_to("/dev/full")
-    elif broken == "no born":
-        (place / "born").mkdir()
-        (place / "timer.log").mkdir()
+@pytest.mark.parametrize("fault", ["full", "no born", "no place"])
+def test_a_full_disk_does_not_keep_a_slice_alive(google, fault):
+    folder = machine(google)
+    if fault == "full":  # every write fails
+        (folder / "timer.log").symlink_to("/dev/full")
+        (folder / "may-delete").unlink()
+        (folder / "may-delete").symlink_to("/dev/full")
+    elif fault == "no born":
+        (folder / "born").mkdir()
+        (folder / "timer.log").mkdir()
     google.start_timer(
-        NODE, "127.0.1.1", HEADRACE_TIMER_PLACE="/proc/no" if broken == "no place" else str(place)
+        NODE, "127.0.1.1", HEADRACE_TIMER_PLACE="/proc/no" if fault == "no place" else str(folder)
     )
-    until(lambda: deleted(google))
+    wait_until(lambda: is_deleted(google))
 
 
 def test_an_error_in_one_poll_does_not_end_the_timer(monkeypatch, capfd):
@@ -118,25 +117,27 @@ def test_a_killed_timer_is_restarted_by_systemd_and_keeps_its_start_time(google)
     alive = machine(google) / "alive"
     for _ in range(2):
         alive.unlink(missing_ok=True)
-        until(alive.exists)
-        (pid,) = timers(google)
+        wait_until(alive.exists)
+        (pid,) = find_timers(google)
         os.kill(pid, signal.SIGKILL)
-        until(lambda before=pid: timers(google) not in ([], [before]))
+        wait_until(lambda before=pid: find_timers(google) not in ([], [before]))
     os.utime(machine(google) / "born", (time.time() - 90000,) * 2)
-    os.kill(timers(google)[0], signal.SIGKILL)
-    until(lambda: deleted(google))  # its first start counts, and not the last
+    os.kill(find_timers(google)[0], signal.SIGKILL)
+    wait_until(lambda: is_deleted(google))  # the first start counts, not the last
 
 
 def test_systemd_accepts_the_unit(tmp_path):
     file = tmp_path / "headrace-timer.service"
     file.write_text(timer.UNIT.format(python="/usr/bin/python3", script="/run/systemd/headrace-timer.py"))
     try:
-        ask = ["systemd-analyze", "verify", "--man=no", str(file)]
-        done = subprocess.run(ask, capture_output=True, text=True)
+        command = ["systemd-analyze", "verify", "--man=no", str(file)]
+        result = subprocess.run(command, capture_output=True, text=True)
     except FileNotFoundError:
         pytest.skip("needs systemd-analyze")
-    ours = [line for line in done.stderr.splitlines() if "headrace-timer" in line and "python3" not in line]
-    assert not ours, done.stderr
+    unit_errors = [
+        line for line in result.stderr.splitlines() if "headrace-timer" in line and "python3" not in line
+    ]
+    assert not unit_errors, result.stderr
     for line in ("Restart=always", "StartLimitIntervalSec=0", "OOMScoreAdjust=-1000"):
         assert line in timer.UNIT.splitlines()
 
@@ -145,7 +146,7 @@ def test_the_timer_runs_even_if_systemd_refuses_the_unit(google):
     (machine(google) / "systemd/units").mkdir(parents=True)
     (google.root / "machine/systemctl").write_text("#!/bin/sh\nexit 1\n")
     google.start_timer(NODE, "127.0.1.1")
-    until(lambda: deleted(google))
+    wait_until(lambda: is_deleted(google))
 
 
 def test_a_job_of_root_counts(tmp_path, monkeypatch):
@@ -156,47 +157,47 @@ def test_a_job_of_root_counts(tmp_path, monkeypatch):
     assert not timer.is_idle(time.time() - 3700, 1800)
 
 
-def test_a_slice_that_may_not_delete_itself_gets_a_warning_from_create_and_status(timed, capsys):
-    timed.google.allowed = []
-    assert main([*CREATE, *timed.key]) == 0
-    words = "warning: mine may fail to delete itself, and then costs money until you delete it: "
-    words += "the account of the machines"
-    assert capsys.readouterr().out.count(words) == 1
-    assert main(["tpu", "status", "mine", *timed.key]) == 0
-    assert capsys.readouterr().out.count(words) == 1
-    timed.google.allowed = ["tpu.nodes.delete"]  # somebody gives it the role
-    verdict = timed.root / "machines/127.0.1.1/may-delete"
-    until(lambda: verdict.read_text() == timer.YES)
-    assert main(["tpu", "status", "mine", *timed.key]) == 0
+def test_a_slice_that_may_not_delete_itself_gets_a_warning_from_create_and_status(scenario, capsys):
+    scenario.google.allowed_permissions = []
+    assert main([*CREATE, *scenario.key]) == 0
+    warning = "warning: pod may fail to delete itself, and then costs money until you delete it: "
+    warning += "the account of the machines"
+    assert capsys.readouterr().out.count(warning) == 1
+    assert main(["tpu", "status", "pod", *scenario.key]) == 0
+    assert capsys.readouterr().out.count(warning) == 1
+    scenario.google.allowed_permissions = ["tpu.nodes.delete"]  # the role is granted
+    verdict = scenario.root / "machines/127.0.1.1/may-delete"
+    wait_until(lambda: verdict.read_text() == timer.YES)
+    assert main(["tpu", "status", "pod", *scenario.key]) == 0
     assert "warning" not in capsys.readouterr().out
 
 
-def test_an_unknown_state_of_the_timer_is_a_warning(timed, capsys, monkeypatch):
+def test_an_unknown_state_of_the_timer_is_a_warning(scenario, capsys, monkeypatch):
     monkeypatch.setattr("headrace.tpu.timeouts.AUTH_RETRY", 0.5)
-    timed.google.fault("POST", ":testIamPermissions", 403, "API has not been used", count=10**6)
-    assert main([*CREATE, *timed.key]) == 0
-    said = capsys.readouterr().out
-    assert "warning: mine may fail to delete itself" in said and "cloudresourcemanager" in said
-    timed.google.block()
-    assert main(["tpu", "status", "mine", *timed.key]) == 0
+    scenario.google.fault("POST", ":testIamPermissions", 403, "API has not been used", count=10**6)
+    assert main([*CREATE, *scenario.key]) == 0
+    output = capsys.readouterr().out
+    assert "warning: pod may fail to delete itself" in output and "cloudresourcemanager" in output
+    scenario.google.block()
+    assert main(["tpu", "status", "pod", *scenario.key]) == 0
     assert "[w0] its timer cannot be checked: ssh: connect" in capsys.readouterr().out
 
 
-def test_interrupting_the_check_of_the_timer_leaves_the_slice_reported(timed):
-    timed.google.fault("POST", ":testIamPermissions", 403, "API has not been used", count=10**6)
-    process = timed.start(*CREATE[1:], *timed.key, HEADRACE_PATIENCE="300")
-    log = timed.root / "ssh.log"
-    timed.until(lambda: log.exists() and log.read_text().count("may-delete") > 2)
+def test_interrupting_the_check_of_the_timer_leaves_the_slice_reported(scenario):
+    scenario.google.fault("POST", ":testIamPermissions", 403, "API has not been used", count=10**6)
+    process = scenario.start(*CREATE[1:], *scenario.key, HEADRACE_PATIENCE="300")
+    log = scenario.root / "ssh.log"
+    scenario.wait_until(lambda: log.exists() and log.read_text().count("may-delete") > 2)
     process.send_signal(signal.SIGINT)
-    code, said = end(process)
-    assert code == 130 and "mine is ready in us-central2-b" in said and timed.google.nodes
-    assert "  headrace tpu delete mine --zone us-central2-b\n" in said
+    code, output = wait_for_exit(process)
+    assert code == 130 and "pod is ready in us-central2-b" in output and scenario.google.nodes
+    assert "  headrace tpu delete pod --zone us-central2-b\n" in output
 
 
 def test_the_health_of_a_timer_follows_from_its_last_sign_of_life():
-    well = f"may-delete: {timer.YES}\nsilent: 12\n"
-    assert parse_timer_status(well) == timer_health.HEALTHY
-    assert parse_timer_status(well.replace("12", "86400")) == "its timer does not run since 24.0 h"
+    healthy_status = f"may-delete: {timer.YES}\nsilent: 12\n"
+    assert parse_timer_status(healthy_status) == timer_health.HEALTHY
+    assert parse_timer_status(healthy_status.replace("12", "86400")) == "its timer does not run since 24.0 h"
     assert parse_timer_status("may-delete: \nsilent: 3\n") == timer_health.PERMISSION_UNKNOWN
     assert parse_timer_status(f"may-delete: {timer.NO}\nsilent: 3\n") == timer_health.NOT_PERMITTED
     assert (

@@ -1,4 +1,4 @@
-"""Data from end to end: what goes in comes out, whoever does the work and however often it is stopped."""
+"""`headrace data prepare` from end to end: no document is lost, for any number of workers and kills."""
 
 import contextlib
 import gzip
@@ -39,10 +39,10 @@ def silent(line: str) -> None:
 
 
 def sentences(count: int, seed: int = 0) -> list[str]:
-    """Texts of many lengths, no two alike."""
-    draw = random.Random(seed)
+    """Distinct texts of many lengths."""
+    rng = random.Random(seed)
     words = ["mill", "water", "wheel", "stone", "the", "of", "über", "river\n", "grain,", "水車", "🌾"]
-    return [f"{seed}.{n}: " + " ".join(draw.choices(words, k=draw.randint(1, 90))) for n in range(count)]
+    return [f"{seed}.{n}: " + " ".join(rng.choices(words, k=rng.randint(1, 90))) for n in range(count)]
 
 
 @pytest.fixture
@@ -50,16 +50,16 @@ def corpus(tmp_path: Path) -> dict[str, list[str]]:
     """Three sources in three formats: the texts of each."""
     texts = {"lines": sentences(300, 1), "tables": sentences(200, 2), "files": sentences(60, 3)}
     (tmp_path / "lines").mkdir()
-    for number in range(4):
-        part = texts["lines"][number::4]
+    for index in range(4):
+        file_texts = texts["lines"][index::4]
         lines = "".join(
-            json.dumps({"text": text, "n": n}, ensure_ascii=False) + "\n" for n, text in enumerate(part)
+            json.dumps({"text": text, "n": n}, ensure_ascii=False) + "\n" for n, text in enumerate(file_texts)
         )
-        (tmp_path / "lines" / f"{number}.jsonl.gz").write_bytes(gzip.compress(lines.encode(), mtime=0))
+        (tmp_path / "lines" / f"{index}.jsonl.gz").write_bytes(gzip.compress(lines.encode(), mtime=0))
     pq.write_table(pa.table({"body": texts["tables"]}), tmp_path / "tables.parquet", row_group_size=50)
     (tmp_path / "files").mkdir()
-    for number, text in enumerate(texts["files"]):
-        (tmp_path / "files" / f"{number}.txt").write_text(text)
+    for index, text in enumerate(texts["files"]):
+        (tmp_path / "files" / f"{index}.txt").write_text(text)
     return texts
 
 
@@ -85,20 +85,20 @@ def read_index(folder: Path) -> Index:
 
 
 def documents(folder: Path, split: str, epoch: int = 0) -> Counter[str]:
-    """All pieces of text between document marks, decoded, of the rows of a split."""
+    """Count the decoded texts of all documents in the rows of a split."""
     index, tokenizer = read_index(folder), tokenizer_io.load(folder)
-    found: Counter[str] = Counter()
+    decoded: Counter[str] = Counter()
     for shard in index.splits[split].epochs[epoch]:
         rows = read_rows(folder, shard.name)
-        marks = unpack_bits(rows.starts, index.sequence_length)
-        for tokens, mark in zip(rows.tokens, marks, strict=True):
-            found.update(tokenizer.decode(piece) for piece in np.split(tokens, np.flatnonzero(mark)))
-    found.pop("", None)
-    return found
+        starts = unpack_bits(rows.starts, index.sequence_length)
+        for tokens, row_starts in zip(rows.tokens, starts, strict=True):
+            decoded.update(tokenizer.decode(piece) for piece in np.split(tokens, np.flatnonzero(row_starts)))
+    decoded.pop("", None)
+    return decoded
 
 
 def contents(folder: Path) -> dict[str, str]:
-    """Every file that is part of the data, by its checksum. stages.json holds times."""
+    """Checksums of all data files. Without stages.json, which contains times."""
     files = [
         p
         for p in sorted(folder.rglob("*"))
@@ -107,7 +107,9 @@ def contents(folder: Path) -> dict[str, str]:
     return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
 
 
-def test_every_document_comes_out_once(load: Any, corpus: dict[str, list[str]], tmp_path: Path) -> None:
+def test_every_document_is_packed_exactly_once(
+    load: Any, corpus: dict[str, list[str]], tmp_path: Path
+) -> None:
     prepare(load("pack.sequence_length=512"), silent)
     folder = tmp_path / "data"
     train, held_out = documents(folder, "train"), documents(folder, "evaluation")
@@ -119,7 +121,7 @@ def test_every_document_comes_out_once(load: Any, corpus: dict[str, list[str]], 
     verify(folder, silent)
 
 
-def test_long_documents_are_cut_and_nothing_of_them_is_lost(
+def test_long_documents_are_split_without_loss(
     load: Any, corpus: dict[str, list[str]], tmp_path: Path
 ) -> None:
     for mode in ("concat", "document", "best_fit"):
@@ -127,23 +129,23 @@ def test_long_documents_are_cut_and_nothing_of_them_is_lost(
         prepare(load("pack.sequence_length=32", f"pack.mode={mode}", f"path={folder}"), silent)
         texts = "".join(sorted("".join(text for texts in corpus.values() for text in texts)))
         pieces = documents(folder, "train") + documents(folder, "evaluation")
-        found = "".join(sorted("".join(pieces.elements())))
-        # A character may be cut in two between rows, and each half decodes to a mark of its own.
-        assert Counter(found.replace("�", "")) <= Counter(texts)
-        assert len(found.replace("�", "")) > 0.97 * len(texts)
+        decoded = "".join(sorted("".join(pieces.elements())))
+        # A character may be split between rows; each half decodes to a replacement character.
+        assert Counter(decoded.replace("�", "")) <= Counter(texts)
+        assert len(decoded.replace("�", "")) > 0.97 * len(texts)
         verify(folder, silent)
 
 
-def test_stages_one_at_a_time_make_what_all_at_once_do(load: Any, tmp_path: Path) -> None:
+def test_stages_run_separately_write_the_same_data(load: Any, tmp_path: Path) -> None:
     prepare(load(), silent)
     for stage in ("normalize", "tokenizer", "pack", "shuffle"):
-        said: list[str] = []
-        prepare(load(f"path={tmp_path}/again"), said.append, until=stage)
-        assert not (tmp_path / "again" / "index.json").exists() or stage == "shuffle"
-    assert sum("done before" in line for line in said) == 3
-    ours, theirs = contents(tmp_path / "data"), contents(tmp_path / "again")
-    assert {k: v for k, v in ours.items() if k != "index.json"} == {
-        k: v for k, v in theirs.items() if k != "index.json"
+        lines: list[str] = []
+        prepare(load(f"path={tmp_path}/staged"), lines.append, until=stage)
+        assert not (tmp_path / "staged" / "index.json").exists() or stage == "shuffle"
+    assert sum("done before" in line for line in lines) == 3
+    at_once, by_stage = contents(tmp_path / "data"), contents(tmp_path / "staged")
+    assert {k: v for k, v in at_once.items() if k != "index.json"} == {
+        k: v for k, v in by_stage.items() if k != "index.json"
     }
 
 
@@ -152,29 +154,29 @@ def test_the_number_of_workers_changes_nothing(load: Any, tmp_path: Path) -> Non
         prepare(
             load(f"workers={workers}", "normalize.dedup_exact=true", f"path={tmp_path}/{workers}"), silent
         )
-    one, three = contents(tmp_path / "1"), contents(tmp_path / "3")
-    del one["index.json"], three["index.json"]  # which hold the path
-    assert one == three
+    single, parallel = contents(tmp_path / "1"), contents(tmp_path / "3")
+    del single["index.json"], parallel["index.json"]  # contains the path
+    assert single == parallel
 
 
-def test_finished_data_is_left_alone_and_that_of_another_recipe_refused(load: Any, tmp_path: Path) -> None:
+def test_finished_data_is_not_changed_and_another_recipe_is_refused(load: Any, tmp_path: Path) -> None:
     prepare(load(), silent)
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "data").rglob("*")}
-    said: list[str] = []
-    prepare(load("workers=2"), said.append)
-    assert "already made by this recipe" in said[0]
+    lines: list[str] = []
+    prepare(load("workers=2"), lines.append)
+    assert "already made by this recipe" in lines[0]
     with pytest.raises(UserError, match=r"pack.sequence_length = 64, and this recipe has 128; .*--replace"):
         prepare(load("pack.sequence_length=128"), silent)
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "data").rglob("*")} == before
 
-    said.clear()
-    prepare(load("pack.sequence_length=128"), said.append, replace=True)
-    assert said[:2] == ["normalize: done before", "tokenizer: done before"]
+    lines.clear()
+    prepare(load("pack.sequence_length=128"), lines.append, replace=True)
+    assert lines[:2] == ["normalize: done before", "tokenizer: done before"]
     assert read_index(tmp_path / "data").sequence_length == 128
     verify(tmp_path / "data", silent)
 
 
-def test_a_folder_of_something_else_is_not_touched(load: Any, tmp_path: Path) -> None:
+def test_a_folder_with_other_files_is_not_touched(load: Any, tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "thesis.txt").write_text("do not lose me")
     with pytest.raises(UserError, match="holds no data of Headrace; choose another, or remove it"):
@@ -182,38 +184,38 @@ def test_a_folder_of_something_else_is_not_touched(load: Any, tmp_path: Path) ->
     assert [path.name for path in (tmp_path / "data").iterdir()] == ["thesis.txt"]
 
 
-def test_two_at_once_on_one_folder_are_one_too_many(load: Any, tmp_path: Path) -> None:
+def test_a_second_process_on_the_same_folder_is_refused(load: Any, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "headrace", "data", "prepare", str(tmp_path / "data.yaml")]
     processes = [subprocess.Popen(command, stdout=-1, stderr=-1, text=True) for _ in range(2)]
     outputs = [process.communicate() for process in processes]
     codes = sorted(process.returncode for process in processes)
-    assert codes in ([0, 2], [0, 0]), outputs  # the second may come when the first is done
+    assert codes in ([0, 2], [0, 0]), outputs  # the second may start after the first has finished
     if codes == [0, 2]:
         assert any("is being made by process" in err for _, err in outputs)
     verify(tmp_path / "data", silent)
 
 
-def test_what_is_held_out_depends_on_the_ids_alone(load: Any, tmp_path: Path) -> None:
+def test_the_evaluation_split_depends_only_on_document_ids(load: Any, tmp_path: Path) -> None:
     long = "pack.sequence_length=512"
     prepare(load(long), silent)
     prepare(load(long, f"path={tmp_path}/other", "seed=5", "pack.mode=document", "shuffle.epochs=2"), silent)
     assert documents(tmp_path / "data", "evaluation") == documents(tmp_path / "other", "evaluation")
 
 
-def test_of_a_single_document_rows_are_held_out(tmp_path: Path) -> None:
+def test_rows_of_a_single_document_are_held_out_for_evaluation(tmp_path: Path) -> None:
     (tmp_path / "book.txt").write_text("\n".join(sentences(400)))
     (tmp_path / "data.yaml").write_text(
         f"path: {tmp_path}/data\nsources: {{book: {{path: {tmp_path}/book.txt}}}}\n"
         "tokenizer: {use: bpe, vocab: 300}\npack: {sequence_length: 32, eval_fraction: 0.1}\n"
     )
-    said: list[str] = []
-    prepare(recipe.load_data(tmp_path / "data.yaml"), said.append)
+    lines: list[str] = []
+    prepare(recipe.load_data(tmp_path / "data.yaml"), lines.append)
     splits = read_index(tmp_path / "data").splits
     assert 0.05 < splits["evaluation"].rows / splits["train"].rows < 0.2
-    assert any("rows are held out, since the documents are few" in line for line in said)
+    assert any("rows are held out, since the documents are few" in line for line in lines)
 
 
-def test_a_weight_says_how_often_a_source_comes(
+def test_a_weight_sets_how_often_a_source_is_repeated(
     load: Any, corpus: dict[str, list[str]], tmp_path: Path
 ) -> None:
     prepare(
@@ -223,27 +225,27 @@ def test_a_weight_says_how_often_a_source_comes(
     )  # fmt: skip
     folder = tmp_path / "data"
     epochs = [documents(folder, "train", epoch) for epoch in (0, 1)]
-    for found in epochs:
-        assert all(found[text] == 2 for text in corpus["lines"])
-        assert all(found[text] == 1 for text in corpus["tables"])
-        assert sum(found[text] for text in corpus["files"]) == 30
+    for counts in epochs:
+        assert all(counts[text] == 2 for text in corpus["lines"])
+        assert all(counts[text] == 1 for text in corpus["tables"])
+        assert sum(counts[text] for text in corpus["files"]) == 30
     assert all(epochs[0][text] or epochs[1][text] for text in corpus["files"])
     verify(folder, silent)
 
 
-def test_duplicates_and_short_texts_go_and_are_counted(tmp_path: Path) -> None:
+def test_duplicates_and_short_texts_are_dropped_and_counted(tmp_path: Path) -> None:
     texts = sentences(100)
-    lines = [*texts, *texts[:20], "tiny", texts[3].replace("mill", "mills", 1)]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in lines))
+    rows = [*texts, *texts[:20], "tiny", texts[3].replace("mill", "mills", 1)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in rows))
     (tmp_path / "data.yaml").write_text(
         f"path: {tmp_path}/data\nsources: {{a: {{path: {tmp_path}/a.jsonl}}}}\n"
         "tokenizer: {use: bpe, vocab: 300}\n"
         "normalize: {dedup_exact: true, min_chars: 6}\npack: {sequence_length: 512, eval_fraction: 0}\n"
     )
-    said: list[str] = []
-    prepare(recipe.load_data(tmp_path / "data.yaml"), said.append)
+    lines: list[str] = []
+    prepare(recipe.load_data(tmp_path / "data.yaml"), lines.append)
     assert documents(tmp_path / "data", "train").total() == 101
-    assert "exact duplicate 20" in said[0]
+    assert "exact duplicate 20" in lines[0]
     page = (tmp_path / "data" / "report.html").read_text()
     assert "exact duplicate" in page
 
@@ -268,28 +270,28 @@ def chats(tmp_path: Path) -> Path:
     return tmp_path / "data.yaml"
 
 
-def test_of_conversations_only_what_the_assistant_says_is_learnt(chats: Path, tmp_path: Path) -> None:
+def test_only_assistant_messages_of_conversations_are_trained_on(chats: Path, tmp_path: Path) -> None:
     prepare(recipe.load_data(chats), silent)
     folder = tmp_path / "data"
     index, tokenizer = read_index(folder), tokenizer_io.load(folder)
-    learnt: list[str] = []
+    trained_texts: list[str] = []
     for shard in index.splits["train"].epochs[0]:
         rows = read_rows(folder, shard.name)
         assert rows.loss_bits is not None
         flags = unpack_bits(rows.loss_bits, index.sequence_length)
-        learnt += [tokenizer.decode(row[flag]) for row, flag in zip(rows.tokens, flags, strict=True)]
-    said = " ".join(learnt)
-    assert said.count("it is") > 90 and "how much" not in said
+        trained_texts += [tokenizer.decode(row[flag]) for row, flag in zip(rows.tokens, flags, strict=True)]
+    trained_text = " ".join(trained_texts)
+    assert trained_text.count("it is") > 90 and "how much" not in trained_text
     verify(folder, silent)
     batch = read_batch(Dataset.open(folder), 0, 2)
     assert batch.loss_mask is not None and 0 < batch.loss_mask.sum() < batch.loss_mask.size
 
 
-def test_bad_lines_stop_the_work_or_are_skipped_and_told(tmp_path: Path) -> None:
-    lines = [json.dumps({"text": text}) for text in sentences(50)]
-    lines[7] = lines[7][:-4]
-    lines[9] = '{"txt": "no text"}'
-    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+def test_bad_lines_stop_the_run_or_are_skipped_and_reported(tmp_path: Path) -> None:
+    rows = [json.dumps({"text": text}) for text in sentences(50)]
+    rows[7] = rows[7][:-4]
+    rows[9] = '{"txt": "no text"}'
+    (tmp_path / "a.jsonl").write_text("\n".join(rows))
     (tmp_path / "data.yaml").write_text(
         f"path: {tmp_path}/data\nsources: {{a: {{path: {tmp_path}/a.jsonl}}}}\n"
         "tokenizer: {use: bpe, vocab: 300}\n"
@@ -297,22 +299,22 @@ def test_bad_lines_stop_the_work_or_are_skipped_and_told(tmp_path: Path) -> None
     )
     with pytest.raises(UserError, match=r"a.jsonl:8: .*on_error: skip"):
         prepare(recipe.load_data(tmp_path / "data.yaml"), silent)
-    said: list[str] = []
-    prepare(recipe.load_data(tmp_path / "data.yaml", ["on_error=skip"]), said.append)
-    assert any("skipped 2" in line for line in said) and any("a.jsonl:10" in line for line in said), said
+    lines: list[str] = []
+    prepare(recipe.load_data(tmp_path / "data.yaml", ["on_error=skip"]), lines.append)
+    assert any("skipped 2" in line for line in lines) and any("a.jsonl:10" in line for line in lines), lines
     assert read_index(tmp_path / "data").splits["train"].documents == 48
 
 
-def test_files_that_came_since_a_run_was_stopped_make_it_begin_anew(load: Any, tmp_path: Path) -> None:
+def test_a_stage_restarts_if_source_files_were_added_after_a_stop(load: Any, tmp_path: Path) -> None:
     prepare(load(), silent, until="normalize")
     stages = tmp_path / "data" / "stages.json"
     values = json.loads(stages.read_text())
-    del values["normalize"]["seconds"]  # as if stopped half-way
+    del values["normalize"]["seconds"]  # as if stopped before the end of the stage
     stages.write_text(json.dumps(values))
     (tmp_path / "lines" / "0.a.jsonl").write_text(json.dumps({"text": "one more"}) + "\n")
-    said: list[str] = []
-    prepare(load("pack.sequence_length=512"), said.append)
-    assert "normalize: the files of the sources have changed, so it starts again" in said
+    lines: list[str] = []
+    prepare(load("pack.sequence_length=512"), lines.append)
+    assert "normalize: the files of the sources have changed, so it starts again" in lines
     both = documents(tmp_path / "data", "train") + documents(tmp_path / "data", "evaluation")
     assert both.total() == 561 and both["one more"] == 1
 
@@ -320,24 +322,24 @@ def test_files_that_came_since_a_run_was_stopped_make_it_begin_anew(load: Any, t
 def test_workers_die_with_the_process_that_started_them(load: Any, tmp_path: Path) -> None:
     import psutil
 
-    for number in range(30):  # enough work to be in the middle of
-        text = "\n".join(json.dumps({"text": text}) for text in sentences(3000, number + 10))
-        (tmp_path / "lines" / f"more{number}.jsonl").write_text(text)
+    for index in range(30):  # enough work for several seconds
+        text = "\n".join(json.dumps({"text": text}) for text in sentences(3000, index + 10))
+        (tmp_path / "lines" / f"more{index}.jsonl").write_text(text)
     process = start(tmp_path, "workers=2", "normalize.dedup_jaccard=0.8")
-    family: list[psutil.Process] = []
-    while len(family) < 3 and process.poll() is None:  # the server and two workers
-        family = psutil.Process(process.pid).children(recursive=True)
+    children: list[psutil.Process] = []
+    while len(children) < 3 and process.poll() is None:  # the fork server and two workers
+        children = psutil.Process(process.pid).children(recursive=True)
         time.sleep(0.02)
     process.kill()
     process.wait()
     process.stdout.close()  # type: ignore[union-attr]
     process.stderr.close()  # type: ignore[union-attr]
-    _, alive = psutil.wait_procs(family, timeout=10)
-    assert len(family) >= 3 and not alive
+    _, alive = psutil.wait_procs(children, timeout=10)
+    assert len(children) >= 3 and not alive
 
 
-def test_a_stop_while_leftovers_are_cleared_away_loses_nothing(load: Any, tmp_path: Path) -> None:
-    """As if killed in the middle of removing what stood between the stages."""
+def test_a_stop_during_the_removal_of_intermediate_files_loses_nothing(load: Any, tmp_path: Path) -> None:
+    """As if killed while removing intermediate files."""
     prepare(load("normalize.dedup_exact=true"), silent)
     folder = tmp_path / "data"
     (folder / "packed").mkdir()
@@ -348,7 +350,7 @@ def test_a_stop_while_leftovers_are_cleared_away_loses_nothing(load: Any, tmp_pa
     assert both == documents(tmp_path / "fresh", "train") + documents(tmp_path / "fresh", "evaluation")
 
 
-def test_conversations_beside_plain_text_are_learnt_in_part_and_verified(chats: Path, tmp_path: Path) -> None:
+def test_conversations_mixed_with_plain_text_pass_verification(chats: Path, tmp_path: Path) -> None:
     (tmp_path / "texts.txt").write_text("\n".join(sentences(50)))
     text = chats.read_text().replace("sources: {", f"sources: {{plain: {{path: {tmp_path}/texts.txt}}, ")
     chats.write_text(text)
@@ -366,18 +368,18 @@ def test_a_damaged_shard_is_refused_when_it_is_read(load: Any, tmp_path: Path) -
         read_batch(Dataset.open(tmp_path / "data"), 0, 2)
 
 
-def test_data_whose_sources_changed_is_told_and_made_anew_on_request(load: Any, tmp_path: Path) -> None:
+def test_changed_sources_are_reported_and_the_data_is_replaced_on_request(load: Any, tmp_path: Path) -> None:
     prepare(load("pack.sequence_length=512"), silent)
     (tmp_path / "files" / "new.txt").write_text("a new text")
-    said: list[str] = []
-    prepare(load("pack.sequence_length=512"), said.append)
-    assert "the files of its sources have changed since; --replace makes it again" in said[0]
+    lines: list[str] = []
+    prepare(load("pack.sequence_length=512"), lines.append)
+    assert "the files of its sources have changed since; --replace makes it again" in lines[0]
     prepare(load("pack.sequence_length=512"), silent, replace=True)
     both = documents(tmp_path / "data", "train") + documents(tmp_path / "data", "evaluation")
     assert both.total() == 561 and both["a new text"] == 1
 
 
-def test_when_nothing_is_left_the_reasons_are_told(tmp_path: Path) -> None:
+def test_reasons_are_reported_if_no_document_is_left(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"txt": "one"}\n' * 5)
     (tmp_path / "data.yaml").write_text(
         f"path: {tmp_path}/data\non_error: skip\nsources: {{a: {{path: {tmp_path}/a.jsonl}}}}\n"
@@ -388,7 +390,7 @@ def test_when_nothing_is_left_the_reasons_are_told(tmp_path: Path) -> None:
         prepare(recipe.load_data(tmp_path / "data.yaml"), silent)
 
 
-def test_skipping_after_a_stop_keeps_finished_parts_and_stopping_after_skips_redoes_them(
+def test_on_error_skip_reuses_finished_parts_and_on_error_stop_redoes_skipped_parts(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "in").mkdir()
@@ -404,18 +406,18 @@ def test_skipping_after_a_stop_keeps_finished_parts_and_stopping_after_skips_red
     with pytest.raises(UserError, match=r"b.parquet"):
         prepare(load("stop"), silent)
     first = tmp_path / "data" / "normalized" / "00000.parquet"
-    made = first.stat().st_mtime_ns
+    written_at = first.stat().st_mtime_ns
     prepare(load("skip"), silent, until="normalize")
-    assert first.stat().st_mtime_ns == made
+    assert first.stat().st_mtime_ns == written_at
     stages = tmp_path / "data" / "stages.json"
     values = json.loads(stages.read_text())
-    del values["normalize"]["seconds"]  # as if it had been stopped before the stage was done
+    del values["normalize"]["seconds"]  # as if stopped before the end of the stage
     stages.write_text(json.dumps(values))
     with pytest.raises(UserError, match=r"b.parquet"):
         prepare(load("stop"), silent)
 
 
-def test_data_that_is_ready_outlives_a_replacement_that_cannot_be_made(load: Any, tmp_path: Path) -> None:
+def test_finished_data_survives_a_failed_replacement(load: Any, tmp_path: Path) -> None:
     prepare(load(), silent)
     before = contents(tmp_path / "data")
     with pytest.raises(UserError, match="no column nope"):
@@ -427,38 +429,38 @@ def test_data_that_is_ready_outlives_a_replacement_that_cannot_be_made(load: Any
     verify(tmp_path / "data", silent)
 
 
-def test_a_tokenizer_or_a_source_that_has_changed_is_noticed(load: Any, tmp_path: Path) -> None:
+def test_a_changed_tokenizer_or_source_is_detected(load: Any, tmp_path: Path) -> None:
     prepare(load(), silent)
-    (tmp_path / "own").mkdir()
+    (tmp_path / "tokenizer").mkdir()
     for name in tokenizer_io.TOKENIZER_FILES[:3]:
-        (tmp_path / "own" / name).write_bytes((tmp_path / "data" / name).read_bytes())
-    own = [f"path={tmp_path}/by", f"tokenizer={{use: file, path: {tmp_path}/own}}"]
-    said: list[str] = []
-    prepare(load(*own), silent)
-    prepare(load(*own), said.append)
-    assert "already made" in said[-1]
-    settings = tmp_path / "own" / "tokenizer_config.json"
+        (tmp_path / "tokenizer" / name).write_bytes((tmp_path / "data" / name).read_bytes())
+    overrides = [f"path={tmp_path}/from-file", f"tokenizer={{use: file, path: {tmp_path}/tokenizer}}"]
+    lines: list[str] = []
+    prepare(load(*overrides), silent)
+    prepare(load(*overrides), lines.append)
+    assert "already made" in lines[-1]
+    settings = tmp_path / "tokenizer" / "tokenizer_config.json"
     settings.write_text(settings.read_text().replace('"<|eos|>"', '"<|bos|>"'))
-    prepare(load(*own), said.append)
-    assert "the files of its tokenizer have changed" in said[-1]
-    prepare(load(*own), silent, replace=True)
-    prepare(load(*own), said.append)
-    assert "already made" in said[-1]
+    prepare(load(*overrides), lines.append)
+    assert "the files of its tokenizer have changed" in lines[-1]
+    prepare(load(*overrides), silent, replace=True)
+    prepare(load(*overrides), lines.append)
+    assert "already made" in lines[-1]
     first = tmp_path / "files" / "0.txt"
-    first.write_text(first.read_text()[:-1] + "?")  # as long as before
-    prepare(load(*own), said.append)
-    assert "the files of its sources have changed" in said[-1]
+    first.write_text(first.read_text()[:-1] + "?")  # the same length as before
+    prepare(load(*overrides), lines.append)
+    assert "the files of its sources have changed" in lines[-1]
 
 
-def test_weights_that_leave_nothing_are_told(load: Any) -> None:
-    small = [f"sources.{name}.weight=0.0001" for name in ("lines", "tables", "files")]
+def test_weights_that_leave_no_rows_are_refused(load: Any) -> None:
+    tiny_weights = [f"sources.{name}.weight=0.0001" for name in ("lines", "tables", "files")]
     with pytest.raises(UserError, match="weights leave no row"):
-        prepare(load(*small), silent)
+        prepare(load(*tiny_weights), silent)
     with pytest.raises(UserError, match="at most 1000"):
         load("sources.files.weight=1e9")
 
 
-def test_documents_that_are_gone_are_told(load: Any, tmp_path: Path) -> None:
+def test_missing_normalized_documents_are_reported(load: Any, tmp_path: Path) -> None:
     prepare(load(), silent, until="tokenizer")
     shutil.rmtree(tmp_path / "data" / "normalized")
     with pytest.raises(UserError, match="normalized is missing"):
@@ -471,24 +473,24 @@ def start(tmp_path: Path, *overrides: str) -> subprocess.Popen[str]:
 
 
 def kill_and_restart(tmp_path: Path, kills: int, seed: int, *overrides: str) -> int:
-    """Kills `prepare` with all its workers at random moments until it has been killed so often, then lets it
-    end. Returns how often it was killed in the middle of the work."""
-    draw = random.Random(seed)
-    began = time.monotonic()
-    start(tmp_path, *overrides, f"path={tmp_path}/timed").communicate()
-    whole = time.monotonic() - began
-    struck = 0
+    """Kill `prepare` and its workers at random moments up to `kills` times, then run it to the end.
+    Returns the number of kills that interrupted the work."""
+    rng = random.Random(seed)
+    started_at = time.monotonic()
+    start(tmp_path, *overrides, f"path={tmp_path}/uninterrupted").communicate()
+    duration = time.monotonic() - started_at
+    num_kills = 0
     for _ in range(4 * kills):
-        if struck == kills:
+        if num_kills == kills:
             break
-        began = time.monotonic()
+        started_at = time.monotonic()
         process = start(tmp_path, *overrides, f"path={tmp_path}/killed")
         try:
-            process.wait(draw.uniform(0.15, 1.0) * whole)
-            whole = min(whole, time.monotonic() - began)  # less was to be done than the first time, or faster
+            process.wait(rng.uniform(0.15, 1.0) * duration)
+            duration = min(duration, time.monotonic() - started_at)  # a resumed run has less to do
         except subprocess.TimeoutExpired:
-            struck += 1
-        with contextlib.suppress(ProcessLookupError):  # it had ended
+            num_kills += 1
+        with contextlib.suppress(ProcessLookupError):  # already ended
             os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
         if (tmp_path / "killed" / "index.json").exists():
@@ -496,29 +498,27 @@ def kill_and_restart(tmp_path: Path, kills: int, seed: int, *overrides: str) -> 
     process = start(tmp_path, *overrides, f"path={tmp_path}/killed")
     output = process.communicate()
     assert process.returncode == 0, output
-    return struck
+    return num_kills
 
 
 @pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.slow)])
-def test_killed_at_random_moments_and_restarted_the_bytes_are_the_same(
-    load: Any, tmp_path: Path, kills: int
-) -> None:
+def test_data_is_identical_after_kills_at_random_moments(load: Any, tmp_path: Path, kills: int) -> None:
     settings = ("workers=2", "normalize.dedup_exact=true", "shuffle.epochs=2")
     assert kill_and_restart(tmp_path, kills, 7, *settings) > 0
-    timed, killed = contents(tmp_path / "timed"), contents(tmp_path / "killed")
-    for files in (timed, killed):
-        del files["index.json"]  # holds the path
-    assert timed == killed
+    uninterrupted, killed = contents(tmp_path / "uninterrupted"), contents(tmp_path / "killed")
+    for files in (uninterrupted, killed):
+        del files["index.json"]  # contains the path
+    assert uninterrupted == killed
     verify(tmp_path / "killed", silent)
 
 
-def test_a_full_disk_is_told_and_loses_nothing(load: Any, tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_and_loses_nothing(load: Any, tmp_path: Path) -> None:
     small = tmp_path / "small"
     small.mkdir()
     if subprocess.run(
         ["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", str(small)], capture_output=True
     ).returncode:
-        pytest.skip("mounting a small disk takes root")
+        pytest.skip("mounting a small disk needs root")
     try:
         process = start(tmp_path, f"path={small}/data")
         _, err = process.communicate()
@@ -534,7 +534,7 @@ def test_a_full_disk_is_told_and_loses_nothing(load: Any, tmp_path: Path) -> Non
 
 @pytest.fixture
 def ray_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A real cluster of two nodes with two workers each, on this machine."""
+    """A local cluster of two nodes with two workers each."""
     ray = pytest.importorskip("ray")
     from ray.cluster_utils import Cluster
 
@@ -548,7 +548,7 @@ def ray_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_ray_workers_make_the_same_bytes_even_if_one_is_killed(
+def test_ray_workers_write_the_same_bytes_even_if_a_worker_is_killed(
     load: Any, tmp_path: Path, ray_cluster: Any
 ) -> None:
     import psutil
@@ -566,7 +566,7 @@ def test_ray_workers_make_the_same_bytes_even_if_one_is_killed(
         time.sleep(0.005)
     out, err = process.communicate()
     assert process.returncode == 0, out + err
-    assert killed, "no worker was caught at work"
-    ours, theirs = contents(tmp_path / "data"), contents(tmp_path / "ray")
-    del ours["index.json"], theirs["index.json"]
-    assert ours == theirs
+    assert killed, "no worker was found running"
+    local, distributed = contents(tmp_path / "data"), contents(tmp_path / "ray")
+    del local["index.json"], distributed["index.json"]
+    assert local == distributed
