@@ -32,6 +32,7 @@ from tests.support.compilation_cache import no_compilation_cache as no_compilati
 from tests.support.compilation_cache import use_compilation_cache
 from tests.support.cpu_time import CpuTimes
 from tests.support.faults import FAULTS
+from tests.support.shared_folder import build_once
 
 if TYPE_CHECKING:
     from tests.support.fake_gcs import Store
@@ -117,22 +118,19 @@ def libtpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def packed(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A folder of packed data: a few hundred short texts, a vocabulary of 300, rows of 64 tokens."""
-    from headrace.config import recipe
-    from headrace.data.pipeline.prepare import prepare
+    from tests.support.runs import prepare_texts
 
-    root = tmp_path_factory.mktemp("packed")
-    (root / "texts").mkdir()
-    for number in range(240):
-        words = " ".join(
-            f"{['the', 'a', 'one'][n % 3]} {number * n % 17} of {n}" for n in range(number % 13 + 3)
-        )
-        (root / "texts" / f"{number:03}.txt").write_text(f"Text {number}: {words}.\n")
-    (root / "data.yaml").write_text(
-        f"path: {root}/data\nsources: {{test: {{path: {root}/texts}}}}\ntokenizer: {{use: bpe, vocab: 300}}\n"
-        "pack: {sequence_length: 64, eval_fraction: 0.1}\n"
-    )
-    prepare(recipe.load_data(root / "data.yaml"), lambda line: None)
-    return f"{root}/data"
+    return str(build_once(tmp_path_factory, "packed", prepare_texts) / "data")
+
+
+@pytest.fixture(scope="session")
+def trained_recipe(packed: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The recipe file of a small trained run, for tests of what comes after training. Its run folder must not
+    change."""
+    from tests.support.runs import train_small_run
+
+    folder = build_once(tmp_path_factory, "trained", lambda folder: train_small_run(folder, packed))
+    return folder / "recipe.yaml"
 
 
 @pytest.fixture(scope="session")

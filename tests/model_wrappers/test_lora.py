@@ -27,7 +27,6 @@ from headrace.training import setup, step
 from headrace.training.batch import device_batch, fill_model_sizes, special_tokens
 from headrace.training.evaluate import evaluate_run
 from headrace.training.task import make_task, recipe_flops_per_token
-from tests.support.trained_run import learnt
 
 KEY = jax.random.key(0)
 SIZES = dict(layers=2, embed=64, heads=4, kv_heads=4, mlp=64, vocab=64, window=8, global_every=2)
@@ -40,10 +39,9 @@ def drawn(shape=(2, 64, 4, 8), seed=0, size=0.05):
 
 
 @pytest.fixture(scope="module")
-def plain(packed, tmp_path_factory):
-    """A run that has learnt something, and recipes that go on from it."""
-    path = learnt(tmp_path_factory.mktemp("plain"), packed, weight_decay=0.0)
-    return lambda *overrides: recipe.load(path, overrides)
+def plain(trained_recipe):
+    """Loads the recipe of a trained run, with overrides."""
+    return lambda *overrides: recipe.load(trained_recipe, overrides)
 
 
 def more(plain, tmp_path, name, *overrides, rate=1e-2, steps=3, start=None):

@@ -30,15 +30,14 @@ from headrace.quantize.run import QuantizeRequest
 from headrace.training import run as training_run
 from headrace.training.evaluate import evaluate_run
 from tests.quantize.matrices import KEY, gptq_bits
-from tests.support.trained_run import learnt
 
 is_quantized = lambda w: isinstance(w, QuantizedWeight)
 
 
 @pytest.fixture(scope="module")
-def trained(packed, tmp_path_factory) -> TrainRecipe:
+def trained(trained_recipe) -> TrainRecipe:
     """The recipe of a trained run."""
-    return recipe.load(learnt(tmp_path_factory.mktemp("trained"), packed, weight_decay=0.1))
+    return recipe.load(trained_recipe)
 
 
 def open_newest(cfg: TrainRecipe) -> LoadedRun:
