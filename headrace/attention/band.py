@@ -15,7 +15,7 @@ from headrace.kernels import band_tpu
 from headrace.nn.attention_mask import HIDDEN, Mask
 from headrace.nn.compile_target import device
 from headrace.nn.remat import SAVED_ATTENTION
-from headrace.nn.soft_cap import soft_cap
+from headrace.nn.soft_cap import apply_soft_cap
 
 Array = jax.Array
 
@@ -74,7 +74,7 @@ def _attend_chunks(call: AttentionCall, q: Array, k: Array, v: Array, segments: 
     scores = call.scale * jnp.einsum(
         "bcskgh,bctkh->bckgst", grouped, gather_neighbors(k, 0), preferred_element_type=jnp.float32
     )
-    scores = soft_cap(scores, call.soft_cap)
+    scores = apply_soft_cap(scores, call.soft_cap)
     # Padding is a document that no query belongs to.
     ids = jnp.ones((b, s), jnp.int32) if segments is None else segments
     positions = jnp.arange(scores.shape[-1]) - before * UNIT

@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from headrace.attention import AttentionCall, blocks_sharing_documents, first_last_true
 from headrace.nn.attention_mask import HIDDEN, Mask
 from headrace.nn.remat import SAVED_ATTENTION
-from headrace.nn.soft_cap import soft_cap
+from headrace.nn.soft_cap import apply_soft_cap
 
 Array = jax.Array
 BlockRange = tuple[int | Array, int | Array]  # the first block, and the one after the last
@@ -206,7 +206,7 @@ def _add_queries(
 def _tile_scores(score: ScoreSpec, blocks: Blocks, i: Array, j: Array) -> tuple[Array, Array]:
     """Compute the scores of query block i and key block j, and which of them are visible."""
     q, k, _, q_segments, kv_segments, offset = blocks
-    scores = soft_cap(score.scale * _einsum("bkgsh,bkth->bkgst", q[i], k[j]), score.soft_cap)
+    scores = apply_soft_cap(score.scale * _einsum("bkgsh,bkth->bkgst", q[i], k[j]), score.soft_cap)
     queries = offset + i * q.shape[-2] + jnp.arange(q.shape[-2])[:, None]
     keys = j * k.shape[-2] + jnp.arange(k.shape[-2])[None, :]
     is_visible = score.mask.allows(queries, keys) & (keys < score.num_keys)

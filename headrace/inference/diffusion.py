@@ -22,10 +22,11 @@ from jax.typing import ArrayLike
 from headrace.checkpoint.open_run import LoadedRun
 from headrace.errors import InvalidArgument, UserError
 from headrace.inference.cast_weights import cast_weights, make_execution
-from headrace.inference.sampling import Sampling, sample_token, soft_cap_logits
+from headrace.inference.sampling import Sampling, sample_token
 from headrace.models import Model, ModelConfig
 from headrace.nn.linear import project
 from headrace.nn.module import Array
+from headrace.nn.soft_cap import apply_soft_cap
 from headrace.nn.stack import Execution
 
 LENGTH_MULTIPLE = 128  # of the row's length, so that texts of similar length share a program
@@ -184,7 +185,7 @@ def unmask_step(
     hidden = model(constants.cfg, row, exec_opts=constants.exec_opts, segments=segments)
     hidden = jax.lax.dynamic_slice_in_dim(hidden[0], first, width)
     logits = project(model.unembed, hidden, "sd,vd->sv").astype(jnp.float32)
-    logits = soft_cap_logits(logits, constants.soft_cap)
+    logits = apply_soft_cap(logits, constants.soft_cap)
     logits = logits.at[:, jnp.asarray(constants.unpredicted_ids)].set(-jnp.inf)
     keys = jax.random.split(key, len(logits))
     sampled = jax.vmap(lambda logits, key: sample_token(logits, key, constants.sampling))(logits, keys)

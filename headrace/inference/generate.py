@@ -16,12 +16,13 @@ from headrace.errors import InvalidArgument, UserError
 from headrace.inference import diffusion
 from headrace.inference.cast_weights import cast_weights, make_execution
 from headrace.inference.diffusion import UnmaskSchedule
-from headrace.inference.sampling import Sampling, sample_token, soft_cap_logits
+from headrace.inference.sampling import Sampling, sample_token
 from headrace.model_wrappers import classification_head
 from headrace.model_wrappers.recurrent_depth import RoundSchedule
 from headrace.models import Model, ModelConfig
 from headrace.nn.linear import project
 from headrace.nn.module import Array, PyTree
+from headrace.nn.soft_cap import apply_soft_cap
 from headrace.nn.stack import Execution
 
 # Caches and rows have a multiple of this many tokens, so that texts of similar length share a program.
@@ -138,7 +139,7 @@ def sample_tokens(
         # Not around the loop: the mesh would be set in the caller's code between two tokens.
         with jax.set_mesh(run.mesh):
             logits, cache = decode_step(model, new_tokens, cache, cfg, exec_opts)
-            logits = soft_cap_logits(logits, run.recipe.loss.soft_cap)
+            logits = apply_soft_cap(logits, run.recipe.loss.soft_cap)
             key = jax.random.fold_in(jax.random.key(sampling.seed), index)
             token = sample_token(logits, key, sampling)
         yield int(token)

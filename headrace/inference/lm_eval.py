@@ -16,11 +16,12 @@ from headrace.checkpoint.open_run import LoadedRun
 from headrace.errors import UserError
 from headrace.inference.cast_weights import cast_weights, make_execution
 from headrace.inference.generate import decode_stream
-from headrace.inference.sampling import Sampling, soft_cap_logits
+from headrace.inference.sampling import Sampling
 from headrace.inference.serve.engine import BatchEngine, GenerationJob
 from headrace.models import Model, ModelConfig
 from headrace.nn.linear import project
 from headrace.nn.module import Array
+from headrace.nn.soft_cap import apply_soft_cap
 from headrace.nn.stack import Execution
 
 try:
@@ -224,7 +225,7 @@ def score_targets(
     def score_chunk(chunk: tuple[Array, Array]) -> tuple[Array, Array]:
         hidden, targets = chunk
         logits = project(model.unembed, hidden, "bsd,vd->bsv").astype(jnp.float32)
-        logits = soft_cap_logits(logits, soft_cap)
+        logits = apply_soft_cap(logits, soft_cap)
         target_logits = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
         return target_logits - jax.nn.logsumexp(logits, axis=-1), logits.argmax(axis=-1) == targets
 

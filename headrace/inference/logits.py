@@ -10,12 +10,12 @@ import numpy as np
 from headrace.checkpoint.open_run import LoadedRun
 from headrace.errors import UserError
 from headrace.inference.cast_weights import make_execution
-from headrace.inference.sampling import soft_cap_logits
 from headrace.low_precision.cast import cast
 from headrace.model_wrappers import classification_head, load_family
 from headrace.models import ModelConfig
 from headrace.nn.linear import project
 from headrace.nn.module import Array, PyTree, axes
+from headrace.nn.soft_cap import apply_soft_cap
 from headrace.nn.stack import Execution
 
 
@@ -60,4 +60,4 @@ def compute_logits(
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
         return model.predict_labels(cfg, tokens, exec_opts=exec_opts, segments=segments, positions=positions)
     hidden = model(cfg, tokens, exec_opts=exec_opts)
-    return soft_cap_logits(project(model.unembed, hidden, "bsd,vd->bsv").astype(jnp.float32), soft_cap)
+    return apply_soft_cap(project(model.unembed, hidden, "bsd,vd->bsv").astype(jnp.float32), soft_cap)

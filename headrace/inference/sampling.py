@@ -57,8 +57,3 @@ def sample_token_dynamic(
         return order[jax.random.categorical(key, ordered, mode="high")].astype(jnp.int32)
 
     return jax.lax.cond(temperature == 0, lambda: logits.argmax().astype(jnp.int32), sample)
-
-
-def soft_cap_logits(logits: Array, cap: float | None) -> Array:
-    """Bound logits by a tanh, as `loss.soft_cap` does in training; None: no bound."""
-    return logits if cap is None else cap * jnp.tanh(logits / cap)

@@ -22,6 +22,7 @@ from headrace.nn.mlstm import MatrixState, ScalarState, convolve, mlstm, slstm
 from headrace.nn.module import Array, Axes, PyTree, count, module, ones, stack, weight, zeros
 from headrace.nn.norm import rms_norm
 from headrace.nn.sharding import constrain, from_balanced_order, to_balanced_order
+from headrace.nn.soft_cap import apply_soft_cap
 from headrace.nn.stack import Execution, run_layers
 
 
@@ -134,8 +135,8 @@ class Block:
         q = project(self.w_q, h, "bsd,dna->bsna")
         k = project(self.w_k, h, "bsd,dna->bsna")
         v = project(self.w_v, h, "bsd,dnh->bsnh")
-        input_gate = soft_cap(project(self.w_input, h, "bsd,dn->bsn"), self.b_input, cfg.gate_soft_cap)
-        forget_gate = soft_cap(project(self.w_forget, h, "bsd,dn->bsn"), self.b_forget, cfg.gate_soft_cap)
+        input_gate = cap_gate(project(self.w_input, h, "bsd,dn->bsn"), self.b_input, cfg.gate_soft_cap)
+        forget_gate = cap_gate(project(self.w_forget, h, "bsd,dn->bsn"), self.b_forget, cfg.gate_soft_cap)
         prevent_cse = exec_opts.needs_cse_barrier(cfg.layers)
         out, state = mlstm((q, k, v), (input_gate, forget_gate), state, segments, prevent_cse=prevent_cse)
         out_gate = jax.nn.sigmoid(project(self.w_out_gate, h, "bsd,dnh->bsnh"))
@@ -197,9 +198,9 @@ class ScalarLayerState:
     inputs: Array
 
 
-def soft_cap(x: Array, b: Array, cap: float) -> Array:
+def cap_gate(x: Array, b: Array, cap: float) -> Array:
     """Add a bias and bound the sum to (-cap, cap) by tanh, in float32, since it becomes an exponent."""
-    return cap * jnp.tanh((x.astype(jnp.float32) + b) / cap)
+    return apply_soft_cap(x.astype(jnp.float32) + b, cap)
 
 
 def norm_heads(x: Array, w: Array, eps: float) -> Array:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from headrace.errors import UserError
 from headrace.nn import sharding
 from headrace.nn.module import Array, PyTree, module
+from headrace.nn.soft_cap import apply_soft_cap
 from headrace.objectives import (
     Batch,
     Examples,
@@ -154,8 +155,7 @@ def draw_tokens(task: TrainTask, hidden: Array, unembed: Array, draws: Array) ->
     def draw_chunk(inputs: tuple[Array, Array]) -> Array:
         x, draws = inputs
         logits = jnp.einsum("bsd,vd->bsv", x, unembed.astype(x.dtype), preferred_element_type=jnp.float32)
-        cap = task.loss.soft_cap
-        return draw_from_logits(logits if cap is None else cap * jnp.tanh(logits / cap), draws)
+        return draw_from_logits(apply_soft_cap(logits, task.loss.soft_cap), draws)
 
     tokens = jax.lax.map(draw_chunk, (split(hidden), split(draws)))
     return jnp.moveaxis(tokens, 0, 1).reshape(b, count * chunk)[:, :s]

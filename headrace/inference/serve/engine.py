@@ -19,9 +19,10 @@ from headrace.checkpoint.open_run import LoadedRun
 from headrace.errors import UserError
 from headrace.inference.cast_weights import cast_weights, make_execution
 from headrace.inference.generate import decode_step
-from headrace.inference.sampling import Sampling, sample_token, sample_token_dynamic, soft_cap_logits
+from headrace.inference.sampling import Sampling, sample_token, sample_token_dynamic
 from headrace.models import Model, ModelConfig
 from headrace.nn.module import Array, PyTree
+from headrace.nn.soft_cap import apply_soft_cap
 from headrace.nn.stack import Execution
 
 MAX_CHUNK = 256  # tokens of a prompt that run through the model at a time
@@ -211,7 +212,7 @@ class BatchEngine:
                 tokens = jnp.asarray([chunk], jnp.int32)
                 logits, cache = decode_step(self.model, tokens, cache, self.cfg, self.exec_opts)
             key = jax.random.fold_in(jax.random.key(job.sampling.seed), 0)
-            logits = soft_cap_logits(logits, self.run.recipe.loss.soft_cap)
+            logits = apply_soft_cap(logits, self.run.recipe.loss.soft_cap)
             return int(sample_token(logits, key, job.sampling)), cache
 
     def _step(self) -> None:
@@ -262,7 +263,7 @@ def generate_step(
     except NotImplementedError:  # the experts' product, ragged_dot, has no batching rule for it in jax 0.10
         logits, caches = jax.lax.map(lambda slot: decode(*slot), (last_tokens, caches))
     keys = jax.vmap(lambda seed, count: jax.random.fold_in(jax.random.key(seed), count))(seeds, counts)
-    logits = soft_cap_logits(logits, soft_cap)
+    logits = apply_soft_cap(logits, soft_cap)
     return jax.vmap(sample_token_dynamic)(logits, keys, temperatures, top_ks, top_ps), caches
 
 

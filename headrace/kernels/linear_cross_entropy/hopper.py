@@ -40,7 +40,7 @@ from headrace.kernels.linear_cross_entropy.stats import (
     zero_totals,
 )
 from headrace.nn.compile_target import ArrayShape, compile_error
-from headrace.nn.soft_cap import soft_cap
+from headrace.nn.soft_cap import apply_soft_cap
 
 MIN_SLOTS = 384  # tiles of gradients in memory: 24 MiB
 
@@ -166,7 +166,7 @@ def _compute_stats(
     is_local = (local_targets >= 0) & (local_targets < len(matrix))
     target_rows = matrix[jnp.where(is_local, local_targets, 0)]
     target = jnp.einsum("cd,cd->c", x, target_rows, preferred_element_type=jnp.float32)
-    target = jnp.where(is_local, soft_cap(target, head.soft_cap), 0)
+    target = jnp.where(is_local, apply_soft_cap(target, head.soft_cap), 0)
     if sharding.vocab_axes:
         largest = lax.pmax(lse, sharding.vocab_axes)
         lse = largest + jnp.log(psum(jnp.exp(lse - largest), sharding.vocab_axes))

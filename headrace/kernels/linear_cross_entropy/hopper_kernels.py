@@ -26,7 +26,7 @@ from headrace.kernels.hopper_pipeline import (
     transpose,
 )
 from headrace.nn.module import PyTree
-from headrace.nn.soft_cap import soft_cap, soft_cap_slope
+from headrace.nn.soft_cap import apply_soft_cap, soft_cap_slope
 
 Array = jax.Array
 
@@ -82,7 +82,7 @@ def compute_tile_max_and_logsumexp(x: Array, w: Array, cap: float | None) -> tup
                 i, j = lax.rem(tile, jnp.int32(blocks)), lax.div(tile, jnp.int32(blocks))
 
                 def write(raw_logits: Array) -> None:
-                    logits = soft_cap(raw_logits, cap)
+                    logits = apply_soft_cap(raw_logits, cap)
                     largest = logits.max(axis=1)
                     sums = jnp.exp(logits - lax.broadcast_in_dim(largest, logits.shape, [0])).sum(axis=1)
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -136,7 +136,7 @@ def compute_tile_d_logits(
                         raw_logits.shape,
                         [0],
                     )
-                    logits = soft_cap(raw_logits, cap)
+                    logits = apply_soft_cap(raw_logits, cap)
                     d = broadcast(1) * jnp.exp(logits - broadcast(0))
                     columns = plgpu.broadcasted_iota(jnp.int32, d.shape, 1, layout=plgpu.Layout.WGMMA)
                     is_target = (columns + j * VOCAB).astype(jnp.float32) == broadcast(2)

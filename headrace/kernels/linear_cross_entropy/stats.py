@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from headrace.nn.compile_target import device
-from headrace.nn.soft_cap import soft_cap, soft_cap_slope
+from headrace.nn.soft_cap import apply_soft_cap, soft_cap_slope
 
 Array = jax.Array
 T = TypeVar("T")
@@ -149,7 +149,7 @@ def to_logits(
     if head.soft_cap is not None and avoid_cse and head.soft_cap <= SMALL_SOFT_CAP:
         logits = head.soft_cap * (1 - 2 / (jnp.exp(2 * (raw_logits / head.soft_cap)) + 1))
     elif head.soft_cap is not None:
-        logits = soft_cap(raw_logits, head.soft_cap)
+        logits = apply_soft_cap(raw_logits, head.soft_cap)
     if head.excluded_token is None:
         return logits
     columns = lax.broadcasted_iota(jnp.int32, (1, logits.shape[1]), 1) + vocab_offset

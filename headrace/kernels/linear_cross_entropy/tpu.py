@@ -30,7 +30,7 @@ from headrace.kernels.linear_cross_entropy.stats import (
     LossTotals,
 )
 from headrace.nn.compile_target import OLD_TPUS, ArrayShape, compile_error, device
-from headrace.nn.soft_cap import soft_cap, soft_cap_slope
+from headrace.nn.soft_cap import apply_soft_cap, soft_cap_slope
 
 Ref = jax.Ref
 TokenSlice = slice | pl.Slice  # of a block's tokens
@@ -177,7 +177,7 @@ def add_statistics(shard: VocabShard, chunk: VocabChunk, running: RunningStats) 
             after[...] = before[...]
 
         def add(raw_logits: Array, tokens: TokenSlice) -> None:
-            logits = soft_cap(raw_logits, cap).reshape(-1, SUBLANES, raw_logits.shape[1])
+            logits = apply_soft_cap(raw_logits, cap).reshape(-1, SUBLANES, raw_logits.shape[1])
             register, sublane = (lax.broadcasted_iota(jnp.int32, logits.shape, axis) for axis in (0, 1))
             row = first_row + SUBLANES * register + sublane
             for_max = jnp.where(row < shard.rows, logits, -jnp.inf) if is_padded else logits
@@ -209,7 +209,7 @@ def compute_d_logits(shard: VocabShard, chunk: VocabChunk, stats: LogitStats, d_
 
         def write(raw_logits: Array, tokens: TokenSlice) -> None:
             lse, d_lse, d_target, d_mean = (stats[n : n + 1, tokens] for n in range(4))
-            logits = soft_cap(raw_logits, cap)
+            logits = apply_soft_cap(raw_logits, cap)
             row = first_row + lax.broadcasted_iota(jnp.int32, logits.shape, 0)
             d = d_lse * jnp.exp(logits - lse) + d_mean + jnp.where(row == targets[:, tokens], d_target, 0)
             if cap is not None:

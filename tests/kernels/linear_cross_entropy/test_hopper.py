@@ -23,7 +23,7 @@ from headrace.kernels.linear_cross_entropy.stats import (
     negative_log_likelihood,
 )
 from headrace.losses import cross_entropy
-from headrace.nn.soft_cap import soft_cap
+from headrace.nn.soft_cap import apply_soft_cap
 
 PLAIN = add_z_loss(partial(cross_entropy.per_token, SimpleNamespace(label_smoothing=0.0)), 1e-3)
 SMOOTHED = add_z_loss(partial(cross_entropy.per_token, SimpleNamespace(label_smoothing=0.1)), 0.0)
@@ -57,7 +57,7 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     rounds: list[int] = []
 
     def compute_tile_max_and_logsumexp(x: Any, w: Any, cap: Any) -> Any:
-        logits = soft_cap(multiply(x, w.T), cap).reshape(len(x), -1, VOCAB)
+        logits = apply_soft_cap(multiply(x, w.T), cap).reshape(len(x), -1, VOCAB)
         return logits.max(2).T, jax.nn.logsumexp(logits, axis=2).T
 
     def compute_tile_d_logits(x: Any, w: Any, per_token: Any, schedule: TileSchedule, cap: Any) -> Any:
@@ -67,7 +67,7 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         def write(slot: Any, out: Any) -> Any:
             i, j = (op(schedule.tiles[slot], len(x) // TOKENS) for op in (jnp.mod, jnp.floor_divide))
             tokens, rows = (slice_blocks(x, i, TOKENS), slice_blocks(w, j, VOCAB))
-            logits = soft_cap(multiply(tokens, rows.T), cap)
+            logits = apply_soft_cap(multiply(tokens, rows.T), cap)
             stats = jax.lax.dynamic_slice_in_dim(per_token, i * TOKENS, TOKENS, 1)
             lse, d_lse, target, d_target = stats[..., None]
             is_target = jnp.arange(VOCAB) + j * VOCAB == target
@@ -220,7 +220,7 @@ def gradients_of_full_logits(x: Any, w: Any, targets: Any, weights: Any, *, cap:
     """Compute both gradients from logits in the dtype of x and w."""
 
     def loss(x: Any, w: Any) -> Any:
-        logits = soft_cap(x @ w.T, cap)
+        logits = apply_soft_cap(x @ w.T, cap)
         logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
         target = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
         return (weights * (jax.nn.logsumexp(logits, axis=-1) - target)).sum()
