@@ -25,7 +25,7 @@ WIDEST = 512  # keys to both sides: the scores of a chunk are in memory, twice a
 
 @dataclass(frozen=True)
 class Config:
-    """The backend has no settings."""
+    """`use: band` adds no keys to the `attention` section of a recipe."""
 
 
 def attend(

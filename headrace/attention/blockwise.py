@@ -23,6 +23,8 @@ BlockRange = tuple[int | Array, int | Array]  # the first block, and the one aft
 
 @dataclass(frozen=True)
 class Config:
+    """The keys that `use: blockwise` adds to the `attention` section of a recipe."""
+
     block_q: int = 512  # queries in a tile [tokens]
     block_kv: int = 512  # keys in a tile [tokens]
 

@@ -19,7 +19,7 @@ LARGEST_MASK = 2**32  # bytes
 
 @dataclass(frozen=True)
 class Config:
-    """The backend has no settings."""
+    """`use: cudnn` adds no keys to the `attention` section of a recipe."""
 
 
 def attend(

@@ -26,7 +26,7 @@ Residuals = tuple[Array, Array, Array, KeyBounds, Array, Array]  # q, k, v, boun
 
 @dataclass(frozen=True)
 class Config:
-    """The backend has no settings."""
+    """`use: hopper` adds no keys to the `attention` section of a recipe."""
 
 
 def attend(

@@ -34,7 +34,7 @@ LANES = 128  # a TPU register's width: sequences and tiles are multiples of it
 
 # Sides of tiles. On a v6e kernels are planned to take 46 ms of a layer of Llama 3 8B with 512 (3 rows of
 # 8,192 a chip), 36 ms with 1,024 (libtpu 0.0.51, 2026-11); heads of 256 then do not fit a v4's vector memory.
-SIDE, SMALL_SIDE, WIDEST = 1024, 512, 128
+SIDE, WIDE_HEAD_SIDE, WIDE_HEAD = 1024, 512, 128  # the second for heads wider than the third
 # One kernel computes all gradients with 5 products of the scores, two kernels with 7, and the compiler
 # schedules 26 to 33 % fewer bundles of instructions for the one. It writes the queries' gradients in as many
 # parts as a row has tiles of keys, to be summed: with 8, Llama 3 8B (rows of 8,192, v5p-32, full remat) is
@@ -44,6 +44,8 @@ MAX_PARTS = 4
 
 @dataclass(frozen=True)
 class Config:
+    """The keys that `use: splash` adds to the `attention` section of a recipe."""
+
     block_q: int = 0  # queries in a tile; 0: the usual best [tokens]
     block_kv: int = 0  # keys in a tile; 0: the usual best [tokens]
 
@@ -143,7 +145,7 @@ def has_fused_gradients(length: int, head_dim: int, block_kv: int = 0) -> bool:
 
 
 def _default_side(head_dim: int) -> int:
-    return SIDE if head_dim <= WIDEST else SMALL_SIDE
+    return SIDE if head_dim <= WIDE_HEAD else WIDE_HEAD_SIDE
 
 
 def _make_mask(mask: Mask, num_queries: int, num_keys: int) -> masks.Mask:

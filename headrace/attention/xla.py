@@ -20,7 +20,7 @@ MAX_SPLITS = 8  # each takes as long to compile as the whole
 
 @dataclass(frozen=True)
 class Config:
-    """The backend has no settings."""
+    """`use: xla` adds no keys to the `attention` section of a recipe."""
 
 
 def attend(
