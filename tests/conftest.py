@@ -1,4 +1,4 @@
-"""Eight simulated CPU devices, no accelerator, no network; `--slow` runs what the quick suite leaves out."""
+"""Eight simulated CPU devices, no accelerator, no network; `--slow` also runs slow tests."""
 
 import importlib.util
 import os
@@ -13,15 +13,17 @@ from typing import TYPE_CHECKING, Any
 
 from tests.support import xla_flags
 
-# Tests close terminals and press Ctrl-C, also where they run in the background or under nohup.
+# Tests close terminals and send Ctrl-C, even in the background or under nohup.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
-# Hundreds of processes are started: each would compile all modules, and pytest would rewrite all asserts.
+# Without .pyc files, each of hundreds of processes would compile all modules and rewrite all asserts.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = xla_flags.flags(8)
-os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")  # torch's bf16 dies on CPUs that lie about AMX
+os.environ.setdefault(
+    "ONEDNN_MAX_CPU_ISA", "AVX512_CORE"
+)  # torch's bf16 crashes on CPUs that report AMX wrongly
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
@@ -65,7 +67,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not config.getoption("--slow"):
         variants: Counter[str] = Counter()
         for item in items:
-            for mark in item.iter_markers("thin"):  # of a grid of settings, each so many-th is quick
+            for mark in item.iter_markers("thin"):  # of a grid of variants, every nth is quick
                 name = item.nodeid.partition("[")[0]
                 if variants[name] % mark.args[0]:
                     item.add_marker("slow")
@@ -83,35 +85,35 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Failures in quarantine; with `-m fault`, the table of what was injected and what came of it."""
+    """Print failures in quarantine; with `-m fault`, also the table of injected faults and their outcomes."""
     for report in terminalreporter.stats.get("xfailed", []):
         terminalreporter.write_line(f"failed in quarantine: {report.nodeid}")
     if config.getoption("markexpr") != "fault":
         return
-    seen: dict[int, list[Any]] = {number: [] for number in FAULTS}
+    reports_by_fault: dict[int, list[Any]] = {number: [] for number in FAULTS}
     for reports in terminalreporter.stats.values():
         for report in reports:
-            told = dict(getattr(report, "user_properties", ()))
-            if "fault" in told and (report.when == "call" or report.outcome != "passed"):
-                seen[told["fault"]].append(report)
-    for number, (what, expected) in FAULTS.items():
-        outcomes = Counter(report.outcome for report in seen[number])
-        told = [dict(report.user_properties).get("seen") for report in seen[number]]
-        came = ", ".join(f"{count} {outcome}" for outcome, count in outcomes.items()) or "not tested"
-        notes = "".join(f"; {note}" for note in told if note)
-        terminalreporter.write_line(f"| {number} | {what} | {expected} | {came}{notes} |")
+            properties = dict(getattr(report, "user_properties", ()))
+            if "fault" in properties and (report.when == "call" or report.outcome != "passed"):
+                reports_by_fault[properties["fault"]].append(report)
+    for number, (fault, expected) in FAULTS.items():
+        outcomes = Counter(report.outcome for report in reports_by_fault[number])
+        properties = [dict(report.user_properties).get("seen") for report in reports_by_fault[number]]
+        summary = ", ".join(f"{count} {outcome}" for outcome, count in outcomes.items()) or "not tested"
+        notes = "".join(f"; {note}" for note in properties if note)
+        terminalreporter.write_line(f"| {number} | {fault} | {expected} | {summary}{notes} |")
 
 
 @pytest.fixture
 def libtpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The compiler of TPUs, for a test and the processes it starts: `make test-all` puts it into a folder of
-    its own; on a TPU machine it is among the other packages."""
+    """The TPU compiler, for a test and its subprocesses: `make test-all` installs it into a separate folder;
+    on a TPU machine it is an installed package."""
     library = Path(__file__).parent.parent / ".venv" / "libtpu" / "libtpu" / "libtpu.so"
     if library.is_file():
         monkeypatch.setenv("TPU_LIBRARY_PATH", str(library))
     elif importlib.util.find_spec("libtpu") is None:
         pytest.skip("needs libtpu: make .venv/libtpu")
-    # It reads them when it is loaded, and ends the process at a flag that it does not know.
+    # libtpu reads XLA_FLAGS when it is loaded, and ends the process at an unknown flag.
     monkeypatch.delenv("XLA_FLAGS")
 
 
@@ -135,8 +137,8 @@ def trained_recipe(packed: str, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 @pytest.fixture(scope="session")
 def library(tmp_path_factory: pytest.TempPathFactory):
-    """Loads the recipe of a run that has learnt Python's library a little, with overrides: a model whose
-    weights all count. For slow tests."""
+    """Load, with overrides, the recipe of a run trained on Python's library for 200 steps: a model whose
+    weights all matter. For slow tests."""
     from headrace.config import recipe
     from headrace.data.pipeline.prepare import prepare
     from headrace.training import run as training_run
@@ -166,7 +168,7 @@ log: {{every: 50, tensorboard: false}}
 
 @pytest.fixture
 def tiny(packed: str, tmp_path):
-    """Loads a small training recipe for the packed data, with overrides."""
+    """Load a small training recipe for the packed data, with overrides."""
     from headrace.config import recipe
 
     text = f"""
@@ -197,8 +199,8 @@ def demo_run(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="session")
 def server() -> Iterator["Store"]:
-    """A fake Google Cloud Storage with one bucket, for all tests of a process, since tensorstore
-    looks up its address only once."""
+    """A fake Google Cloud Storage with a bucket, shared by all tests of a process, since tensorstore reads
+    its address only once."""
     from tests.support.fake_gcs import running
 
     with running("bucket") as store:

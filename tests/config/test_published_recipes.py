@@ -35,7 +35,7 @@ RATES = {
     "modernbert-base-phase3": (3e-4, 0),
     "modernbert-large": (5e-4, 5e-4),
 }
-# Where weights shrink by a share of their own, whatever the learning rate: that share, at the peak.
+# Published decoupled weight decay, independent of the learning rate: the factor at the peak.
 SHRINK = {
     "ettin-decoder-150m": 1e-5,
     "huginn-3.5b": 4e-5,
@@ -47,18 +47,20 @@ SHRINK = {
 
 
 @pytest.mark.parametrize(("name", "rates"), RATES.items())
-def test_a_published_recipe_begins_and_ends_at_its_published_rate(
+def test_a_published_recipe_starts_and_ends_at_the_published_rate(
     name: str, rates: tuple[float, float]
 ) -> None:
     run = recipe.load(ROOT / f"recipes/{name}.yaml")
-    whole = dataclasses.replace(run.schedule, **run_length.durations(run))
-    curve = load_schedule(run.schedule).make(whole).learning_rate
-    found = [run.optimizer.learning_rate * float(curve(step)) for step in (whole.warmup, whole.steps - 1)]
-    # A last step from which one more would lead to 0 is not quite there.
-    assert found == pytest.approx(rates, rel=1e-3, abs=1e-3 * rates[0])
+    schedule = dataclasses.replace(run.schedule, **run_length.durations(run))
+    curve = load_schedule(run.schedule).make(schedule).learning_rate
+    actual = [
+        run.optimizer.learning_rate * float(curve(step)) for step in (schedule.warmup, schedule.steps - 1)
+    ]
+    # The rate reaches 0 only after the last step.
+    assert actual == pytest.approx(rates, rel=1e-3, abs=1e-3 * rates[0])
 
 
 @pytest.mark.parametrize(("name", "share"), SHRINK.items())
-def test_decay_published_apart_from_the_learning_rate_is_divided_by_it(name: str, share: float) -> None:
+def test_decay_published_independently_of_the_learning_rate_is_divided_by_it(name: str, share: float) -> None:
     optimizer = recipe.load(ROOT / f"recipes/{name}.yaml").optimizer
     assert optimizer.learning_rate * optimizer.weight_decay == pytest.approx(share, rel=2e-3)

@@ -57,7 +57,7 @@ def test_every_key_is_described_in_plain_words(key: str) -> None:
     assert not DIALECT & {word.lower() for word in words}, text
 
 
-def test_descriptions_are_read_from_the_comments_beside_and_above_a_key(tmp_path: Path) -> None:
+def test_descriptions_are_read_from_comments_after_and_above_a_key(tmp_path: Path) -> None:
     path = tmp_path / "part.py"
     path.write_text(
         "class Config:\n"
@@ -69,8 +69,8 @@ def test_descriptions_are_read_from_the_comments_beside_and_above_a_key(tmp_path
         "    # not of a key\n\n"
         "    def four(self): ...\n"
     )
-    found = explain.descriptions.of_file(path, "Config")
-    assert {name: (one.text, one.unit) for name, one in found.items()} == {
+    descriptions = explain.descriptions.of_file(path, "Config")
+    assert {name: (description.text, description.unit) for name, description in descriptions.items()} == {
         "one": ("number of ones", "steps"),
         "two": ("a long description", ""),
     }
@@ -83,9 +83,9 @@ def test_the_reference_page_is_up_to_date() -> None:
 @pytest.mark.parametrize("cls", [TrainRecipe, DataRecipe])
 def test_the_reference_page_and_the_schema_have_every_key(cls: type) -> None:
     page, schema = reference.page(), json.dumps(json_schema.schema(cls))
-    for key, found in explain.meanings(cls).items():
+    for key, meanings in explain.meanings(cls).items():
         assert f"| `{key}` |" in page
-        for meaning in found:
+        for meaning in meanings:
             text = meaning.description.text
             assert key.endswith(".use") or json.dumps(text)[1:-1] in schema, key
 
@@ -135,7 +135,7 @@ def test_an_unknown_key_cannot_be_explained(name: str, hint: str) -> None:
 
 
 @pytest.mark.parametrize("name", synonyms.KEYS)
-def test_names_of_other_trainers_lead_to_a_key_that_exists(name: str) -> None:
+def test_names_of_other_trainers_map_to_existing_keys(name: str) -> None:
     keys = {*reader.all_keys(TrainRecipe), *reader.all_keys(DataRecipe), "sources"}
     assert set(synonyms.KEYS[name].keys) <= keys
     taken = {key for key in keys if key.rpartition(".")[2] == name}
@@ -143,12 +143,12 @@ def test_names_of_other_trainers_lead_to_a_key_that_exists(name: str) -> None:
 
 
 @pytest.mark.parametrize("key", synonyms.VALUES)
-def test_values_of_other_trainers_lead_to_one_that_exists(key: str) -> None:
+def test_values_of_other_trainers_map_to_valid_values(key: str) -> None:
     (meaning,) = explain.meanings(TrainRecipe)[key]
     valid = set(re.findall(r"\w+", meaning.type))
-    for theirs, ours in synonyms.VALUES[key].items():
-        assert theirs not in valid, theirs
-        assert ours.split()[0] in valid, ours
+    for foreign, replacement in synonyms.VALUES[key].items():
+        assert foreign not in valid, foreign
+        assert replacement.split()[0] in valid, replacement
 
 
 @pytest.mark.parametrize(
@@ -195,6 +195,6 @@ def test_names_of_other_trainers_are_recognized(old: str, new: str, message: str
     path.write_text(TRAINING.replace(old, new))
     with pytest.raises(UserError) as error:
         recipe.load(path)
-    said = str(error.value)
-    assert message in said
-    assert said.startswith(f"{path}:{message[0]}:" if message[0].isdigit() else f"{path}:")
+    error_text = str(error.value)
+    assert message in error_text
+    assert error_text.startswith(f"{path}:{message[0]}:" if message[0].isdigit() else f"{path}:")

@@ -64,14 +64,14 @@ def message(*overrides: str, sections: str = "", source: str = "runs/base") -> s
     return str(error.value)
 
 
-def test_the_shape_is_that_of_a_run_and_the_vocabulary_that_of_the_data() -> None:
+def test_the_shape_is_read_from_a_run_and_the_vocabulary_from_the_data() -> None:
     model = load(sections="lora: {rank: 8}\n").model
     assert (model.use, model.layers, model.embed, model.rope_theta) == ("llama", 2, 64, 1e4)
     assert model.vocab == 0
     assert model.lora is not None and model.lora.rank == 8
 
 
-def test_the_shape_is_that_of_a_hugging_face_folder() -> None:
+def test_the_shape_is_read_from_a_hugging_face_folder() -> None:
     Path("hf").mkdir()
     Path("hf/config.json").write_text(json.dumps(HF_CONFIG))
     model = load(source="hf").model
@@ -90,17 +90,17 @@ def test_the_shape_of_a_run_is_read_without_jax() -> None:
     assert done.stdout.strip() == "False"
 
 
-def test_keys_that_are_written_replace_those_of_the_source() -> None:
+def test_explicit_keys_override_those_of_the_source() -> None:
     model = load("model.rope_theta=5e5", "model.layers=3", "model.vocab=400").model
     assert (model.rope_theta, model.layers, model.vocab, model.embed) == (5e5, 3, 400, 64)
 
 
-def test_sizes_that_follow_from_others_follow_the_ones_that_are_written() -> None:
+def test_derived_sizes_follow_explicit_sizes() -> None:
     assert load("model.embed=128").model.head_dim == 32
     assert load("model.mlp=256").model.head_dim == 16
 
 
-def test_a_complete_section_stands_for_itself_and_needs_no_source() -> None:
+def test_a_complete_section_needs_no_source() -> None:
     section = "model: {use: llama, layers: 2, embed: 64, heads: 4, kv_heads: 2, mlp: 128}\n"
     assert load(sections=section, source="runs/not-yet").model.rope_theta == 500_000
     assert load(sections=section).model.rope_theta == 500_000
@@ -118,14 +118,14 @@ def test_the_wrappers_of_the_source_are_not_inherited_except_for_recurrent_depth
     assert load(source="runs/lora").lora is None
 
 
-def test_the_generator_of_a_pair_is_inherited_for_replaced_token_detection_alone() -> None:
+def test_the_generator_of_a_pair_is_inherited_only_for_replaced_token_detection() -> None:
     pair = "model: {use: deberta, layers: 2, embed: 32, heads: 4, mlp: 64, generator_layers: 1}\n"
     make_run("runs/pair", pair + "objective: {use: rtd}\n")
     assert load("objective.use=rtd", source="runs/pair").model.generator_layers == 1
     assert load("objective.use=masked", source="runs/pair").model.generator_layers == 0
 
 
-def test_what_the_weights_do_not_fit_is_refused_with_both_values() -> None:
+def test_sizes_that_do_not_fit_the_weights_are_refused_with_both_values() -> None:
     expected = "model.layers: found 1, expected at least 2, as in runs/base: weights can grow and not shrink"
     assert expected in message("model.layers=1")
     expected = "model.tie_embeddings: found false, expected true, as in runs/base"
@@ -134,10 +134,10 @@ def test_what_the_weights_do_not_fit_is_refused_with_both_values() -> None:
     assert expected in message("model.use=eurobert").replace('"', "")
 
 
-def test_an_error_about_an_inherited_key_says_where_it_is_from() -> None:
+def test_an_error_about_an_inherited_key_names_the_source() -> None:
     assert "model.heads, 4" in message("mesh.tensor=3")
-    found = message("model.heads=8", "model.kv_heads=3")
-    assert re.search(r"override: model.kv_heads: found 3, expected a divisor of heads, 8", found)
+    error_text = message("model.heads=8", "model.kv_heads=3")
+    assert re.search(r"override: model.kv_heads: found 3, expected a divisor of heads, 8", error_text)
     loop = message("recurrence.rounds=2")
     assert (
         "recurrence.prelude: found 1, the default, expected prelude + coda to be less than layers, 2" in loop
@@ -145,12 +145,12 @@ def test_an_error_about_an_inherited_key_says_where_it_is_from() -> None:
 
 
 @pytest.mark.parametrize("section", ["", "model: {rope_theta: 5e5}\n"])
-def test_a_source_that_is_not_there_is_missed(section: str) -> None:
-    said = message(sections=section, source="runs/nowhere")
-    assert said.startswith(
+def test_a_missing_source_is_reported(section: str) -> None:
+    error_text = message(sections=section, source="runs/nowhere")
+    assert error_text.startswith(
         "recipe.yaml:2: init_from: found runs/nowhere, where there is no recipe.yaml or config.json"
     )
-    assert ("no model section" in said) == (not section)
+    assert ("no model section" in error_text) == (not section)
 
 
 def test_without_a_source_the_section_is_required() -> None:
@@ -168,7 +168,7 @@ def test_a_run_that_resumes_needs_no_source_anymore() -> None:
     assert load().model == cfg.model
 
 
-def test_the_recipe_in_a_run_folder_has_the_whole_shape() -> None:
+def test_the_recipe_in_a_run_folder_has_the_complete_model_section() -> None:
     tree = reader.to_dict(load())
     assert tree["model"]["layers"] == 2 and "lora" not in tree
     Path("again.yaml").write_text(reader.dump(tree))

@@ -1,4 +1,4 @@
-"""The doctor: each check with what it looks at made up, and the command as a whole."""
+"""The doctor: each check with a fake environment, and the full command."""
 
 import os
 import resource
@@ -57,14 +57,14 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Metadata]]:
 
 @pytest.fixture
 def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
-    with running("bucket", location="US-CENTRAL2") as found:
-        for name, value in found.environment.items():
+    with running("bucket", location="US-CENTRAL2") as store:
+        for name, value in store.environment.items():
             monkeypatch.setenv(name, value)
         monkeypatch.setitem(fsspec.config.conf, "gs", {"token": "anon"})
         files.prepare_gcsfs()
         monkeypatch.setattr("gcsfs.retry.asyncio", SimpleNamespace(sleep=_no_wait))
         monkeypatch.setattr(files, "FIRST_WAIT", 0.01)
-        yield found
+        yield store
 
 
 async def _no_wait(seconds: float) -> None:
@@ -96,10 +96,10 @@ def test_a_bucket_in_another_region_is_reported(
     assert ("--location=us-central2" in line.fix) == (state != "ok")
 
 
-def test_a_bucket_that_keeps_deleted_files_is_reported(bucket: Store, tiny) -> None:
+def test_a_bucket_with_soft_delete_is_reported(bucket: Store, tiny) -> None:
     cfg = tiny("run_dir=gs://bucket/x")
     assert states(gce.check_soft_delete(cfg)) == ["ok"] and gce.check_soft_delete(tiny()) == []
-    bucket.soft_delete = 604_800  # as buckets are made
+    bucket.soft_delete = 604_800  # the default of new buckets
     (line,) = gce.check_soft_delete(cfg)
     assert line.state == "warn" and "for 7 days" in line.message and "--clear-soft-delete" in line.fix
 
@@ -201,7 +201,7 @@ def test_a_used_port_and_an_unknown_host_are_reported(monkeypatch: pytest.Monkey
         other.listen()
         port = other.getsockname()[1]
         monkeypatch.setattr(doctor_machine, "DEFAULT_PORT", port)
-        assert states(doctor_machine.check_port()) == ["warn"]  # alone, it is not needed
+        assert states(doctor_machine.check_port()) == ["warn"]  # a single process does not need the port
         monkeypatch.setenv("HEADRACE_COORDINATOR", f"127.0.0.1:{port}")
         (line,) = doctor_machine.check_port()
         assert line.state == "fail"
@@ -265,18 +265,18 @@ def test_an_accelerator_that_jax_does_not_see_is_reported(monkeypatch: pytest.Mo
 
 
 def test_devices_that_hang_or_are_in_use_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    def hangs(*args: Any, **how: Any) -> None:
+    def hangs(*args: Any, **kwargs: Any) -> None:
         raise subprocess.TimeoutExpired("x", 1)
 
     monkeypatch.setattr(devices.subprocess, "run", hangs)
     assert states(devices.check_devices(None, None, [], None)) == ["fail"]
-    held = SimpleNamespace(returncode=1, stdout="", stderr="a\nThe TPU is already in use by process 7")
-    monkeypatch.setattr(devices.subprocess, "run", lambda *args, **how: held)
+    result = SimpleNamespace(returncode=1, stdout="", stderr="a\nThe TPU is already in use by process 7")
+    monkeypatch.setattr(devices.subprocess, "run", lambda *args, **kwargs: result)
     (line,) = devices.check_devices(None, None, [], None)
     assert line.state == "fail" and "lsof" in line.fix
 
 
-def test_a_check_that_fails_itself_is_a_warning() -> None:
+def test_a_check_that_raises_is_a_warning() -> None:
     def broken() -> Any:
         raise ZeroDivisionError("by zero")
 
@@ -290,8 +290,8 @@ def test_doctor_prints_fixes_and_exits_with_1_if_a_check_fails(
 ) -> None:
     tiny()
     assert cli_main.main(["doctor", str(tmp_path / "recipe.yaml")]) == 0
-    said = capsys.readouterr().out
-    assert "a checkpoint takes" in said and "us-central2-b" in said and " 0 fail" in said
+    output = capsys.readouterr().out
+    assert "a checkpoint takes" in output and "us-central2-b" in output and " 0 fail" in output
     assert cli_main.main(["doctor", str(tmp_path / "recipe.yaml"), f"data.path={tmp_path}/nothing"]) == 1
     assert "no packed data in" in " ".join(capsys.readouterr().out.split())
     assert cli_main.main(["doctor", "nothing.yaml"]) == 2

@@ -55,9 +55,9 @@ def run_script(script: str, names: list[str]) -> dict[str, list[str]]:
     places = os.pathsep.join([str(LIBTPU), os.environ.get("PYTHONPATH", "")])
     env = os.environ | {"TPU_WORKER_HOSTNAMES": "localhost", "PYTHONPATH": places}
     command = [sys.executable, "-c", script, *names]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
-    rows = [line.split() for line in done.stdout.splitlines()]
+    result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr[-2000:]
+    rows = [line.split() for line in result.stdout.splitlines()]
     return {row[0]: row[1:] for row in rows if row[0] in names}
 
 
@@ -93,10 +93,10 @@ def run_script(script: str, names: list[str]) -> dict[str, list[str]]:
         ("tpu7x-18432", (16, 24, 24), 9216, 18432, 2304),
     ],
 )
-def test_a_name_means_what_google_sells_under_it(name, shape, chip_count, devices, hosts):
-    found = parse_slice(name)
-    assert (found.shape, found.chips, found.devices, found.hosts) == (shape, chip_count, devices, hosts)
-    assert (found.name, found.slices) == (name, 1)
+def test_names_mean_the_slices_that_google_sells(name, shape, chip_count, devices, hosts):
+    parsed = parse_slice(name)
+    assert (parsed.shape, parsed.chips, parsed.devices, parsed.hosts) == (shape, chip_count, devices, hosts)
+    assert (parsed.name, parsed.slices) == (name, 1)
 
 
 @pytest.mark.parametrize(
@@ -110,39 +110,39 @@ def test_a_name_means_what_google_sells_under_it(name, shape, chip_count, device
         ("tpu7x-9216", (12, 16, 24)),
     ],
 )
-def test_other_sizes_of_whole_cubes_have_the_most_cubic_shape(name, shape):
+def test_other_sizes_of_full_cubes_have_the_most_cubic_shape(name, shape):
     assert parse_slice(name).shape == shape
 
 
-def test_case_does_not_matter_and_the_name_stays_as_written():
+def test_names_are_case_insensitive_and_shown_as_written():
     assert parse_slice(" V5LitePod-16 ").name == " V5LitePod-16 "
     assert parse_slice("V5LitePod-16").chip == parse_slice("v5e-16").chip == CHIPS["v5e"]
     assert parse_slice("GPU:H200x8").chip == CHIPS["h200"]
 
 
 @pytest.mark.parametrize("name", ["v5p:2x2x4", "v4:4x4x16", "v3:4x8", "v5litepod:4x4", "v5p-2x2x4"])
-def test_a_shape_may_be_given_instead_of_a_size(name):
-    found = parse_slice(name)
+def test_a_shape_is_accepted_in_place_of_a_size(name):
+    parsed = parse_slice(name)
     generation, _, sides = name.replace("-", ":").partition(":")
-    assert found.topology_name == f"{found.chip.name}:{sides}"
-    assert found.chips == math.prod(int(side) for side in sides.split("x"))
-    assert found.chip.name == {"v5litepod": "v5e"}.get(generation, generation)
+    assert parsed.topology_name == f"{parsed.chip.name}:{sides}"
+    assert parsed.chips == math.prod(int(side) for side in sides.split("x"))
+    assert parsed.chip.name == {"v5litepod": "v5e"}.get(generation, generation)
 
 
 def test_several_slices_add_up():
-    found, one = parse_slice("2xv5e-256"), parse_slice("v5e-256")
-    assert (found.chips, found.devices, found.hosts, found.slices) == (512, 512, 128, 2)
-    assert (found.shape, found.topology_name) == (one.shape, one.topology_name)
-    assert found.topology_options == one.topology_options | {"num_slices": 2}
+    parsed, single = parse_slice("2xv5e-256"), parse_slice("v5e-256")
+    assert (parsed.chips, parsed.devices, parsed.hosts, parsed.slices) == (512, 512, 128, 2)
+    assert (parsed.shape, parsed.topology_name) == (single.shape, single.topology_name)
+    assert parsed.topology_options == single.topology_options | {"num_slices": 2}
     assert parse_slice("3xv5p:4x4x4").chips == 192
     assert parse_slice("1xv3-32").chips == 16
 
 
 @pytest.mark.parametrize("name, shape, slices", [("gpu:h200x1", (1,), 1), ("gpu:h100x16", (8,), 2)])
 def test_gpus_of_one_machine_are_a_slice(name, shape, slices):
-    found = parse_slice(name)
-    assert (found.shape, found.slices, found.hosts) == (shape, slices, slices)
-    assert found.chips == found.devices == shape[0] * slices
+    parsed = parse_slice(name)
+    assert (parsed.shape, parsed.slices, parsed.hosts) == (shape, slices, slices)
+    assert parsed.chips == parsed.devices == shape[0] * slices
 
 
 def test_only_v4_needs_a_chip_config():
@@ -163,7 +163,7 @@ def test_only_v4_needs_a_chip_config():
         ("v3-512", (False, False, False)),
     ],
 )
-def test_whole_cubes_and_whole_sides_of_a_pod_are_rings(name, wrap):
+def test_full_cubes_and_full_sides_of_a_pod_are_rings(name, wrap):
     assert parse_slice(name).topology_options["wrap"] == wrap
 
 
@@ -186,14 +186,14 @@ def test_whole_cubes_and_whole_sides_of_a_pod_are_rings(name, wrap):
         ("gpu:h300x8", "one of a100, h100, h200, b200, such as gpu:h200x8"),
     ],
 )
-def test_a_wrong_size_is_refused_with_the_nearest_ones(name, expected):
+def test_a_wrong_size_is_refused_with_the_nearest_sizes(name, expected):
     with pytest.raises(UserError) as error:
         parse_slice(name)
     assert str(error.value) == f"slice: found {name}, expected {expected}"
 
 
 @pytest.mark.parametrize("name", ["v9-8", "h200x8", "", "v5p-", "v5p:32", "2x2xv5e-4", "gpu:h200", "v5p-٣٢"])
-def test_an_unknown_generation_is_refused_with_all_known_ones(name):
+def test_an_unknown_generation_is_refused_with_a_list_of_all(name):
     with pytest.raises(UserError, match=f"slice: found {name}, expected one of v2, v3, v4") as error:
         parse_slice(name)
     assert all(chip in str(error.value) for chip in CHIPS)
@@ -207,40 +207,44 @@ def test_a_very_long_name_is_shortened_in_the_message():
 
 @pytest.mark.parametrize("chip", [*TPUS, *GPUS], ids=lambda chip: chip.name)
 def test_the_sizes_of_a_chip_ascend_and_are_found_by_their_names(chip):
-    found = standard_slices(chip)
-    counts = [one.chips for one in found]
+    parsed = standard_slices(chip)
+    counts = [single.chips for single in parsed]
     assert counts == sorted(set(counts)) and len(counts) >= 4
-    assert [parse_slice(one.name) for one in found] == found
+    assert [parse_slice(single.name) for single in parsed] == parsed
 
 
 def test_the_compiler_agrees_with_the_table_on_small_slices():
-    found = run_script(COUNT, ["v4-8", "v5e-8", "2xv5p-16"])
-    assert found == {"v4-8": ["4", "1", "1"], "v5e-8": ["8", "1", "1"], "2xv5p-16": ["16", "4", "2"]}
+    parsed = run_script(COUNT, ["v4-8", "v5e-8", "2xv5p-16"])
+    assert parsed == {"v4-8": ["4", "1", "1"], "v5e-8": ["8", "1", "1"], "2xv5p-16": ["16", "4", "2"]}
 
 
 @pytest.mark.slow
 def test_the_compiler_agrees_with_the_table_on_every_standard_slice():
-    slices = [one for chip in TPUS for one in standard_slices(chip)]
+    slices = [single for chip in TPUS for single in standard_slices(chip)]
     slices += [
-        parse_slice(f"2x{one.name}") for one in slices if one.chip.network_bandwidth and one.chips <= 256
+        parse_slice(f"2x{single.name}")
+        for single in slices
+        if single.chip.network_bandwidth and single.chips <= 256
     ]
     slices += [
         parse_slice(f"{name}-{128 * cubes}") for name in ("v4", "v5p", "tpu7x") for cubes in range(1, 17)
     ]
-    found = run_script(COUNT, sorted({one.name for one in slices}))
-    assert found == {one.name: [str(one.devices), str(one.hosts), str(one.slices)] for one in slices}
+    parsed = run_script(COUNT, sorted({single.name for single in slices}))
+    assert parsed == {
+        single.name: [str(single.devices), str(single.hosts), str(single.slices)] for single in slices
+    }
 
 
 @pytest.mark.slow
-def test_the_compiler_allows_as_much_memory_as_the_table_has():
+def test_the_compiler_allows_the_memory_of_the_table():
     names = {standard_slices(chip)[0].name: chip for chip in TPUS}
-    allowed = {name: float(found[0]) for name, found in run_script(FILL, list(names)).items()}
+    allowed = {name: float(parsed[0]) for name, parsed in run_script(FILL, list(names)).items()}
     usable = {name: chip.usable_bytes / chip.devices / GIB for name, chip in names.items()}
     assert allowed == pytest.approx(usable, abs=0.005)
 
 
 @pytest.mark.parametrize("chip", TPUS, ids=lambda chip: chip.name)
-def test_the_numbers_of_a_tpu_are_near_those_that_jax_has(chip):
+def test_tpu_figures_are_near_those_of_jax(chip):
     jax_has = pallas.get_tpu_info_for_chip(pallas.ChipVersion(chip.name.removeprefix("tpu")), 1)
     assert chip.flops == pytest.approx(chip.cores * jax_has.bf16_ops_per_second, rel=0.15)
     assert chip.hbm_bandwidth == pytest.approx(chip.cores * jax_has.mem_bw_bytes_per_second, rel=0.15)
@@ -281,11 +285,11 @@ def test_a_chip_is_found_by_the_device_kind(kind, name):
 
 
 def test_prices_are_those_of_the_catalog_without_a_file():
-    found = load_prices()
-    assert found["v5p"] == Price(on_demand=(4.2, 4.78), spot=(0.64, 1.53))
-    assert found["v2"] == Price(on_demand=(1.13, 1.5), spot=None)
-    assert found["h200"] == found["tpu7x"] == Price()
-    assert list(found) == list(CHIPS)
+    parsed = load_prices()
+    assert parsed["v5p"] == Price(on_demand=(4.2, 4.78), spot=(0.64, 1.53))
+    assert parsed["v2"] == Price(on_demand=(1.13, 1.5), spot=None)
+    assert parsed["h200"] == parsed["tpu7x"] == Price()
+    assert list(parsed) == list(CHIPS)
 
 
 def test_a_file_replaces_some_prices(tmp_path):

@@ -121,7 +121,7 @@ def test_text_from_files_is_escaped(run):
     assert "<script>alert('&')</script>" in found.text and "<img src=x" in found.text
     assert not {tag for tag, _ in found.tags} & {"img"}
     scripts = [attrs for tag, attrs in found.tags if tag == "script"]
-    assert [attrs.get("type") for attrs in scripts].count(None) == 1  # our own
+    assert [attrs.get("type") for attrs in scripts].count(None) == 1  # the script of the page
 
 
 def test_the_cost_is_for_the_time_of_processes_without_gaps(run):
@@ -129,9 +129,9 @@ def test_the_cost_is_for_the_time_of_processes_without_gaps(run):
     spent = facts.compute_cost(run_facts)
     hours = (run_facts.totals.total - run_facts.totals.seconds["restart"]) / 3600
     assert spent is not None and spent.on_demand == pytest.approx((1.20 * 4 * hours, 1.42 * 4 * hours))
-    whole = facts.compute_cost(run_facts, include_remaining=True)
-    assert whole is not None and whole.on_demand is not None
-    assert whole.on_demand[0] == pytest.approx(1.2 * 4 * (hours + 1))
+    cost = facts.compute_cost(run_facts, include_remaining=True)
+    assert cost is not None and cost.on_demand is not None
+    assert cost.on_demand[0] == pytest.approx(1.2 * 4 * (hours + 1))
     run_facts.totals.attempts[-1].kind = "cpu"
     assert facts.compute_cost(run_facts) is None
 
@@ -146,7 +146,7 @@ def test_the_cost_is_for_the_time_of_processes_without_gaps(run):
         (None, "running"),
     ],
 )
-def test_the_status_of_a_run_is_one_word(run, line, word):
+def test_the_status_of_a_run_is_a_single_word(run, line, word):
     if line is not None:
         with open(run / "goodput.jsonl", "a") as file:
             file.write(json.dumps(line | {"time": NOW - 50}) + "\n")
@@ -180,13 +180,13 @@ def test_ticks_are_round_and_cover_the_range(low, high):
     assert max(steps) == pytest.approx(min(steps)) and f"{steps[0]:.1e}"[0] in "125"
 
 
-def test_a_long_curve_is_binned_and_keeps_its_spikes():
+def test_a_long_curve_is_binned_without_losing_spikes():
     points = [(n, 2.0 if n != 77_777 else 50.0) for n in range(100_000)] + [
         (100_000, math.nan),
         (100_001, None),
     ]
     bins = charts.bin_points(points)
-    assert len(bins) <= charts.MAX_BINS and max(one.high for one in bins) == 50 and bins[-1].x == 99_999
+    assert len(bins) <= charts.MAX_BINS and max(bin_.high for bin_ in bins) == 50 and bins[-1].x == 99_999
     assert charts.value_range([bins], False) == (2.0, 50.0)
     flat = charts.render_chart([charts.Curve("flat", [(1, 0.0), (2, 0.0)])], format_value=str)
     assert "polyline" in flat and "nan" not in flat

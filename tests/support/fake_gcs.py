@@ -1,6 +1,6 @@
-"""A bucket of Google Cloud Storage in memory, behind real HTTP: as much of the JSON API as gcsfs and
-tensorstore use, with generations and preconditions, and faults on request. What it cannot show: quotas,
-permissions of single objects, TLS, and how long real answers take."""
+"""A fake Google Cloud Storage in memory, over real HTTP: the part of the JSON API that gcsfs and tensorstore
+use, with generations, preconditions and injected faults. Not simulated: quotas, object permissions,
+TLS and realistic latency."""
 
 import base64
 import json
@@ -19,7 +19,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 import google_crc32c
 
-ENVIRONMENT = {  # of the processes that are to talk to it, beside its address
+ENVIRONMENT = {  # for client processes, in addition to the address
     "FSSPEC_GS_TOKEN": "anon",
     "FSSPEC_GCS_TOKEN": "anon",
     "GOOGLE_AUTH_TOKEN_FOR_TESTING": "nobody",
@@ -38,9 +38,9 @@ class Object:
 
 @dataclass
 class Fault:
-    """What befalls requests whose `METHOD /path?query` matches: after `delay` seconds a status, or a
-    connection that is closed before ("drop") or in the middle of the answer ("cut"), or after the work was
-    done, with the answer lost ("lost"). `times` of them, after letting `skip` pass."""
+    """A fault of requests whose `METHOD /path?query` matches: after `delay` seconds an error status, or a
+    connection closed before the request is handled ("drop"), within the response ("cut"), or after
+    the request was handled without a response ("lost"). Affects `times` requests after the first `skip`."""
 
     match: str
     status: int = 0
@@ -53,16 +53,16 @@ class Fault:
 
 
 class Store:
-    """Runs until closed. Objects by bucket and name; `requests` counts what was asked by method."""
+    """A running server with objects by bucket and name, and a record of all requests."""
 
     def __init__(self, *buckets: str, location: str = "US-CENTRAL1") -> None:
         self.buckets: dict[str, dict[str, Object]] = {name: {} for name in buckets}
         self.locations = dict.fromkeys(buckets, location)
-        self.soft_delete = 0  # seconds for which what is removed is kept
+        self.soft_delete = 0  # seconds that deleted objects are retained
         self.uploads: dict[str, dict[str, Any]] = {}
         self.faults: list[Fault] = []
         self.requests: list[str] = []
-        self.clock = 0.0  # seconds that this server's clock is ahead
+        self.clock = 0.0  # seconds by which the clock of the server is ahead
         self.generation = 1_700_000_000_000_000
         self.lock = threading.RLock()
         handler = type("Bound", (Handler,), {"store": self})
@@ -82,9 +82,9 @@ class Store:
     def put(self, bucket: str, name: str, data: bytes, **more: Any) -> Object:
         with self.lock:
             self.generation += 1
-            made = Object(data, self.generation, time.time() + self.clock, **more)
-            self.buckets[bucket][name] = made
-            return made
+            stored = Object(data, self.generation, time.time() + self.clock, **more)
+            self.buckets[bucket][name] = stored
+            return stored
 
     def names(self, bucket: str, prefix: str = "") -> list[str]:
         with self.lock:
@@ -117,7 +117,7 @@ class Server(ThreadingHTTPServer):
 
 
 class Refused(Exception):
-    """An answer other than the one asked for."""
+    """An error response."""
 
     def __init__(self, status: int, message: str = "") -> None:
         super().__init__(message)
@@ -133,16 +133,20 @@ class Handler(BaseHTTPRequestHandler):
     def log_message(self, *args: Any) -> None:
         pass
 
-    def handle_one(self) -> None:
+    def handle_request(self) -> None:
         store, url = self.store, urlsplit(self.path)
         self.query = {key: values[-1] for key, values in parse_qs(url.query, keep_blank_values=True).items()}
         self.sent = self.body()
-        self.limit: int | None = None  # bytes of the answer that come through
+        self.limit: int | None = None  # 1: half of the response is sent; -1: nothing
         with store.lock:
-            named = re.search(rb'"name": *"([^"]*)"', self.sent[:500])  # not all say it in the URL
-            line = f"{self.command} {unquote(self.path)} {named[1].decode() if named else ''}"
+            body_name = re.search(
+                rb'"name": *"([^"]*)"', self.sent[:500]
+            )  # some requests have the name in the body
+            line = f"{self.command} {unquote(self.path)} {body_name[1].decode() if body_name else ''}"
             store.requests.append(line)
-            fault = next((one for one in store.faults if re.search(one.match, line) and due(one)), None)
+            fault = next(
+                (fault_ for fault_ in store.faults if re.search(fault_.match, line) and is_due(fault_)), None
+            )
         if fault is not None:
             time.sleep(fault.delay)
             if fault.how == "drop":
@@ -155,24 +159,24 @@ class Handler(BaseHTTPRequestHandler):
         except Refused as refusal:
             self.refuse(refusal.status, str(refusal))
 
-    do_GET = do_POST = do_PUT = do_DELETE = do_PATCH = do_HEAD = handle_one
+    do_GET = do_POST = do_PUT = do_DELETE = do_PATCH = do_HEAD = handle_request
 
     def route(self, path: str) -> None:
-        if found := re.fullmatch(r"/upload/storage/v1/b/([^/]+)/o", path):
-            return self.upload(found[1])
-        if found := re.fullmatch(r"/(?:download/)?storage/v1/b/([^/]+)/o/([^/]+)", path):
-            return self.object(found[1], unquote(found[2]))
+        if match := re.fullmatch(r"/upload/storage/v1/b/([^/]+)/o", path):
+            return self.upload(match[1])
+        if match := re.fullmatch(r"/(?:download/)?storage/v1/b/([^/]+)/o/([^/]+)", path):
+            return self.object(match[1], unquote(match[2]))
         moves = r"/storage/v1/b/([^/]+)/o/([^/]+)/(rewriteTo|copyTo|moveTo)(?:/b/([^/]+))?/o/([^/]+)"
-        if found := re.fullmatch(moves, path):
-            return self.move(found[1], unquote(found[2]), found[3], found[4] or found[1], unquote(found[5]))
-        if found := re.fullmatch(r"/storage/v1/b/([^/]+)/o", path):
-            return self.list(found[1])
-        if found := re.fullmatch(r"/storage/v1/b/([^/]+)", path):
-            self.bucket(found[1])
-            where = self.store.locations[found[1]]
-            told = {"kind": "storage#bucket", "name": found[1], "location": where}
-            policy = {"retentionDurationSeconds": str(self.store.soft_delete)}  # numbers of 64 bits are texts
-            return self.json(told | {"softDeletePolicy": policy})
+        if match := re.fullmatch(moves, path):
+            return self.move(match[1], unquote(match[2]), match[3], match[4] or match[1], unquote(match[5]))
+        if match := re.fullmatch(r"/storage/v1/b/([^/]+)/o", path):
+            return self.list(match[1])
+        if match := re.fullmatch(r"/storage/v1/b/([^/]+)", path):
+            self.bucket(match[1])
+            location = self.store.locations[match[1]]
+            resource = {"kind": "storage#bucket", "name": match[1], "location": location}
+            policy = {"retentionDurationSeconds": str(self.store.soft_delete)}  # 64-bit numbers are strings
+            return self.json(resource | {"softDeletePolicy": policy})
         raise Refused(501, f"not known here: {self.command} {path}")
 
     def upload(self, bucket: str) -> None:
@@ -183,19 +187,19 @@ class Handler(BaseHTTPRequestHandler):
             boundary = re.search(r"boundary=['\"]?([^'\";]+)", self.headers["Content-Type"])
             assert boundary is not None
             parts = self.sent.split(b"--" + boundary[1].encode())[1:-1]
-            end = b"\r\n" if parts[0].startswith(b"\r\n") else b"\n"  # gcsfs ends lines with \n alone
+            end = b"\r\n" if parts[0].startswith(b"\r\n") else b"\n"  # gcsfs ends lines with only \n
             about, content = (part.removesuffix(end).partition(end + end)[2] for part in parts)
-            told = json.loads(about)
-            return self.put(bucket, told.get("name") or self.query["name"], content, self.query)
+            metadata = json.loads(about)
+            return self.put(bucket, metadata.get("name") or self.query["name"], content, self.query)
         if kind == "resumable" and "upload_id" not in self.query:
-            told = json.loads(self.sent or b"{}")
+            metadata = json.loads(self.sent or b"{}")
             self.bucket(bucket)
             with self.store.lock:
                 key = f"upload-{len(self.store.uploads)}"
-                name = told.get("name") or self.query["name"]
+                name = metadata.get("name") or self.query["name"]
                 self.store.uploads[key] = dict(name=name, query=self.query, data=bytearray())
-            where = f"{self.store.url}/upload/storage/v1/b/{bucket}/o?uploadType=resumable&upload_id={key}"
-            return self.answer(200, b"", {"Location": where})
+            location = f"{self.store.url}/upload/storage/v1/b/{bucket}/o?uploadType=resumable&upload_id={key}"
+            return self.respond(200, b"", {"Location": location})
         return self.piece(bucket, self.store.uploads[self.query["upload_id"]])
 
     def piece(self, bucket: str, upload: dict[str, Any]) -> None:
@@ -205,23 +209,23 @@ class Handler(BaseHTTPRequestHandler):
             del data[int(span[1]) :]
         data += self.sent
         if span and (span[3] == "*" or len(data) < int(span[3])):
-            return self.answer(308, b"", {"Range": f"bytes=0-{len(data) - 1}"} if data else {})
+            return self.respond(308, b"", {"Range": f"bytes=0-{len(data) - 1}"} if data else {})
         self.put(bucket, upload["name"], bytes(data), upload["query"])
 
     def put(self, bucket: str, name: str, data: bytes, query: dict[str, str]) -> None:
         with self.store.lock:
             self.bucket(bucket)
             self.check(bucket, name, query)
-            made = self.store.put(bucket, name, data)
-        self.json(described(bucket, name, made))
+            stored = self.store.put(bucket, name, data)
+        self.json(describe(bucket, name, stored))
 
     def check(self, bucket: str, name: str, query: dict[str, str]) -> None:
-        """Preconditions."""
-        found = self.store.buckets[bucket].get(name)
-        now = found.generation if found else 0
-        if int(query.get("ifGenerationMatch", now)) != now:
+        """Refuse a request whose preconditions fail."""
+        stored = self.store.buckets[bucket].get(name)
+        generation = stored.generation if stored else 0
+        if int(query.get("ifGenerationMatch", generation)) != generation:
             raise Refused(412, "conditionNotMet")
-        if "ifGenerationNotMatch" in query and int(query["ifGenerationNotMatch"]) == now:
+        if "ifGenerationNotMatch" in query and int(query["ifGenerationNotMatch"]) == generation:
             raise Refused(304 if self.command == "GET" else 412, "conditionNotMet")
 
     def bucket(self, name: str) -> dict[str, Object]:
@@ -235,36 +239,36 @@ class Handler(BaseHTTPRequestHandler):
             if name not in objects:
                 raise Refused(404, f"No such object: {bucket}/{name}")
             self.check(bucket, name, self.query)
-            found = objects[name]
+            stored = objects[name]
             if self.command == "DELETE":
                 del objects[name]
-                return self.answer(204)
+                return self.respond(204)
         if self.query.get("alt") != "media":
-            return self.json(described(bucket, name, found))
-        about = {"x-goog-generation": str(found.generation), "x-goog-hash": f"crc32c={crc(found.data)}"}
-        about |= {"ETag": f'"{found.generation}"', "x-goog-stored-content-length": str(len(found.data))}
-        span = re.fullmatch(r"bytes=(\d*)-(\d*)", self.headers.get("Range", ""))
-        if not span or not found.data:
-            return self.answer(200, found.data, about)
-        size = len(found.data)
-        first = int(span[1]) if span[1] else max(size - int(span[2]), 0)
-        last = min(int(span[2]), size - 1) if span[1] and span[2] else size - 1
+            return self.json(describe(bucket, name, stored))
+        headers = {"x-goog-generation": str(stored.generation), "x-goog-hash": f"crc32c={crc(stored.data)}"}
+        headers |= {"ETag": f'"{stored.generation}"', "x-goog-stored-content-length": str(len(stored.data))}
+        range_ = re.fullmatch(r"bytes=(\d*)-(\d*)", self.headers.get("Range", ""))
+        if not range_ or not stored.data:
+            return self.respond(200, stored.data, headers)
+        size = len(stored.data)
+        first = int(range_[1]) if range_[1] else max(size - int(range_[2]), 0)
+        last = min(int(range_[2]), size - 1) if range_[1] and range_[2] else size - 1
         if first >= size:
             raise Refused(416, "range")
-        about["Content-Range"] = f"bytes {first}-{last}/{size}"
-        self.answer(206, found.data[first : last + 1], about)
+        headers["Content-Range"] = f"bytes {first}-{last}/{size}"
+        self.respond(206, stored.data[first : last + 1], headers)
 
     def move(self, bucket: str, name: str, verb: str, to: str, target: str) -> None:
         with self.store.lock:
-            source, goal = self.bucket(bucket), self.bucket(to)
+            source, destination = self.bucket(bucket), self.bucket(to)
             if name not in source:
                 raise Refused(404, f"No such object: {bucket}/{name}")
-            made = self.store.put(to, target, source[name].data)
-            assert goal[target] is made
+            copied = self.store.put(to, target, source[name].data)
+            assert destination[target] is copied
             if verb == "moveTo":
                 del source[name]
-        told = described(to, target, made)
-        self.json({"done": True, "resource": told} if verb == "rewriteTo" else told)
+        resource = describe(to, target, copied)
+        self.json({"done": True, "resource": resource} if verb == "rewriteTo" else resource)
 
     def list(self, bucket: str) -> None:
         prefix, delimiter = self.query.get("prefix", ""), self.query.get("delimiter", "")
@@ -274,22 +278,22 @@ class Handler(BaseHTTPRequestHandler):
         for name in sorted(objects):
             if not name.startswith(prefix) or name < start or (end and name >= end):
                 continue
-            rest = name[len(prefix) :]
-            if delimiter and delimiter in rest:
-                folder = prefix + rest.split(delimiter)[0] + delimiter
+            remainder = name[len(prefix) :]
+            if delimiter and delimiter in remainder:
+                folder = prefix + remainder.split(delimiter)[0] + delimiter
                 folders += [folder] if folder not in folders else []
             else:
                 items.append(name)
-        after, most = self.query.get("pageToken", ""), int(self.query.get("maxResults", 1000))
-        left = sorted(name for name in [*items, *folders] if name > after)
-        page = left[:most]
-        told: dict[str, Any] = {
-            "items": [described(bucket, name, objects[name]) for name in page if name in items],
+        page_token, max_results = self.query.get("pageToken", ""), int(self.query.get("maxResults", 1000))
+        remaining = sorted(name for name in [*items, *folders] if name > page_token)
+        page = remaining[:max_results]
+        listing: dict[str, Any] = {
+            "items": [describe(bucket, name, objects[name]) for name in page if name in items],
             "prefixes": [name for name in page if name in folders],
         }
-        if len(left) > most:
-            told["nextPageToken"] = page[-1]
-        self.json(told)
+        if len(remaining) > max_results:
+            listing["nextPageToken"] = page[-1]
+        self.json(listing)
 
     def body(self) -> bytes:
         if self.headers.get("Transfer-Encoding", "").lower() != "chunked":
@@ -301,19 +305,19 @@ class Handler(BaseHTTPRequestHandler):
         self.rfile.readline()
         return content
 
-    def json(self, told: Any) -> None:
-        self.answer(200, json.dumps(told).encode())
+    def json(self, content: Any) -> None:
+        self.respond(200, json.dumps(content).encode())
 
     def refuse(self, status: int, message: str) -> None:
         if status == 304:
-            return self.answer(304)
-        told = {"code": status, "message": message, "errors": [{"message": message, "reason": "fake"}]}
-        self.answer(status, json.dumps({"error": told}).encode())
+            return self.respond(304)
+        error = {"code": status, "message": message, "errors": [{"message": message, "reason": "fake"}]}
+        self.respond(status, json.dumps({"error": error}).encode())
 
     def date_time_string(self, timestamp: float | None = None) -> str:
         return formatdate((timestamp or time.time()) + self.store.clock, usegmt=True)
 
-    def answer(self, status: int, body: bytes = b"", headers: dict[str, str] | None = None) -> None:
+    def respond(self, status: int, body: bytes = b"", headers: dict[str, str] | None = None) -> None:
         if self.limit == -1:
             return self.hang_up()
         self.send_response(status)
@@ -333,8 +337,8 @@ class Handler(BaseHTTPRequestHandler):
         self.connection.close()
 
 
-def due(fault: Fault) -> bool:
-    """Whether it is this request's turn."""
+def is_due(fault: Fault) -> bool:
+    """Count a matching request; whether the fault applies to it."""
     fault.met += 1
     return fault.skip < fault.met <= fault.skip + fault.times
 
@@ -343,20 +347,20 @@ def crc(data: bytes) -> str:
     return base64.b64encode(google_crc32c.Checksum(data).digest()).decode()
 
 
-def described(bucket: str, name: str, found: Object) -> dict[str, Any]:
-    stamp = datetime.fromtimestamp(found.updated, UTC).isoformat(timespec="milliseconds")[:-6] + "Z"
+def describe(bucket: str, name: str, stored: Object) -> dict[str, Any]:
+    stamp = datetime.fromtimestamp(stored.updated, UTC).isoformat(timespec="milliseconds")[:-6] + "Z"
     return {
         "kind": "storage#object",
         "bucket": bucket,
         "name": name,
-        "generation": str(found.generation),
+        "generation": str(stored.generation),
         "metageneration": "1",
-        "size": str(len(found.data)),
-        "crc32c": crc(found.data),
-        "etag": str(found.generation),
-        "contentType": found.kind,
+        "size": str(len(stored.data)),
+        "crc32c": crc(stored.data),
+        "etag": str(stored.generation),
+        "contentType": stored.kind,
         "timeCreated": stamp,
         "updated": stamp,
         "storageClass": "STANDARD",
-        "metadata": found.metadata,
+        "metadata": stored.metadata,
     }

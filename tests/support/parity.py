@@ -1,4 +1,4 @@
-"""Models of transformers and ours on the same random weights: logits, loss, gradients, exports are equal."""
+"""Compares models with transformers on the same random weights: logits, loss, gradients, exports."""
 
 import copy
 import json
@@ -23,8 +23,8 @@ from headrace.nn.stack import Execution
 from headrace.objectives import Batch, SpecialTokens, TrainTask
 from headrace.training import step
 
-# New configurations with every run, few of them, since each is compiled; a failing one is printed as it is.
-# The first of them is not new, but the simplest there is.
+# A few random configurations per test run, since each is compiled; a failing one is printed. The first is
+# always the simplest.
 ANEW = hypothesis.settings(
     max_examples=3,
     deadline=None,
@@ -36,7 +36,7 @@ ANEW = hypothesis.settings(
 
 
 def fill(model: Any, norm: float, seed: int = 0) -> Any:
-    """Weights large enough for logits of several units; those of norms lie around `norm`."""
+    """Fill a model with random weights, large enough for logits of several units; norms are around `norm`."""
     torch.manual_seed(seed)
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -46,7 +46,7 @@ def fill(model: Any, norm: float, seed: int = 0) -> Any:
 
 
 def check(
-    theirs: Any,
+    hf_model: Any,
     folder: Path,
     *,
     length: int,
@@ -55,10 +55,10 @@ def check(
     export: bool = True,
     fused: bool = False,
 ) -> tuple[Any, Any]:
-    """Returns our config and weights. What is read by both is one document a row; the loss is that of the
-    training step. The config is read from `folder`, so an import is tested on the way. Gradients smaller than
-    `least` are compared as if they were that large."""
-    theirs.save_pretrained(folder)
+    """Compare a transformers model with its import, and return the imported config and weights. Every row
+    is a single document, and the loss is that of the training step. The config is read from `folder`, so the
+    import is tested too. Gradient norms below `least` count as `least`."""
+    hf_model.save_pretrained(folder)
     settings = source_model.read_hf_config(folder)
     family = open_hf.find_family(settings)
     section = family.hf_naming.from_config(settings)
@@ -85,9 +85,9 @@ def check(
     def run(params: Any, batch: Batch) -> Any:
         examples = prepare(job, batch, jax.random.key(0))
         grads, sums = step.accumulate_gradients(job, axes, params, step.to_microbatches(examples, 1))
-        seen = dict(segments=examples.segments, positions=examples.positions)
+        layout = dict(segments=examples.segments, positions=examples.positions)
         logits = project(
-            params.unembed, params(cfg, examples.inputs, exec_opts=job.exec_opts, **seen), "bsd,vd->bsv"
+            params.unembed, params(cfg, examples.inputs, exec_opts=job.exec_opts, **layout), "bsd,vd->bsv"
         )
         logits = logits if cap is None else cap * jnp.tanh(logits / cap)
         mean = jax.tree.map(lambda g: g / sums["count"], grads)
@@ -95,41 +95,45 @@ def check(
 
     examples, logits, loss, grads = run(params, batch)
     labels = tokens if cfg.causal else np.where(examples.weights > 0, examples.targets, -100)
-    theirs.zero_grad()
+    hf_model.zero_grad()
     inputs = torch.tensor(np.asarray(examples.inputs), dtype=torch.long)
-    answer = theirs(inputs, labels=torch.tensor(np.asarray(labels), dtype=torch.long))
-    answer.loss.backward()
-    wanted = answer.logits.detach().numpy()
-    assert np.abs(wanted).max() > 2  # small logits would agree whatever the model
-    assert np.abs(logits - wanted).max() <= 2e-5
-    assert abs(float(loss) - answer.loss.item()) <= 1e-5
+    output = hf_model(inputs, labels=torch.tensor(np.asarray(labels), dtype=torch.long))
+    output.loss.backward()
+    hf_logits = output.logits.detach().numpy()
+    assert np.abs(hf_logits).max() > 2  # small logits would agree whatever the model
+    assert np.abs(logits - hf_logits).max() <= 2e-5
+    assert abs(float(loss) - output.loss.item()) <= 1e-5
     table = family.tensor_table(cfg)
-    named = {path: weight.grad for path, weight in theirs.named_parameters()}
-    if fused:  # their tensors of all experts in one are taken apart on the way to a file, and here as well
-        there = stored_gradients(theirs, folder.with_name(folder.name + "-grads"))
-        named = dict(to_tensors(table, from_files(table, params, there), "float32"))
-        named = {path: torch.tensor(gradient) for path, gradient in named.items()}
-    ours = dict(to_tensors(table, grads, "float32"))
-    if fused:  # what is moved by a rule has none there
-        named = {path: gradient for path, gradient in named.items() if "correction_bias" not in path}
-        ours = {path: gradient for path, gradient in ours.items() if "correction_bias" not in path}
-    assert ours.keys() == named.keys()
-    for path, gradient in named.items():
-        apart = np.linalg.norm(ours[path] - gradient.numpy()) / max(float(gradient.norm()), least)
-        assert apart <= 1e-3, (path, apart)
+    hf_grads = {path: weight.grad for path, weight in hf_model.named_parameters()}
+    if fused:  # fused expert tensors are split when saved, and here as well
+        grads_dir = stored_gradients(hf_model, folder.with_name(folder.name + "-grads"))
+        hf_grads = dict(to_tensors(table, from_files(table, params, grads_dir), "float32"))
+        hf_grads = {path: torch.tensor(gradient) for path, gradient in hf_grads.items()}
+    named_grads = dict(to_tensors(table, grads, "float32"))
+    if fused:  # weights with an update rule have no gradients in transformers
+        hf_grads = {path: gradient for path, gradient in hf_grads.items() if "correction_bias" not in path}
+        named_grads = {
+            path: gradient for path, gradient in named_grads.items() if "correction_bias" not in path
+        }
+    assert named_grads.keys() == hf_grads.keys()
+    for path, gradient in hf_grads.items():
+        error = np.linalg.norm(named_grads[path] - gradient.numpy()) / max(float(gradient.norm()), least)
+        assert error <= 1e-3, (path, error)
     if export:
-        plain = ("attn", "experts") if fused else ("attn",)
-        how = {f"{part}_implementation": "eager" for part in plain}
-        check_export(family, cfg, params, folder.with_name(folder.name + "-back"), cap, inputs, wanted, how)
+        eager_parts = ("attn", "experts") if fused else ("attn",)
+        load_options = {f"{part}_implementation": "eager" for part in eager_parts}
+        check_export(
+            family, cfg, params, folder.with_name(folder.name + "-back"), cap, inputs, hf_logits, load_options
+        )
     return cfg, params
 
 
-def stored_gradients(theirs: Any, folder: Path) -> Path:
-    """Their gradients in a folder, under the names that their weights have there."""
-    other = copy.deepcopy(theirs)
+def stored_gradients(hf_model: Any, folder: Path) -> Path:
+    """Save the gradients of a transformers model under the names of its weights."""
+    other = copy.deepcopy(hf_model)
     with torch.no_grad():
-        for weight, one in zip(other.parameters(), theirs.parameters(), strict=True):
-            weight.copy_(one.grad)
+        for weight, source in zip(other.parameters(), hf_model.parameters(), strict=True):
+            weight.copy_(source.grad)
     other.save_pretrained(folder)
     return folder
 
@@ -140,17 +144,17 @@ def from_files(table: Any, params: Any, folder: Path) -> Any:
 
 
 def check_export(
-    family: Any, cfg: Any, params: Any, folder: Path, cap: Any, inputs: Any, wanted: Any, how: Any
+    family: Any, cfg: Any, params: Any, folder: Path, cap: Any, inputs: Any, hf_logits: Any, load_options: Any
 ) -> None:
-    """transformers finds every weight of an export, and computes what the model it was made of did."""
+    """Check that transformers finds every weight of an export and computes the original logits."""
     folder.mkdir()
     settings = family.hf_naming.to_config(cfg, 64) | {family.hf_naming.soft_cap or "no_cap": cap}
     (folder / "config.json").write_text(json.dumps(settings | {"dtype": "float32", "pad_token_id": 0}))
     to_huggingface.save_shards(to_tensors(family.tensor_table(cfg), params, "float32"), folder)
     auto = transformers.AutoModelForCausalLM if cfg.causal else transformers.AutoModelForMaskedLM
-    loaded, info = auto.from_pretrained(folder, output_loading_info=True, **how)
+    loaded, info = auto.from_pretrained(folder, output_loading_info=True, **load_options)
     assert not any(info.values()), info
     with torch.no_grad():
-        np.testing.assert_array_equal(loaded.eval()(inputs).logits.numpy(), wanted)
+        np.testing.assert_array_equal(loaded.eval()(inputs).logits.numpy(), hf_logits)
     section = family.hf_naming.from_config(json.loads((folder / "config.json").read_text()))
     assert reader.part_class("models", section.pop("use"))(**section) == cfg

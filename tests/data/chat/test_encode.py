@@ -250,12 +250,12 @@ def encode(tokenizer: Any, talks: list[Any]) -> list[tuple[list[int], list[int]]
 
 
 def spans_to_mask(tokenizer: tokenizers.Tokenizer, text: str, spans: list[tuple[int, int]]) -> list[int]:
-    """Character by character: a token is learnt if a character of it is in a span."""
-    log_lines = {place for start, stop in spans for place in range(start, stop)}
+    """Character by character: a token is trained on if any of its characters is in a span."""
+    inside = {position for start, stop in spans for position in range(start, stop)}
     plain = tokenizers.Tokenizer.from_str(tokenizer.to_str())
     plain.post_processor = None  # type: ignore[assignment]
     offsets = plain.encode(text, add_special_tokens=False).offsets
-    return [int(not log_lines.isdisjoint(range(*offset))) for offset in offsets]
+    return [int(not inside.isdisjoint(range(*offset))) for offset in offsets]
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
@@ -294,7 +294,7 @@ def llama_parts(messages: list[dict[str, str]]) -> Parts:
 
 
 def mistral_parts(messages: list[dict[str, str]]) -> Parts:
-    """The template never prompts, so what is said begins with the content; the space shares its token."""
+    """Without a generation prompt, the answer starts with the content; the space shares its token."""
     parts: Parts = [("<s>", False)]
     for message in messages:
         if message["role"] == "assistant":
@@ -320,13 +320,13 @@ def zephyr_parts(messages: list[dict[str, str]]) -> Parts:
 def thinking_parts(messages: list[dict[str, str]]) -> Parts:
     parts: Parts = []
     for message in messages:
-        text, log_lines = message["content"], message["role"] == "assistant"
-        if log_lines and "</think>" in text:
+        text, is_assistant = message["content"], message["role"] == "assistant"
+        if is_assistant and "</think>" in text:
             text = text.split("</think>")[-1].lstrip("\n")
-        thought = "<think>\n\n</think>\n\n" if log_lines and message is messages[-1] else ""
+        thought = "<think>\n\n</think>\n\n" if is_assistant and message is messages[-1] else ""
         parts += [
             (f"<|im_start|>{message['role']}\n", False),
-            (f"{thought}{text}<|im_end|>", log_lines),
+            (f"{thought}{text}<|im_end|>", is_assistant),
             ("\n", False),
         ]
     return parts
@@ -347,8 +347,12 @@ def macro_parts(messages: list[dict[str, str]]) -> Parts:
 def bare_parts(messages: list[dict[str, str]]) -> Parts:
     parts: Parts = []
     for message in messages:
-        log_lines = message["role"] == "assistant"
-        parts += [("A: " if log_lines else "Q: ", False), (message["content"], log_lines), ("\n", False)]
+        is_assistant = message["role"] == "assistant"
+        parts += [
+            ("A: " if is_assistant else "Q: ", False),
+            (message["content"], is_assistant),
+            ("\n", False),
+        ]
     return parts
 
 
@@ -361,8 +365,8 @@ REFERENCES: dict[str, Callable[[list[dict[str, str]]], Parts]] = {
 
 def unwrap(parts: Parts) -> tuple[str, list[tuple[int, int]]]:
     text, spans = "", []
-    for part, log_lines in parts:
-        if log_lines:
+    for part, is_trained in parts:
+        if is_trained:
             spans.append((len(text), len(text) + len(part)))
         text += part
     return text, spans
@@ -399,8 +403,8 @@ def test_a_last_character_of_several_tokens_is_trained_on_in_full() -> None:
         [talk], tokenize=True, return_dict=True, return_assistant_tokens_mask=True
     )
     ((ids, mask),) = encode(actual, [talk])
-    learnt = [token for token, log_lines in zip(ids, mask, strict=True) if log_lines]
-    assert actual.inner.decode(learnt).strip() == "well 🦆"
+    trained = [token for token, is_trained in zip(ids, mask, strict=True) if is_trained]
+    assert actual.inner.decode(trained).strip() == "well 🦆"
     assert sum(mask) > sum(expected["assistant_masks"][0])
 
 
@@ -426,17 +430,17 @@ def test_tools_and_calls_reach_the_template_and_calls_are_trained_on(kind: str) 
     )
     assert encode(actual, [talk]) == [(expected["input_ids"][0], expected["assistant_masks"][0])]
     ((ids, mask),) = encode(actual, [talk])
-    learnt = actual.inner.decode(
-        [token for token, log_lines in zip(ids, mask, strict=True) if log_lines], skip_special_tokens=False
+    trained = actual.inner.decode(
+        [token for token, is_trained in zip(ids, mask, strict=True) if is_trained], skip_special_tokens=False
     )
     assert (
-        learnt.replace(" ", "")
+        trained.replace(" ", "")
         == '<call>{"name":"mill","arguments":{"größe":3}}<|im_end|>Itisground.<|im_end|>'
     )
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_a_traced_template_gives_what_rendering_gives(name: str) -> None:
+def test_a_traced_template_equals_rendering(name: str) -> None:
     actual, _ = pair("byte level", TEMPLATES[name])
     encoder = make_encoder(actual)
     traced = 0
@@ -528,7 +532,7 @@ def test_a_template_that_looks_into_contents_is_not_misled_by_the_trace(expressi
         assert [ids for ids, _ in encode(actual, talks)] == expected
 
 
-def test_the_fast_encoder_gives_the_same() -> None:
+def test_the_fast_encoder_gives_the_same_result() -> None:
     talks = conversations(100, seed=3)
     assert encode(pair("gpt2", CHATML, "gigatoken")[0], talks) == encode(pair("gpt2", CHATML)[0], talks)
 
@@ -581,14 +585,14 @@ def test_a_prompt_that_starts_the_answer_is_separated_from_it() -> None:
     assert encode(pair("byte level", template)[0], talks) == encode(pair("byte level", CHATML)[0], talks)
 
 
-def test_a_tokenizer_without_a_template_is_refused_and_one_is_named() -> None:
+def test_a_tokenizer_without_a_template_is_refused_with_the_name_of_a_template() -> None:
     with pytest.raises(UserError, match=r"name one with tokenizer.chat_template.*plain.jinja"):
         encode_chats(pair("byte level", None)[0], [])
     with pytest.raises(UserError, match="not a Jinja template, line 1"):
         encode_chats(pair("byte level", "{% if %}")[0], [])
 
 
-def test_templates_see_one_date_so_that_data_made_again_are_the_same() -> None:
+def test_templates_get_a_fixed_date_so_that_data_is_reproducible() -> None:
     template = "{{ strftime_now('%d %b %Y') }}" + CHATML
     actual, _ = pair("byte level", template)
     ((ids, _),) = encode(actual, [[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]])
@@ -606,8 +610,8 @@ def test_the_plain_template_suits_a_tokenizer_without_chat_tokens() -> None:
     assert actual.inner.decode(ids, skip_special_tokens=False) == (
         "<s>### System:\nBe kind.\n\n### User:\nHi\n\n### Assistant:\nYes</s>\n\n"
     )
-    learnt = [token for token, log_lines in zip(ids, mask, strict=True) if log_lines]
-    assert actual.inner.decode(learnt, skip_special_tokens=False) == "Yes</s>"
+    trained = [token for token, is_trained in zip(ids, mask, strict=True) if is_trained]
+    assert actual.inner.decode(trained, skip_special_tokens=False) == "Yes</s>"
 
 
 ASKED = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]
@@ -651,7 +655,7 @@ ASKED = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}
         ("question_answer", {"question": "Q", "answer": "A", "system_prompt": ""}, ASKED),
     ],
 )
-def test_published_shapes_are_recognised_and_made_one(
+def test_published_shapes_are_recognized_and_converted(
     shape: str, record: dict[str, Any], expected: list[Any]
 ) -> None:
     assert records.detect_shape(list(record)) == shape

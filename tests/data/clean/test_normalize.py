@@ -100,7 +100,7 @@ def run(folder: Path, cfg: NormalizeKeys, policy: str = "stop", **sources: Simpl
 
 
 def part(unit: normalize.SourcePart, cfg: NormalizeKeys, policy: str, folder: Path) -> dict:
-    """As the stage does it, with the summary beside the documents."""
+    """Normalize as the stage does, with the summary next to the documents."""
     summary = normalize.normalize_part(unit, cfg, policy, folder)
     write_json(normalize.summary_path(folder, unit.number), summary)
     return summary
@@ -385,7 +385,7 @@ def test_the_bytes_are_the_same_every_time(tmp_path: Path) -> None:
     for name in "xy":
         without_duplicates(tmp_path / name, cfg, a=section(path))
     files = sorted(file.relative_to(tmp_path / "x") for file in (tmp_path / "x").rglob("*") if file.is_file())
-    assert len(files) == 7  # two of parquet, two summaries, and what duplicates are known by
+    assert len(files) == 7  # two Parquet files, two summaries, and keys of duplicates
     for file in files:
         assert (tmp_path / "x" / file).read_bytes() == (tmp_path / "y" / file).read_bytes()
 
@@ -423,11 +423,11 @@ def test_removing_gives_the_bytes_of_a_part_that_never_had_the_documents(
 
 
 def test_conversations_are_filtered_by_their_contents(tmp_path: Path) -> None:
-    def chat(*said: str) -> dict:
+    def chat(*messages: str) -> dict:
         roles = itertools.cycle(["user", "assistant"])
         return {
             "messages": [
-                {"role": role, "content": content} for role, content in zip(roles, said, strict=False)
+                {"role": role, "content": content} for role, content in zip(roles, messages, strict=False)
             ]
         }
 

@@ -119,16 +119,16 @@ def test_a_cut_compressed_file_gives_what_came_before(suffix: str, tmp_path: Pat
         "x.jsonl": lines([{"text": value} for value in values]),
         "x.csv": as_csv({"n": list(range(1500)), "text": values}),
     }.items():
-        whole = COMPRESS[suffix](content)
-        (tmp_path / f"{name}{suffix}").write_bytes(whole[: len(whole) * 3 // 4])
+        intact = COMPRESS[suffix](content)
+        (tmp_path / f"{name}{suffix}").write_bytes(intact[: len(intact) * 3 // 4])
         with pytest.raises(UserError, match=f"{name}{suffix}.*: ends in the middle of its compressed data"):
             documents(tmp_path / f"{name}{suffix}")
         found, counts, samples = skipped(tmp_path / f"{name}{suffix}")
         assert counts == {"truncated file": 1}
         assert found == values[: len(found)] and len(found) > 750
-        place = f":{len(found) + 1}" if name == "x.jsonl" else f", row {len(found) + 1}"
-        assert samples[0].startswith(f"{tmp_path}/{name}{suffix}{place}: ")
-        (tmp_path / f"{name}{suffix}").write_bytes(whole[:100] + bytes(50) + whole[150:])
+        location = f":{len(found) + 1}" if name == "x.jsonl" else f", row {len(found) + 1}"
+        assert samples[0].startswith(f"{tmp_path}/{name}{suffix}{location}: ")
+        (tmp_path / f"{name}{suffix}").write_bytes(intact[:100] + bytes(50) + intact[150:])
         assert skipped(tmp_path / f"{name}{suffix}")[1].keys() & {
             "damaged file",
             "bad JSON",
@@ -203,8 +203,8 @@ def test_a_line_that_is_too_long_is_passed_over(tmp_path: Path, monkeypatch: pyt
         problems, ids = Problems("skip"), []
         for start in range(0, len(content), size):
             part = FilePart(str(tmp_path / "x.jsonl"), start, start + size)
-            for some in jsonl.read(part, "x.jsonl", columns=SourceColumns(), problems=problems):
-                ids += some["text"].to_pylist()
+            for batch in jsonl.read(part, "x.jsonl", columns=SourceColumns(), problems=problems):
+                ids += batch["text"].to_pylist()
         assert ids == found and problems.counts == counts
 
 
@@ -285,10 +285,10 @@ def test_a_row_that_is_too_long_is_reported(tmp_path: Path, monkeypatch: pytest.
 
 @pytest.mark.parametrize("name", ["x.parquet", "x.arrow", "y.arrow", "x.feather"])
 def test_a_damaged_table_is_reported(name: str, tmp_path: Path) -> None:
-    whole = ROWS[name]()
+    intact = ROWS[name]()
     for content in (
-        whole[: len(whole) // 2],
-        whole[: len(whole) - 10],
+        intact[: len(intact) // 2],
+        intact[: len(intact) - 10],
         b"not a table at all",
         b"ARROW1\0\0oops",
     ):
@@ -305,12 +305,15 @@ def test_a_damaged_table_is_reported(name: str, tmp_path: Path) -> None:
 
 def test_damage_within_a_parquet_file_is_reported(tmp_path: Path) -> None:
     values = [f"{n} " + "x" * 1000 for n in range(1000)]
-    whole = bytearray(as_parquet(pa.table({"text": values}), row_group_size=100, use_dictionary=False))
+    intact = bytearray(as_parquet(pa.table({"text": values}), row_group_size=100, use_dictionary=False))
     start = (
-        pa.parquet.ParquetFile(pa.BufferReader(bytes(whole))).metadata.row_group(5).column(0).data_page_offset
+        pa.parquet.ParquetFile(pa.BufferReader(bytes(intact)))
+        .metadata.row_group(5)
+        .column(0)
+        .data_page_offset
     )
-    whole[start : start + 200] = b"\xff" * 200
-    (tmp_path / "x.parquet").write_bytes(whole)
+    intact[start : start + 200] = b"\xff" * 200
+    (tmp_path / "x.parquet").write_bytes(intact)
     with pytest.raises(UserError, match=r"x.parquet.*: cannot be read"):
         documents(tmp_path / "x.parquet")
     found, counts, _ = skipped(tmp_path / "x.parquet")

@@ -1,4 +1,4 @@
-"""The engine: units in processes and on Ray, and what happens when one fails or its worker dies."""
+"""The worker pool: tasks in processes and on Ray, and failures of tasks and workers."""
 
 import os
 import signal
@@ -44,7 +44,7 @@ def tell(folder: str) -> int:
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
-def test_every_item_comes_back_with_its_result(workers: int) -> None:
+def test_every_item_is_returned_with_its_result(workers: int) -> None:
     results = list(WorkerPool("local", workers).run(square, range(11)))
     assert sorted(results) == [(number, number * number) for number in range(11)]
 
@@ -64,26 +64,26 @@ def test_workers_do_not_run_the_script_that_starts_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_users_mistake_in_a_unit_is_told_as_such(workers: int) -> None:
+def test_a_user_error_in_a_task_is_raised_as_a_user_error(workers: int) -> None:
     with pytest.raises(UserError, match="the third is bad"):
         list(WorkerPool("local", workers).run(refuse, range(10)))
 
 
-def test_units_run_side_by_side_in_processes_of_their_own(tmp_path: Path) -> None:
+def test_tasks_run_in_parallel_in_separate_processes(tmp_path: Path) -> None:
     pids = {result for _, result in WorkerPool("local", 2).run(tell, [str(tmp_path)] * 4)}
     assert len(pids) == 2 and os.getpid() not in pids
 
 
-def test_a_worker_that_is_killed_costs_its_unit_another_try_and_nothing_else(tmp_path: Path) -> None:
+def test_only_the_task_of_a_killed_worker_is_retried(tmp_path: Path) -> None:
     tasks = [(str(tmp_path), number) for number in range(6)]
     results = list(WorkerPool("local", 2).run(die_once, tasks))
     assert sorted(result for _, result in results) == list(range(6))
 
 
-def test_a_unit_that_always_kills_its_worker_ends_in_a_message() -> None:
+def test_a_task_that_always_kills_its_worker_is_reported() -> None:
     with pytest.raises(UserError, match="a worker was killed 4 times, probably because memory ran out"):
         list(WorkerPool("local", 2).run(die, range(3)))
 
 
-def test_no_items_are_no_work() -> None:
+def test_no_items_give_no_results() -> None:
     assert list(WorkerPool("local", 2).run(square, [])) == []

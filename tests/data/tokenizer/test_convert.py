@@ -25,7 +25,7 @@ ENDS = ["line\n ", "word \n\t", "1234567 12", "it's IT'S we'LL\r\n\r\n  x", "  \
 
 
 def rank_file(path: Path) -> dict[bytes, int]:
-    """The tokens of our own BPE, in the order of its merges, with a gap at 300 as p50k_base has one."""
+    """Tokens of a BPE trained here, in the order of merges, with a gap at 300 as in p50k_base."""
     bytes_of = {symbol: byte for byte, symbol in convert.byte_symbols().items()}
     merges = json.loads(trained().inner.to_str())["model"]["merges"]
     tokens = [bytes([byte]) for byte in range(255, -1, -1)]
@@ -70,7 +70,7 @@ def test_a_tiktoken_file_becomes_a_tokenizer_with_the_same_ids(tmp_path: Path, n
 
 
 @pytest.mark.parametrize("name", TIKTOKEN)
-def test_tiktoken_itself_gives_the_ids_of_the_converted_tokenizer(tmp_path: Path, name: str) -> None:
+def test_tiktoken_gives_the_ids_of_the_converted_tokenizer(tmp_path: Path, name: str) -> None:
     tiktoken = pytest.importorskip("tiktoken")
     ranks = rank_file(tmp_path / f"{name}.tiktoken")
     tokenizer = tokenizer_io.load(tmp_path / f"{name}.tiktoken")
@@ -146,7 +146,7 @@ def pieces_of(texts: list[str]) -> list[Piece]:
     ]
 
 
-def normalised(text: str, prefix: int, tidy: int) -> str:
+def normalize(text: str, prefix: int, tidy: int) -> str:
     if tidy:
         text = " ".join(word for word in text.split(" ") if word)
     return ("▁" * prefix + text).replace(" ", "▁") if text else ""
@@ -219,7 +219,7 @@ def test_a_sentencepiece_bpe_model_becomes_a_tokenizer_with_the_same_ids(
         WORDS[5] * 30,
     ]
     for text, ids in zip(texts, texts_of(tokenizer.encode_batch(texts)), strict=True):
-        assert ids == merged_by_score(normalised(text, prefix, tidy), pieces), text
+        assert ids == merged_by_score(normalize(text, prefix, tidy), pieces), text
         assert tidy or tokenizer.decode(ids) == text.replace("▁", " ")
 
 
@@ -241,14 +241,14 @@ def test_a_sentencepiece_unigram_model_becomes_a_tokenizer_with_the_best_pieces(
         ids = tokenizer.encode(text)
         assert tokenizer.decode(ids) == text.replace("▁", " ")
         assert not {0, 1, 2} & set(ids)
-        # Unknown characters come as bytes: three bytes are one step on the way.
+        # Unknown characters become bytes: three bytes count as a single step.
         known = [pieces[id][1] for id in ids if pieces[id][2] == 1]
         written = bytes(int(pieces[id][0][3:5], 16) for id in ids if pieces[id][2] == 6).decode()
         score = sum(known) + len(written) * (lowest - 10)
-        assert score == pytest.approx(best_path_score(normalised(text, 1, 0), pieces, lowest - 10), rel=1e-4)
+        assert score == pytest.approx(best_path_score(normalize(text, 1, 0), pieces, lowest - 10), rel=1e-4)
 
 
-def test_transformers_loads_what_was_converted(tmp_path: Path) -> None:
+def test_transformers_loads_converted_tokenizers(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
     rank_file(tmp_path / "cl100k_base.tiktoken")
@@ -277,7 +277,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_sentencepiece_itself_gives_the_ids_of_the_converted_tokenizer(tmp_path: Path, name: str) -> None:
+def test_sentencepiece_gives_the_ids_of_the_converted_tokenizer(tmp_path: Path, name: str) -> None:
     sentencepiece = pytest.importorskip("sentencepiece")
     lines = [line for text in code() for line in text.splitlines() if line.strip()]
     sentencepiece.SentencePieceTrainer.train(

@@ -21,10 +21,10 @@ def test_every_encoder_gives_the_ids_of_hugging_face_on_a_hostile_corpus(tmp_pat
     reference.encode_special_tokens = True
     texts = [*hostile(), *code()]
     expected = [reference.encode(text, add_special_tokens=False).ids for text in texts]
-    for given in (texts, pa.array(texts, pa.large_string())):
-        found = tokenizer.encode_batch(given)
-        assert found.values.dtype == np.uint32 and found.offsets.dtype == np.int64
-        assert texts_of(found) == expected
+    for batch in (texts, pa.array(texts, pa.large_string())):
+        encoded = tokenizer.encode_batch(batch)
+        assert encoded.values.dtype == np.uint32 and encoded.offsets.dtype == np.int64
+        assert texts_of(encoded) == expected
 
 
 def cut_by(name: str) -> tokenizers.Tokenizer:
@@ -34,9 +34,9 @@ def cut_by(name: str) -> tokenizers.Tokenizer:
         split = pre_tokenizers.Split(tokenizers.Regex(getattr(convert, name)), "isolated")
         byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         inner.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
-    made = encoders.make_boundary_probe(inner)
-    assert made is not None
-    return made
+    probe = encoders.make_boundary_probe(inner)
+    assert probe is not None
+    return probe
 
 
 @pytest.mark.parametrize("pattern", ["gpt2", "CL100K", "O200K"])
@@ -56,7 +56,7 @@ def test_every_encoder_cuts_at_every_character_as_hugging_face_does(name: str, p
         assert encoders.find_mismatch(name, inner, texts) is None
 
 
-def test_texts_with_characters_new_to_hugging_face_are_left_to_it() -> None:
+def test_texts_with_characters_new_to_hugging_face_are_encoded_by_it() -> None:
     inner = cut_by("gpt2")
     texts = ["a\U00016ebb!", "plain", "", "größe 🌊", "!\U00016ebb1\u088f", "end"]
     array = pa.array(texts, pa.large_string())
@@ -64,13 +64,15 @@ def test_texts_with_characters_new_to_hugging_face_are_left_to_it() -> None:
     expected = [inner.encode(text, add_special_tokens=False).ids for text in texts]
     # The libraries do differ: without this, a tokenizer's ids would depend on which of them encodes.
     assert texts_of(encoders.make_gigatoken_encoder(inner)(array)) != expected
-    for given in (array, array[1:], array[:0], texts):
-        start = len(texts) - len(given) if len(given) else len(texts)
-        found = encoders.make_encoder("gigatoken", inner)(given)
-        assert len(found) == len(given) and (not len(given) or texts_of(found) == expected[start:])
+    for batch in (array, array[1:], array[:0], texts):
+        start = len(texts) - len(batch) if len(batch) else len(texts)
+        encoded = encoders.make_encoder("gigatoken", inner)(batch)
+        assert len(encoded) == len(batch) and (not len(batch) or texts_of(encoded) == expected[start:])
 
 
-def test_only_the_words_around_such_a_character_are_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_words_around_a_new_character_are_encoded_by_hugging_face(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     inner, new = cut_by("gpt2"), "\U00016ebb"
     many = "word " * 2000
     texts = [
@@ -130,17 +132,17 @@ def test_texts_are_not_divided_where_words_are_not() -> None:
 
 
 @pytest.mark.parametrize("name", encoders.ENCODER_NAMES)
-def test_slices_and_empty_batches_of_arrow_text_are_read_right(name: str) -> None:
+def test_slices_and_empty_batches_of_arrow_text_are_encoded_correctly(name: str) -> None:
     tokenizer = tokenizer_io.Tokenizer(trained().inner, trained().special, encoder_name=name)
     texts = ["one", "", "two é", "🌊 three", ""]
     array = pa.array(texts, pa.large_string())
     for part in (slice(None), slice(1, None), slice(2, 4), slice(4, 5), slice(3, 3)):
         expected = [tokenizer.encode(text) for text in texts[part]]
-        for given in (array[part], texts[part]):
-            found = tokenizer.encode_batch(given)
-            assert len(found) == len(expected) and found.offsets[0] == 0
-            assert found.values.tolist() == [id for ids in expected for id in ids]
-            assert found.lengths.tolist() == [len(ids) for ids in expected]
+        for batch in (array[part], texts[part]):
+            encoded = tokenizer.encode_batch(batch)
+            assert len(encoded) == len(expected) and encoded.offsets[0] == 0
+            assert encoded.values.tolist() == [id for ids in expected for id in ids]
+            assert encoded.lengths.tolist() == [len(ids) for ids in expected]
     assert tokenizer.encode_batch(array[:0]).offsets.tolist() == [0]
     with pytest.raises(AssertionError):
         tokenizer.encode_batch(pa.array(["a", None], pa.large_string()))

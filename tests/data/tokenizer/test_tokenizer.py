@@ -31,13 +31,13 @@ def test_a_special_token_written_in_a_text_is_text(kind: str) -> None:
 def test_models_that_look_words_up_do_not_find_special_tokens_in_a_text(model: str) -> None:
     entries = ["<unk>", "</s>", *"</s>ab", "##s", "##/", "##>"]
     vocab = {entry: id for id, entry in enumerate(dict.fromkeys(entries))}
-    made = {
+    make_model = {
         "Unigram": lambda: models.Unigram([(entry, -1.0) for entry in vocab], 0, False),
         "WordLevel": lambda: models.WordLevel(vocab, unk_token="<unk>"),
         "WordPiece": lambda: models.WordPiece(vocab, unk_token="<unk>"),
         "BPE": lambda: models.BPE(vocab, [], ignore_merges=True),
     }
-    inner = tokenizers.Tokenizer(made[model]())
+    inner = tokenizers.Tokenizer(make_model[model]())
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     inner.add_special_tokens(["<unk>", "</s>"])
     tokenizer = tokenizer_io.Tokenizer(
@@ -78,7 +78,7 @@ def gpt2_like(path: Path) -> None:
     inner.save(str(path))
 
 
-def test_a_tokenizer_with_one_end_token_encodes_documents_with_it(tmp_path: Path) -> None:
+def test_a_tokenizer_with_a_single_end_token_encodes_documents_with_it(tmp_path: Path) -> None:
     gpt2_like(tmp_path / "tokenizer.json")
     for name in encoders.ENCODER_NAMES:
         tokenizer = tokenizer_io.load(tmp_path / "tokenizer.json", encoder_name=name)
@@ -115,7 +115,9 @@ def test_special_tokens_are_named_by_the_configuration_next_to_a_tokenizer(tmp_p
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"])
 @pytest.mark.parametrize("content", [b"{", b"[]", b"\xff\xfe", b'{"bos_token": 3, "chat_template": 4}', b""])
-def test_a_broken_file_is_named_as_the_user_gave_it(tmp_path: Path, name: str, content: bytes) -> None:
+def test_a_broken_file_is_reported_with_the_path_of_the_user(
+    tmp_path: Path, name: str, content: bytes
+) -> None:
     (tmp_path / "target").mkdir()
     tokenizer_io.save(trained(), tmp_path)
     (tmp_path / name).write_bytes(content)
