@@ -42,9 +42,8 @@ def generate(
     """Generate the text that follows a prompt, in pieces, as they are ready. The prompt is not repeated.
 
     Ends before `max_tokens` where the model ends its text. Raises UserError at once, not at the first piece,
-    if the run cannot generate text. `unmask` is for diffusion models only; `exit_share` ends the rounds
-    of recurrent depth early (`RoundSchedule.exit`); `pause_tokens` is the number of pause tokens after the
-    prompt."""
+    if the run cannot generate text. `unmask` is for diffusion models only, `exit_share` ends the rounds of
+    recurrent depth early (`RoundSchedule.exit`), and `pause_tokens` pause tokens follow the prompt."""
     is_diffusion = run.recipe.objective.use == "diffusion"
     tokenizer = check_can_generate(run, allow_diffusion=True)
     if unmask is not None and not is_diffusion:
@@ -65,8 +64,8 @@ def generate(
 
 
 def check_can_generate(run: LoadedRun, *, allow_diffusion: bool = False) -> Tokenizer:
-    """Check that a run can continue a text, or is a diffusion model and these are
-    allowed. Returns its tokenizer. Raises UserError with the reason if it cannot."""
+    """Check that a run's model can continue a text, and return its tokenizer. Raises UserError if it cannot,
+    or if it is a diffusion model and these are not allowed."""
     recipe = run.recipe
     classification_head.refuse_classifier(
         recipe, "`headrace eval` reports its accuracy, `headrace export` converts it for transformers"

@@ -4,8 +4,8 @@ Layers are quantized one by one, each calibrated on what the quantized layers be
 is called as a whole, and its family has no hooks. Three objects reach into the model as it is:
 
 - `SingleLayerRunner` takes the place of the loop over layers (`Execution.layer_runner`). It runs one layer on
-  inputs of its own, not on those that the model passes, and keeps the output. The embeddings before it, the
-  layers beside it and the head after it do not affect that output, so XLA removes them.
+  inputs of its own, not on those that the model passes, and keeps the output. The embeddings, the
+  other layers and the head do not affect that output, so XLA removes them.
 - `ObservedWeight` takes the place of a matrix in the weights. Models multiply weights by `project`, which
   dispatches on their type: an observed weight adds x xᵀ to a `HessianSums`, and then multiplies as usual.
 - `HessianSums` gathers these sums, by the names of the weights, while the layer is traced. `layer_hessians`

@@ -45,9 +45,8 @@ def serve(
 ) -> None:
     """Serve a run's model until it is interrupted (Ctrl-C).
 
-    `slots` is the number of texts that are generated at once; `length` the most tokens of a prompt and its
-    continuation together, by default the sequence length of training. `report` receives lines
-    for the user."""
+    `slots` texts are generated at once. A prompt and its continuation have at most `length` tokens, by
+    default the sequence length of training. `report` is called with lines for the user."""
     check_can_generate(run)
     if slots < 1:
         raise UserError(f"--slots: found {slots}, expected 1 or more")
