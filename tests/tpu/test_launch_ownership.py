@@ -555,7 +555,7 @@ def test_a_single_lookup_without_nodes_does_not_end_a_slice(scenario, capsys, mo
     def omit_nodes() -> None:
         scenario.wait_until(scenario.is_training)
         pids = scenario.google.trainers()
-        monkeypatch.setattr(scenario.google, "reached", omit_once)
+        monkeypatch.setattr(scenario.google, "list_reachable", omit_once)
         scenario.wait_until(lambda: not incomplete)
         time.sleep(1.0)
         assert scenario.google.trainers() == pids
