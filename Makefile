@@ -2,6 +2,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
+# A path in place of an import hook, which a folder named headrace in the working directory would hide.
+EDITABLE := --config-settings editable_mode=compat --editable
+
 # uv installs in a quarter of the time; `make UV= test` uses pip.
 UV ?= $(shell command -v uv 2>/dev/null)
 INSTALL := $(if $(UV),$(UV) pip install --python $(BIN)/python --quiet,$(BIN)/python -m pip --disable-pip-version-check install --quiet --quiet)
@@ -28,12 +31,12 @@ help:
 	@$(PYTHON) -c 'import sys; sys.exit("Headrace needs Python 3.11 or newer; try make PYTHON=python3.11" if sys.version_info < (3, 11) else 0)'
 	@echo "installing Headrace into .venv"
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	@$(INSTALL) --constraint constraints.txt --editable .
+	@$(INSTALL) --constraint constraints.txt $(EDITABLE) .
 	@touch $@
 
 .venv/test: .venv/core
 	@echo "installing what the tests need into .venv"
-	@$(INSTALL) --constraint constraints.txt $(CPU_TORCH) --editable '.[test]'
+	@$(INSTALL) --constraint constraints.txt $(CPU_TORCH) $(EDITABLE) '.[test]'
 	@touch $@
 
 # In a folder of its own, for tests/training/test_tpu_compile.py alone: among the other packages JAX would find it
@@ -75,8 +78,9 @@ demo: .venv/core
 	@echo "  less README.md docs/tour.md"
 
 fix: .venv/test
-	$(BIN)/ruff check --fix .
+	$(BIN)/ruff check --fix --exit-zero --quiet .
 	$(BIN)/ruff format .
+	$(BIN)/ruff check .
 
 lint: .venv/test
 	$(BIN)/ruff check .
@@ -105,7 +109,7 @@ mutants: .venv/test
 
 # lm-evaluation-harness, and the thirty packages that come with it.
 .venv/eval: .venv/test
-	@$(INSTALL) --constraint constraints.txt --editable '.[eval]'
+	@$(INSTALL) --constraint constraints.txt $(EDITABLE) '.[eval]'
 	@touch $@
 
 test-all: .venv/libtpu .venv/sky .venv/wandb .venv/eval lint
@@ -116,7 +120,7 @@ chaos: .venv/wandb
 	$(BIN)/python -m pytest -n 2 --dist worksteal --quiet --slow -o faulthandler_timeout=3600 -m fault
 
 .venv/gpu: .venv/test
-	@$(INSTALL) --constraint constraints.txt --editable '.[gpu]'
+	@$(INSTALL) --constraint constraints.txt $(EDITABLE) '.[gpu]'
 	@touch $@
 
 reference: .venv/core

@@ -15,7 +15,8 @@ offline."""
 
 RUN_EPILOG = """\
 examples:
-  headrace tpu run --slice v5e-16 --spot --max-cost 50 recipes/llama3.2-1b.yaml run_dir=gs://BUCKET/llama
+  headrace tpu run --slice v5e-16 --zone europe-west4-b --spot --max-cost 50 recipes/llama3.2-1b.yaml \\
+      data.path=gs://BUCKET/data run_dir=gs://BUCKET/llama
   headrace tpu run --platform local --slice v4-16 recipes/demo.yaml      try it without a cloud"""
 
 
@@ -86,7 +87,7 @@ def add_google_location(parser: "Parser") -> None:
     """Add the options that name a place in Google Cloud, and the ssh key."""
     text = "project of Google Cloud (default: that of gcloud)"
     parser.add_argument("--project", metavar="NAME", help=text)
-    text = "zone, such as us-central2-b; may be repeated: zones are tried in this order"
+    text = "zone, such as us-central2-b; a new slice needs one or more, tried in this order"
     parser.add_argument("--zone", action="append", default=[], metavar="ZONE", help=text)
     text = "private ssh key (default: that of gcloud, or of ssh)"
     parser.add_argument("--ssh-key", type=Path, metavar="FILE", help=text)

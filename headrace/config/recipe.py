@@ -37,7 +37,7 @@ def load_run(folder: str | Path, overrides: Sequence[str] = ()) -> TrainRecipe:
         files.check_bucket(folder)
         hint = "`headrace train RECIPE` makes one"
         if files.exists(files.join(folder, "config.json")):
-            hint = f"`headrace import {files.redacted(folder)} RUN` makes one of this Hugging Face folder"
+            hint = f"`headrace import {files.redacted(folder)} RUN` makes one from this Hugging Face folder"
         raise UserError(f"{files.redacted(folder)}: not a run folder: no recipe.yaml in it; {hint}")
     return dataclasses.replace(_load_from(folder, "recipe.yaml", overrides), run_dir=folder)
 

@@ -492,7 +492,7 @@ def test_a_folder_without_a_model_is_refused(saved, tmp_path):
 
 def test_a_model_folder_instead_of_a_run_folder_is_refused_with_the_import_command(saved, tmp_path, capsys):
     assert main(["eval", str(saved)]) == 2
-    assert f"`headrace import {saved} RUN` makes one of this Hugging Face folder" in capsys.readouterr().err
+    assert f"`headrace import {saved} RUN` makes one from this Hugging Face folder" in capsys.readouterr().err
     assert main(["eval", str(tmp_path)]) == 2
     assert "`headrace train RECIPE` makes one" in capsys.readouterr().err
 

@@ -106,7 +106,7 @@ class PackStage:
             )
         if context.holds_out_rows(context.log.normalize["documents"]):
             context.report(
-                f"pack: {pack.eval_fraction:.2%} of the rows are held out, since the documents are few"
+                f"pack: {pack.eval_fraction:.2%} of the rows are held out, because there are few documents"
             )
 
     def _make_jobs(self) -> Iterator[PackJob]:

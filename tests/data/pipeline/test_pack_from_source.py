@@ -76,7 +76,7 @@ def test_rows_are_held_out_if_documents_are_few(load_direct: Any, tmp_path: Path
     small_fraction = "pack.eval_fraction=0.01"  # of 560 documents
     lines: list[str] = []
     prepare(load_direct(small_fraction), lines.append)
-    assert any("rows are held out, since the documents are few" in line for line in lines)
+    assert any("rows are held out, because there are few documents" in line for line in lines)
     other = load_direct(small_fraction, f"path={tmp_path}/other")
     prepare(other, silent, until="normalize")
     prepare(other, silent)

@@ -212,7 +212,7 @@ def test_rows_of_a_single_document_are_held_out_for_evaluation(tmp_path: Path) -
     prepare(recipe.load_data(tmp_path / "data.yaml"), lines.append)
     splits = read_index(tmp_path / "data").splits
     assert 0.05 < splits["evaluation"].rows / splits["train"].rows < 0.2
-    assert any("rows are held out, since the documents are few" in line for line in lines)
+    assert any("rows are held out, because there are few documents" in line for line in lines)
 
 
 def test_a_weight_sets_how_often_a_source_is_repeated(
