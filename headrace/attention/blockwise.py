@@ -86,7 +86,7 @@ class ScoreSpec:
 
 
 class OutputGradient(NamedTuple):
-    """What the backward pass reads of the output, by blocks of queries."""
+    """The values that the backward pass reads, by blocks of queries."""
 
     d_out: Array  # [i b k g s h]
     lse: Array  # log-sum-exp of the scores [i b k g s]
