@@ -1,1 +1,1 @@
-"""The command line: argparse, and one function a command."""
+"""The command line: arguments, one function per command, and all printing of results."""

@@ -115,6 +115,7 @@ def search_settings(recipe: TrainRecipe, slice_name: str, options: PlanOptions, 
     outcomes: dict[TrainRecipe, Outcome] = {}
 
     def compile_candidate(candidate: TrainRecipe, folder: Path) -> float | None:
+        """Plan a candidate and print its step time, which is None if it does not fit."""
         settings = " ".join(search.list_overrides(recipe, candidate)) or "unchanged"
         try:
             outcomes[candidate] = api.plan(
