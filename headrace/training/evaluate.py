@@ -78,7 +78,7 @@ def evaluate(
     totals = sum_metrics(
         score, dataset, mesh, batch_size=batch_size, max_batches=max_batches, should_stop=should_stop
     )
-    return None if totals is None else make_result(dataset, load_objective(objective), totals)
+    return None if totals is None else make_evaluation(dataset, load_objective(objective), totals)
 
 
 def sum_metrics(
@@ -107,7 +107,7 @@ def sum_metrics(
     return totals
 
 
-def make_result(dataset: Dataset, objective: Objective, totals: Totals) -> Evaluation:
+def make_evaluation(dataset: Dataset, objective: Objective, totals: Totals) -> Evaluation:
     """Compute the metrics of the split from the sums over it."""
     if objective.eval_metrics is None:
         return Evaluation(token_metrics(dataset, objective, totals))

@@ -71,8 +71,8 @@ class DeferredMetrics:
 class Meter:
     """Makes the row that is logged from the metrics of a step.
 
-    Call `begin` when the loop starts, `pause` around everything that is not a step, and `row` as soon as a
-    step's metrics are read."""
+    Call `begin` when the loop starts, `pause` around everything that is not a step, and `make_row` as soon as
+    a step's metrics are read."""
 
     tokens_per_step: int
     flops_per_token: float
@@ -112,7 +112,7 @@ class Meter:
             self._paused += seconds
             self._total_paused += seconds
 
-    def row(self, step: int, metrics: Scalars) -> Row:
+    def make_row(self, step: int, metrics: Scalars) -> Row:
         """Make the row of `step`: its metrics, and the speed since the last row."""
         now, steps = self.clock(), step - self._step
         assert steps > 0, f"step {step} was logged already, the last was {self._step}"

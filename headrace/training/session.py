@@ -1,4 +1,4 @@
-"""The state of a running loop that is not trained, and the work between steps: logs, evaluations, saves."""
+"""The parts that the training loop works with, and its work between steps: logs, evaluations, saves."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -84,7 +84,7 @@ class TrainSession:
 
     def log_row(self, step: int, metrics: Scalars) -> None:
         """Log the metrics of `step`, with the speed and the goodput so far."""
-        row = self.meter.row(step, metrics)
+        row = self.meter.make_row(step, metrics)
         self.clock.record_progress(step, row["skipped"], self.checkpoints.last_durable_step)
         for warning in self.stragglers.compare(row["step_seconds"]):
             self.trackers.event(f"step {step}: {warning}", "warning")

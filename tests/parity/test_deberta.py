@@ -30,7 +30,7 @@ from headrace.nn.stack import Execution
 from headrace.objectives import Batch, SpecialTokens, TrainTask, rtd
 from headrace.training import run as training_run
 from tests.support import parity
-from tests.training.test_step import Bench, assert_close, made, weights
+from tests.training.test_step import Bench, assert_close, computed_shapes, weights
 
 with warnings.catch_warnings():  # torch.jit.script, of which transformers makes use, is on its way out
     warnings.simplefilter("ignore", DeprecationWarning)
@@ -170,7 +170,7 @@ def test_attention_over_long_rows_makes_nothing_of_the_length_squared():
         return _disentangled.attend(cfg, q, k, v, k_table=k_table, q_table=q_table, max_distance=512).sum()
 
     traced = jax.jit(jax.grad(ours, argnums=(0, 1, 2, 3, 4))).trace(*given)
-    sizes = [math.prod(shape) for shape in made(traced.jaxpr.jaxpr)]
+    sizes = [math.prod(shape) for shape in computed_shapes(traced.jaxpr.jaxpr)]
     assert max(sizes) <= 2 * 2 * 2 * 512 * length  # rows, heads; a block, and as much again for its distances
 
 

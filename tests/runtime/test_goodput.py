@@ -1,4 +1,4 @@
-"""The account of a run's time: categories, several lives, what is wasted, and files that were cut off."""
+"""Goodput: categories of time, several attempts, wasted steps, and files that were cut off."""
 
 import json
 import os
@@ -26,153 +26,157 @@ class Clock:
     def __call__(self) -> float:
         return self.now
 
-    def pass_(self, seconds: float) -> None:
+    def advance(self, seconds: float) -> None:
         self.now += seconds
 
 
-def life(path: Path, clock: Clock, step: int) -> GoodputClock:
-    """A process that has prepared for 10 s and compiled for 20."""
-    ledger = GoodputClock(path, clock=clock, wall_clock=clock)
-    clock.pass_(2)
-    ledger.enter("preparation")
-    clock.pass_(8)
-    with ledger.category("compilation"):
-        clock.pass_(20)
-    ledger.begin(step, devices=8, kind="TPU v5e", hosts=2)
-    ledger.train(step)
-    return ledger
+def start_attempt(path: Path, clock: Clock, step: int) -> GoodputClock:
+    """Start a process that prepares for 10 s and compiles for 20."""
+    goodput_clock = GoodputClock(path, clock=clock, wall_clock=clock)
+    clock.advance(2)
+    goodput_clock.enter("preparation")
+    clock.advance(8)
+    with goodput_clock.category("compilation"):
+        clock.advance(20)
+    goodput_clock.begin(step, devices=8, kind="TPU v5e", hosts=2)
+    goodput_clock.train(step)
+    return goodput_clock
 
 
-def test_why_a_process_ended_is_kept_without_its_secrets(tmp_path):
+def test_the_reason_of_an_end_is_stored_without_secrets(tmp_path):
     path, clock = tmp_path / "goodput.jsonl", Clock()
-    with pytest.raises(ValueError), life(path, clock, 0):
+    with pytest.raises(ValueError), start_attempt(path, clock, 0):
         raise ValueError(f"refused: key AIza{'x' * 35}, https://server/file?sig=hidden")
     assert "refused: key ***, https://server/file?***" in read_totals(path).attempts[-1].reason
 
 
 def test_every_second_counts_once_and_in_its_category(tmp_path):
     path, clock = tmp_path / "goodput.jsonl", Clock()
-    ledger = life(path, clock, 0)
-    clock.pass_(50)
-    ledger.reclassify("data_loading", 4)
-    ledger.record_progress(10, skipped=1)  # one of ten, of the 50 s
-    clock.pass_(10)
-    with ledger.category("evaluation"):
-        clock.pass_(5)
-        with ledger.category("checkpoint_save"):
-            clock.pass_(3)
-    ledger.record_progress(12, skipped=1)
-    ledger.end(0)
-    account = read_totals(path)
-    assert account.seconds == pytest.approx(
+    goodput_clock = start_attempt(path, clock, 0)
+    clock.advance(50)
+    goodput_clock.reclassify("data_loading", 4)
+    goodput_clock.record_progress(10, skipped=1)  # one of ten, of the 50 s
+    clock.advance(10)
+    with goodput_clock.category("evaluation"):
+        clock.advance(5)
+        with goodput_clock.category("checkpoint_save"):
+            clock.advance(3)
+    goodput_clock.record_progress(12, skipped=1)
+    goodput_clock.end(0)
+    totals = read_totals(path)
+    assert totals.seconds == pytest.approx(
         {
             **{"initialization": 2, "preparation": 8, "compilation": 20, "data_loading": 4},
             **{"productive": 50 - 4 - 5 + 10, "wasted_progress": 5, "evaluation": 5, "checkpoint_save": 3},
         }
     )
-    assert account.total == pytest.approx(clock.now - 1000) and account.share == pytest.approx(51 / 98)
-    assert account.seconds == ledger.totals.seconds
-    assert ledger.metrics()["badput/compilation"] == 20 and ledger.metrics()["goodput"] == account.share
-    assert goodput.summary_line(account).startswith("goodput 52.0 % of 1.6 minutes; 20.4 % compiling")
+    assert totals.total == pytest.approx(clock.now - 1000) and totals.share == pytest.approx(51 / 98)
+    assert totals.seconds == goodput_clock.totals.seconds
+    assert (
+        goodput_clock.metrics()["badput/compilation"] == 20
+        and goodput_clock.metrics()["goodput"] == totals.share
+    )
+    assert goodput.summary_line(totals).startswith("goodput 52.0 % of 1.6 minutes; 20.4 % compiling")
 
 
-def test_what_a_later_life_does_again_was_wasted_and_the_time_between_is_lost(tmp_path):
+def test_steps_that_a_later_attempt_repeats_are_wasted_and_the_time_between_is_lost(tmp_path):
     path, clock = tmp_path / "goodput.jsonl", Clock()
-    ledger = life(path, clock, 0)
+    goodput_clock = start_attempt(path, clock, 0)
     for step in (10, 20, 30):
-        clock.pass_(10)
-        ledger.record_progress(step)
-    clock.pass_(7)  # and then it is killed
+        clock.advance(10)
+        goodput_clock.record_progress(step)
+    clock.advance(7)  # then it is killed
     text = path.read_text()
     path.write_text(text + '{"time": 1067.0, "ste')
-    clock.pass_(100)
-    again = life(path, clock, 15)
-    clock.pass_(5)
-    again.record_progress(20)
-    account = read_totals(path)
-    assert account.seconds["productive"] == pytest.approx(15 + 5)
-    assert account.seconds["wasted_progress"] == pytest.approx(15)
-    assert account.seconds["restart"] == pytest.approx(107)
-    assert account.total == pytest.approx(clock.now - 1000) and account.lost_steps == 15
-    attempts = [(attempt.first_step, attempt.last_step, attempt.exit_code) for attempt in account.attempts]
+    clock.advance(100)
+    restarted = start_attempt(path, clock, 15)
+    clock.advance(5)
+    restarted.record_progress(20)
+    totals = read_totals(path)
+    assert totals.seconds["productive"] == pytest.approx(15 + 5)
+    assert totals.seconds["wasted_progress"] == pytest.approx(15)
+    assert totals.seconds["restart"] == pytest.approx(107)
+    assert totals.total == pytest.approx(clock.now - 1000) and totals.lost_steps == 15
+    attempts = [(attempt.first_step, attempt.last_step, attempt.exit_code) for attempt in totals.attempts]
     assert attempts == [(0, 30, None), (15, 20, None)]
 
 
 @pytest.mark.parametrize(
-    "code, why, counts", [(75, "SIGTERM", True), (75, "SIGINT", False), (0, "", False), (1, "", False)]
+    "code, reason, counts", [(75, "SIGTERM", True), (75, "SIGINT", False), (0, "", False), (1, "", False)]
 )
-def test_time_in_which_nobody_waited_for_the_run_is_not_lost(tmp_path, code, why, counts):
+def test_time_after_a_final_exit_is_not_lost(tmp_path, code, reason, counts):
     path, clock = tmp_path / "goodput.jsonl", Clock()
-    ledger = life(path, clock, 0)
-    clock.pass_(10)
-    ledger.record_progress(10)
-    ledger.end_reason = why
-    ledger.end(code)
-    clock.pass_(5000)
-    life(path, clock, 10)
+    goodput_clock = start_attempt(path, clock, 0)
+    clock.advance(10)
+    goodput_clock.record_progress(10)
+    goodput_clock.end_reason = reason
+    goodput_clock.end(code)
+    clock.advance(5000)
+    start_attempt(path, clock, 10)
     assert read_totals(path).seconds.get("restart", 0) == pytest.approx(5000 if counts else 0)
     assert read_totals(path).seconds.get("wasted_progress", 0) == 0
 
 
-def test_going_back_within_a_life_wastes_what_came_after(tmp_path):
+def test_a_rollback_wastes_the_steps_after_its_target(tmp_path):
     path, clock = tmp_path / "goodput.jsonl", Clock()
-    ledger = life(path, clock, 0)
+    goodput_clock = start_attempt(path, clock, 0)
     for step in (10, 20):
-        clock.pass_(10)
-        ledger.record_progress(step)
-    clock.pass_(4)
-    ledger.rewind(5)
-    with ledger.category("checkpoint_restore"):
-        clock.pass_(3)
-    ledger.train(5)
-    clock.pass_(5)
-    ledger.record_progress(10)
-    ledger.end(0)
-    found = read_totals(path).seconds
-    assert found["productive"] == pytest.approx(5 + 5) and found["wasted_progress"] == pytest.approx(15 + 4)
-    assert found["checkpoint_restore"] == pytest.approx(3)
+        clock.advance(10)
+        goodput_clock.record_progress(step)
+    clock.advance(4)
+    goodput_clock.rewind(5)
+    with goodput_clock.category("checkpoint_restore"):
+        clock.advance(3)
+    goodput_clock.train(5)
+    clock.advance(5)
+    goodput_clock.record_progress(10)
+    goodput_clock.end(0)
+    seconds = read_totals(path).seconds
+    assert seconds["productive"] == pytest.approx(5 + 5)
+    assert seconds["wasted_progress"] == pytest.approx(15 + 4)
+    assert seconds["checkpoint_restore"] == pytest.approx(3)
 
 
-def test_how_a_process_ended_is_noted_by_who_watched_it_and_by_nobody_else(tmp_path):
+def test_the_supervisor_notes_the_end_of_its_own_process_only(tmp_path):
     path, clock = tmp_path / "goodput.jsonl", Clock()
     clock.now = time.time() - 60
-    ledger = life(path, clock, 0)
-    ledger.record_progress(10)
+    goodput_clock = start_attempt(path, clock, 0)
+    goodput_clock.record_progress(10)
     note_exit(str(tmp_path), os.getpid() + 1, 1, "another host's")
     assert read_totals(path).attempts[0].exit_code is None
     note_exit(str(tmp_path), os.getpid(), 137, "was ended by SIGKILL")
-    account = read_totals(path)
-    assert (account.attempts[0].exit_code, account.attempts[0].reason) == (137, "was ended by SIGKILL")
-    assert account.attempts[0].host == socket.gethostname()
-    assert account.seconds["wasted_progress"] == pytest.approx(30, abs=5)  # since it was last heard of
+    totals = read_totals(path)
+    assert (totals.attempts[0].exit_code, totals.attempts[0].reason) == (137, "was ended by SIGKILL")
+    assert totals.attempts[0].host == socket.gethostname()
+    assert totals.seconds["wasted_progress"] == pytest.approx(30, abs=5)  # since its last line
     note_exit(str(tmp_path / "none"), 1, 1, "")
     assert not (tmp_path / "none").exists()
 
 
-def test_a_disk_that_is_full_for_a_while_loses_no_line(tmp_path, monkeypatch):
+def test_no_line_is_lost_when_the_disk_is_full_for_a_while(tmp_path, monkeypatch):
     path, clock = tmp_path / "goodput.jsonl", Clock()
-    ledger = life(path, clock, 0)
+    goodput_clock = start_attempt(path, clock, 0)
     path.chmod(0o400)
     with monkeypatch.context() as patch:
         patch.setattr(Path, "open", lambda *_, **__: (_ for _ in ()).throw(OSError("disk full")))
-        clock.pass_(5)
-        ledger.record_progress(5)
+        clock.advance(5)
+        goodput_clock.record_progress(5)
     path.chmod(0o600)
-    clock.pass_(5)
-    ledger.record_progress(10)
+    clock.advance(5)
+    goodput_clock.record_progress(10)
     assert read_totals(path).seconds["productive"] == pytest.approx(10)
 
 
-def test_only_the_time_in_which_the_device_waits_too_is_lost_to_data():
+def test_only_time_in_which_the_device_is_idle_counts_as_waiting_for_data():
     clock, ready = Clock(), False
     idle = DataWait(clock)
     idle.step_output = SimpleNamespace(is_ready=lambda: ready)
     for _ in range(3):
-        clock.pass_(1)
+        clock.advance(1)
         idle.watch()
     ready = True
     idle.watch()
-    clock.pass_(2)
+    clock.advance(2)
     idle.watch()
     assert idle.finish() == 2 and idle.finish() == 0
     called = []
@@ -184,70 +188,74 @@ HOUR, WEEK = 3600.0, 7 * 24 * 3600.0
 
 
 class Week:
-    """A run that is preempted once an hour for a week, by the rules of the real one. Seconds are of a large
-    model: a step of 1 s, a save that holds up the loop for 0.3 s and is whole 10 s later, and 40 s from a
-    kill to the first step: 10 until there is a process again, and its start with what was compiled before."""
+    """A run that is preempted once per hour for a week.
 
-    step, blocked, behind, gone = 1.0, 0.3, 10.0, 10.0
+    The times are those of a large model: a step takes 1 s; a save stalls the loop for 0.3 s and is complete
+    10 s later; from a kill to the first step it takes 40 s: 10 s until the process is restarted, and its
+    start with a step that was compiled before."""
+
+    step, stall, save_seconds, restart_seconds = 1.0, 0.3, 10.0, 10.0
     start = {"initialization": 8.0, "preparation": 4.0, "checkpoint_restore": 8.0, "compilation": 10.0}
 
     def __init__(self, checkpoint: sections.CheckpointKeys, log: sections.LogKeys) -> None:
         self.checkpoint, self.log, self.clock = checkpoint, log, Clock()
-        self.account, self.whole, self.most_lost = goodput.GoodputTotals(), 0, 0
+        self.totals, self.last_saved, self.most_lost = goodput.GoodputTotals(), 0, 0
 
-    def live(self, until: float, *, told: bool) -> None:
-        """One process. SIGTERM is told: it saves and says why it ends. SIGKILL is not."""
-        ledger = GoodputClock(None, clock=self.clock, wall_clock=self.clock)
-        ledger.totals = self.account  # as it would be read from the run folder
+    def run_attempt(self, until: float, *, is_graceful: bool) -> None:
+        """Run one process. After SIGTERM (`is_graceful`) it saves and records its end, after SIGKILL not."""
+        goodput_clock = GoodputClock(None, clock=self.clock, wall_clock=self.clock)
+        goodput_clock.totals = self.totals  # as if read from the run folder
         for category, seconds in self.start.items():
-            ledger.enter(category)
-            self.clock.pass_(seconds)
-        number, saving = self.whole, (0, float("inf"))
-        ledger.begin(number, devices=8, kind="TPU v5e", hosts=2)
-        ledger.train(number)
+            goodput_clock.enter(category)
+            self.clock.advance(seconds)
+        step, saving = self.last_saved, (0, float("inf"))
+        goodput_clock.begin(step, devices=8, kind="TPU v5e", hosts=2)
+        goodput_clock.train(step)
         while self.clock.now < until:
-            self.clock.pass_(self.step)
-            number += 1
-            if number % self.log.every == 0:
-                ledger.record_progress(number)
+            self.clock.advance(self.step)
+            step += 1
+            if step % self.log.every == 0:
+                goodput_clock.record_progress(step)
             if self.clock.now >= saving[1]:
-                self.whole, saving = saving[0], (0, float("inf"))
-            if inventory.tier_due(self.checkpoint, number):
-                with ledger.category("checkpoint_save"):
-                    self.clock.pass_(self.blocked)
-                saving = number, self.clock.now + self.behind
-        if told:
-            with ledger.category("checkpoint_save"):
-                self.clock.pass_(self.blocked + self.behind)
-            ledger.record_progress(number)
-            ledger.end_reason, self.whole = "SIGTERM", number
-            ledger.end(75)
-        self.most_lost = max(self.most_lost, number - self.whole)
-        self.clock.pass_(self.gone)
+                self.last_saved, saving = saving[0], (0, float("inf"))
+            if inventory.tier_due(self.checkpoint, step):
+                with goodput_clock.category("checkpoint_save"):
+                    self.clock.advance(self.stall)
+                saving = step, self.clock.now + self.save_seconds
+        if is_graceful:
+            with goodput_clock.category("checkpoint_save"):
+                self.clock.advance(self.stall + self.save_seconds)
+            goodput_clock.record_progress(step)
+            goodput_clock.end_reason, self.last_saved = "SIGTERM", step
+            goodput_clock.end(75)
+        self.most_lost = max(self.most_lost, step - self.last_saved)
+        self.clock.advance(self.restart_seconds)
 
 
 @pytest.mark.fault(34)
-@pytest.mark.parametrize("told", [True, False], ids=["SIGTERM", "SIGKILL"])
-def test_a_week_with_a_preemption_an_hour_is_97_percent_good(told, record_property):
+@pytest.mark.parametrize("is_graceful", [True, False], ids=["SIGTERM", "SIGKILL"])
+def test_a_week_with_a_preemption_per_hour_has_97_percent_goodput(is_graceful, record_property):
     week, random = Week(sections.CheckpointKeys(every=64), sections.LogKeys()), np.random.default_rng(0)
-    begun = week.clock.now
-    for hour in range(7 * 24):  # at any moment of each hour
-        week.live(begun + (hour + random.uniform(0.2, 1.0)) * HOUR, told=told)
-    week.live(begun + WEEK, told=True)
-    account = week.account
-    assert len(account.attempts) == 7 * 24 + 1
-    assert account.total == pytest.approx(week.clock.now - week.gone - begun, abs=1.0)
-    kept = week.whole * week.step / account.total  # what was not done again, without the account
-    unlogged = 0 if told else week.log.every * week.step * 7 * 24 / account.total  # what a kill leaves unsaid
-    assert kept - unlogged - 1e-4 <= account.share <= kept + 1e-4
-    assert account.share >= 0.97
-    assert week.most_lost <= (0 if told else 64)
-    record_property("seen", goodput.summary_line(account))
+    started_at = week.clock.now
+    for hour in range(7 * 24):  # at a random time in each hour
+        until = started_at + (hour + random.uniform(0.2, 1.0)) * HOUR
+        week.run_attempt(until, is_graceful=is_graceful)
+    week.run_attempt(started_at + WEEK, is_graceful=True)
+    totals = week.totals
+    assert len(totals.attempts) == 7 * 24 + 1
+    assert totals.total == pytest.approx(week.clock.now - week.restart_seconds - started_at, abs=1.0)
+    share = week.last_saved * week.step / totals.total  # of steps that were not repeated
+    # Steps after the last logged row before a kill are not recorded.
+    unlogged = 0 if is_graceful else week.log.every * week.step * 7 * 24 / totals.total
+    assert share - unlogged - 1e-4 <= totals.share <= share + 1e-4
+    assert totals.share >= 0.97
+    assert week.most_lost <= (0 if is_graceful else 64)
+    record_property("seen", goodput.summary_line(totals))
 
 
 @pytest.mark.slow
-def test_goodput_is_of_all_lives_of_a_run(tiny, tmp_path):
-    """One that is killed without a word is started again by who watches it."""
+def test_goodput_counts_all_attempts_of_a_run(tiny, tmp_path):
+    """The trainer is killed, and the supervisor restarts it."""
     long = ("schedule.steps=40", "schedule.use=constant", "schedule.warmup=0", "checkpoint.every=10")
     path = save_recipe(tiny(*long, "mesh.data=1"), tmp_path / "long.yaml")
     process = start(path)
@@ -255,17 +263,17 @@ def test_goodput_is_of_all_lives_of_a_run(tiny, tmp_path):
     while process.poll() is None and not (log.exists() and '"step": 22' in log.read_text()):
         time.sleep(0.01)
     os.kill(read_totals(log).attempts[0].pid, signal.SIGKILL)
-    code, said = finish(process)
-    assert code == 0, said
-    account = read_totals(log)
-    assert [one.exit_code for one in account.attempts] == [137, 0] and account.attempts[1].first_step >= 10
-    assert account.seconds["restart"] > 0.3 and account.seconds["wasted_progress"] > 0
-    assert account.seconds["checkpoint_restore"] > 0 and 0 < account.share < 1
-    begun, ended = account.attempts[0].started_at, account.attempts[1].ended_at
-    assert account.total == pytest.approx(ended - begun, abs=1.0)
+    code, output = finish(process)
+    assert code == 0, output
+    totals = read_totals(log)
+    assert [attempt.exit_code for attempt in totals.attempts] == [137, 0] and totals.attempts[
+        1
+    ].first_step >= 10
+    assert totals.seconds["restart"] > 0.3 and totals.seconds["wasted_progress"] > 0
+    assert totals.seconds["checkpoint_restore"] > 0 and 0 < totals.share < 1
+    seconds = totals.attempts[1].ended_at - totals.attempts[0].started_at
+    assert totals.total == pytest.approx(seconds, abs=1.0)
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     last = [row for row in rows if "loss" in row][-1]
-    assert last["step"] == 40 and last["badput/restart"] == pytest.approx(
-        account.seconds["restart"], abs=0.01
-    )
-    assert "goodput " in said and "between the end of a process and the next" in said
+    assert last["step"] == 40 and last["badput/restart"] == pytest.approx(totals.seconds["restart"], abs=0.01)
+    assert "goodput " in output and "between the end of a process and the next" in output

@@ -1,4 +1,4 @@
-"""Memory that is freed stays with the process: counted in pages that the system hands out."""
+"""Freed memory remains with the process: counted in pages that the system provides."""
 
 import subprocess
 import sys
@@ -11,10 +11,10 @@ import resource, sys, threading
 import numpy as np
 from headrace.runtime import malloc
 
-if sys.argv[1] == "kept":
+if sys.argv[1] == "keep":
     malloc.use_one_arena()
     malloc.keep_freed(1 << 30)
-    malloc.keep_freed(32 << 20)  # a smaller wish takes nothing back
+    malloc.keep_freed(32 << 20)  # a smaller limit has no effect
 
 def work():
     for number in range(10):
@@ -30,15 +30,15 @@ thread.join()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's allocator")
-def test_freed_memory_of_a_thread_stays_for_the_next_block() -> None:
+def test_freed_memory_of_a_thread_is_reused_for_the_next_block() -> None:
     faults = {}
-    for how in ("plain", "kept"):
-        done = subprocess.run([sys.executable, "-c", FAULTS, how], capture_output=True, text=True, check=True)
-        faults[how] = int(done.stdout)
-    assert faults["kept"] < faults["plain"] / 10
+    for mode in ("plain", "keep"):
+        command = [sys.executable, "-c", FAULTS, mode]
+        faults[mode] = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    assert faults["keep"] < faults["plain"] / 10
 
 
-SOON = """
+BEFORE_JAX = """
 import sys
 from headrace.runtime import malloc
 from headrace.cli import main as cli_main
@@ -48,7 +48,7 @@ cli_main.main(["train", sys.argv[1], "--once"])
 """
 
 
-def test_training_asks_for_one_stock_before_jax_starts_threads() -> None:
+def test_training_sets_one_arena_before_jax_starts_threads() -> None:
     recipe = Path(__file__).parents[2] / "recipes" / "demo.yaml"
-    done = subprocess.run([sys.executable, "-c", SOON, str(recipe)], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", BEFORE_JAX, str(recipe)], capture_output=True, text=True)
     assert done.stderr == "in time\n"

@@ -1,4 +1,4 @@
-"""What hangs is ended and told; what is merely long is not."""
+"""Runs that hang are ended and reported; long steps are not."""
 
 import subprocess
 import sys
@@ -18,21 +18,21 @@ with Watchdog(0.5, sys.argv[1]) as dog:
     dog.reset()
     time.sleep(1)  # longer than a step may take
     dog.step_done(4)
-    def forgotten():
+    def stuck():
         time.sleep(60)
-    forgotten()
+    stuck()
 """
 
 
 def test_a_hang_ends_the_process_and_leaves_the_stacks_of_all_threads(tmp_path):
     process = subprocess.run([sys.executable, "-c", LOOP, str(tmp_path)], stderr=subprocess.PIPE, text=True)
     assert process.returncode == ExitCode.HUNG
-    assert "after step 4: the run hangs" in process.stderr and "in forgotten" in process.stderr
+    assert "after step 4: the run hangs" in process.stderr and "in stuck" in process.stderr
     (file,) = (tmp_path / "stacks").iterdir()
-    assert file.name.startswith("0-") and "in forgotten" in file.read_text()
+    assert file.name.startswith("0-") and "in stuck" in file.read_text()
 
 
-def test_a_step_may_take_many_times_the_usual(tmp_path):
+def test_the_limit_is_a_multiple_of_the_median_step(tmp_path):
     dog = Watchdog(1.0, str(tmp_path))
     assert dog.limit() == SLOW_FACTOR  # the first
     dog.step_done(1)
@@ -42,10 +42,10 @@ def test_a_step_may_take_many_times_the_usual(tmp_path):
     dog.reset()
     assert dog.limit() == 3.0 * MAX_STEP_RATIO * SLOW_FACTOR
     dog.step_done(2)
-    assert len(dog.step_seconds) == 3  # what was no plain step is not counted
+    assert len(dog.step_seconds) == 3  # only plain steps are counted
 
 
-def test_nothing_is_left_of_a_watch_that_met_no_hang(tmp_path):
+def test_a_watchdog_that_sees_no_hang_leaves_nothing_behind(tmp_path):
     with Watchdog(0.2, str(tmp_path)) as dog:
         dog.step_done(1)
         time.sleep(0.1)

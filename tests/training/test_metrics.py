@@ -90,7 +90,7 @@ def test_rates_count_the_time_of_steps_and_not_of_pauses() -> None:
         with measured.pause():
             clock.now += 10
     clock.now += 2
-    row = measured.row(5, {"loss": 2.0, "grad_norm": 0.5})
+    row = measured.make_row(5, {"loss": 2.0, "grad_norm": 0.5})
     assert row["step"] == 5 and row["loss"] == 2.0 and row["grad_norm"] == 0.5
     assert row["tokens"] == 5000
     assert row["step_seconds"] == pytest.approx(2.0)
@@ -100,7 +100,7 @@ def test_rates_count_the_time_of_steps_and_not_of_pauses() -> None:
     assert row["eta_seconds"] == pytest.approx(95 * 70 / 5)
 
     clock.now += 5
-    assert measured.row(10, {})["tokens_per_second"] == pytest.approx(1000), "a rate since the last row"
+    assert measured.make_row(10, {})["tokens_per_second"] == pytest.approx(1000), "a rate since the last row"
 
 
 def test_a_resumed_run_measures_from_the_step_it_resumes_from() -> None:
@@ -109,7 +109,7 @@ def test_a_resumed_run_measures_from_the_step_it_resumes_from() -> None:
     clock.now += 500
     measured.begin(80)
     clock.now += 10
-    row = measured.row(85, {})
+    row = measured.make_row(85, {})
     assert row["tokens"] == 85_000
     assert row["step_seconds"] == pytest.approx(2)
     assert row["eta_seconds"] == pytest.approx(15 * 2)
@@ -122,14 +122,14 @@ def test_a_failing_pause_ends() -> None:
         clock.now += 7
         raise RuntimeError
     clock.now += 1
-    assert measured.row(1, {})["step_seconds"] == pytest.approx(1)
+    assert measured.make_row(1, {})["step_seconds"] == pytest.approx(1)
 
 
 def test_mfu_is_absent_where_the_peak_is_unknown() -> None:
     clock = Clock()
     measured = meter(clock, peak_flops=metrics.peak_flops(jax.devices()[0]))
     clock.now += 1
-    assert measured.row(1, {})["mfu"] is None
+    assert measured.make_row(1, {})["mfu"] is None
 
 
 @pytest.mark.parametrize(
@@ -308,15 +308,15 @@ def test_plain_output_has_every_column_aligned_and_no_control_characters(
     outputs.write(2500, {"evaluate/loss": 2.4012, "evaluate/perplexity": 142.7034})
     outputs.event("a \x1b[31mred\r word", "warning")
     outputs.close()
-    said = capsys.readouterr().out
-    assert all(char.isprintable() or char == "\n" for char in said)
-    lines = said.splitlines()
+    output = capsys.readouterr().out
+    assert all(char.isprintable() or char == "\n" for char in output)
+    lines = output.splitlines()
     assert lines[0].split() == ["step", "loss", "lr", "grad", "tok/s", "MFU", "memory", "goodput", "left"]
     assert lines[1].split("  ")[-1].strip() == "2h 05m"
     for value in ("100", "2.3451", "2.96e-4", "0.820", "12.3k", "38.2 %", "71.2 GiB", "97.1 %"):
         assert f" {value} " in lines[1]
     assert len({len(line) for line in lines[:25]}) == 1 and len(lines[0]) <= 80
-    assert said.count(lines[0]) == 2, "the header comes again after 20 rows"
+    assert output.count(lines[0]) == 2, "the header comes again after 20 rows"
     assert lines[-2] == "evaluate at step 2,500   loss 2.4012   perplexity 142.70"
     assert lines[-1].startswith("warning: a ")
     logged = (tmp_path / "log.txt").read_text().splitlines()
@@ -330,17 +330,17 @@ def test_columns_without_a_value_are_omitted_and_skipped_updates_appear(
     plain = terminal.make_terminal(4000)
     plain.write(1, ROW | {"mfu": None, "memory": None})
     plain.write(2, ROW | {"mfu": None, "memory": None, "skipped": 3})
-    said = capsys.readouterr().out
-    assert "None" not in said and "MFU" not in said and "memory" not in said
-    headers = [line for line in said.splitlines() if "loss" in line]
+    output = capsys.readouterr().out
+    assert "None" not in output and "MFU" not in output and "memory" not in output
+    headers = [line for line in output.splitlines() if "loss" in line]
     assert ["skipped" in header for header in headers] == [False, True]
 
 
 def screen(console: Console) -> list[str]:
-    """What was drawn, redraws one after the other, without the codes that move and colour."""
+    """The lines that were printed, redraws one after the other, without control codes."""
     assert isinstance(console.file, io.StringIO)
-    drawn = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", console.file.getvalue().replace("\r", "\n"))
-    return [line.rstrip() for line in drawn.splitlines()]
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", console.file.getvalue().replace("\r", "\n"))
+    return [line.rstrip() for line in text.splitlines()]
 
 
 @pytest.mark.parametrize("width", [30, 50, 80, 120])

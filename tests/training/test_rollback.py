@@ -1,4 +1,4 @@
-"""Bad steps: which updates are left out, what data a run passes over when it goes back, and when it stops."""
+"""Bad steps: which updates are skipped, which data a run skips after a rollback, and when it stops."""
 
 import dataclasses
 import json
@@ -26,41 +26,45 @@ from headrace.training import run as training_run
 ROWS = 8  # of a batch
 
 
-def judged(history: np.ndarray, now: np.ndarray, spike: float) -> bool:
-    """The rule once more, plainly."""
-    for past, value in zip(history.astype(np.float64), now, strict=True):
+def is_spike(history: np.ndarray, latest: np.ndarray, threshold: float) -> bool:
+    """Decide by a plain implementation of the same rule."""
+    for past, value in zip(history.astype(np.float64), latest, strict=True):
         past = past[np.isfinite(past)]
         if len(past) >= loss_spikes.MIN_VALUES:
-            middle = np.median(past)
-            deviation = max(1.4826 * np.median(np.abs(past - middle)), 0.05 * middle)
-            if value > middle + spike * deviation:
+            median = np.median(past)
+            deviation = max(1.4826 * np.median(np.abs(past - median)), 0.05 * median)
+            if value > median + threshold * deviation:
                 return True
     return False
 
 
-@pytest.mark.parametrize("known", [0, 63, 64, 100, 128])
-def test_spikes_are_what_lies_far_above_the_median(known):
-    random, found = np.random.default_rng(known), []
+@pytest.mark.parametrize("count", [0, 63, 64, 100, 128])
+def test_spikes_are_values_far_above_the_median(count):
+    random, results = np.random.default_rng(count), []
     for trial in range(40):
         history = np.full((2, 128), np.nan, np.float32)
-        history[:, :known] = random.lognormal(0, 0.01 * (trial % 40), (2, known))
-        history[:, : known // 20] *= 1000  # spikes of before move nothing
+        history[:, :count] = random.lognormal(0, 0.01 * (trial % 40), (2, count))
+        history[:, : count // 20] *= 1000  # earlier spikes do not move the limit
         history[0, :1] = np.inf
-        now = np.float32([random.uniform(1.2, 4), random.uniform(0.5, 6)])
+        latest = np.float32([random.uniform(1.2, 4), random.uniform(0.5, 6)])
         recent = loss_spikes.LossHistory(jnp.asarray(history), jnp.zeros(128, bool))
-        found.append(bool(jax.jit(loss_spikes.exceeds_running_median, static_argnums=2)(recent, now, 10.0)))
-        assert found[-1] == judged(history, now, 10.0)
+        results.append(
+            bool(jax.jit(loss_spikes.exceeds_running_median, static_argnums=2)(recent, latest, 10.0))
+        )
+        assert results[-1] == is_spike(history, latest, 10.0)
         assert not loss_spikes.exceeds_running_median(recent, np.float32([np.nan, np.nan]), 10.0)
-    assert any(found) == (known >= 64) and not all(found)
+    assert any(results) == (count >= 64) and not all(results)
 
 
-def test_the_tally_counts_the_window_and_the_age_of_the_first_in_it():
+def test_skipped_updates_are_counted_within_the_window():
     recent, bad = loss_spikes.empty_history(2), {3, 9, 100, 140, 141}
     for step in range(200):
         recent = loss_spikes.record(recent, jnp.int32(step), jnp.float32([step, 1]), jnp.bool_(step in bad))
-        told = {name: int(value) for name, value in loss_spikes.skip_counts(recent, jnp.int32(step)).items()}
+        counts = {
+            name: int(value) for name, value in loss_spikes.skip_counts(recent, jnp.int32(step)).items()
+        }
         inside = [s for s in bad if step - 128 < s <= step] if step in bad else []
-        assert told == {"left_out": len(inside), "since": step - min(inside, default=step)}
+        assert counts == {"left_out": len(inside), "since": step - min(inside, default=step)}
     assert loss_spikes.skipped_updates(jax.device_get(recent), first=93, last=142) == [
         (101, [100.0, 1.0]),
         (141, [140.0, 1.0]),
@@ -73,7 +77,7 @@ STRETCHES = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 9)), max_size=
 
 @given(stretches=STRETCHES, first=st.integers(0, 50), count=st.integers(1, 30))
 def test_skipped_rows_are_skipped_and_no_others(stretches, first, count):
-    skipped = [range(begin, begin + many) for begin, many in stretches]
+    skipped = [range(start, start + length) for start, length in stretches]
     remaining = [row for row in range(300) if not any(row in rows for rows in skipped)]
     ranges = list(skip_ranges(range(first, first + count), merge_ranges(skipped)))
     assert [row for rows in ranges for row in rows] == remaining[first : first + count]
@@ -81,7 +85,7 @@ def test_skipped_rows_are_skipped_and_no_others(stretches, first, count):
 
 
 def rewrite(folder: Path, change) -> None:
-    """Has the training rows of a dataset changed, and its index agree."""
+    """Change the arrays of a dataset's training rows, and its index with them."""
     index = json.loads((folder / "index.json").read_text())
     train = index["splits"]["train"]
     (shard,) = train["epochs"][0]
@@ -96,7 +100,7 @@ def rewrite(folder: Path, change) -> None:
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory) -> Path:
-    """Rows enough for 50 steps, of which a model soon knows most."""
+    """Data for 50 steps that a model learns within few of them."""
     from headrace.data.pipeline.prepare import prepare
 
     root = tmp_path_factory.mktemp("sound")
@@ -113,7 +117,7 @@ def sound(tmp_path_factory) -> Path:
 
 
 def spoil(folder: Path, first: int, last: int) -> None:
-    """The rows of these steps become noise."""
+    """Replace the rows of these steps by noise."""
 
     def change(arrays):
         rows = slice((first - 1) * ROWS, last * ROWS)
@@ -125,14 +129,14 @@ def spoil(folder: Path, first: int, last: int) -> None:
 
 
 def cut(folder: Path, first: int, last: int) -> None:
-    """The rows of these steps are taken out."""
+    """Remove the rows of these steps."""
     rows = slice((first - 1) * ROWS, last * ROWS)
     rewrite(folder, lambda arrays: {suffix: np.delete(a, rows, axis=0) for suffix, a in arrays.items()})
 
 
 @pytest.fixture
 def small(sound, tiny, tmp_path, monkeypatch):
-    """A recipe for a copy of the data, and a window that is filled in 24 steps."""
+    """Make a recipe for a copy of the data. 24 steps are enough to judge a loss."""
     monkeypatch.setattr(loss_spikes, "WINDOW", 32)
     monkeypatch.setattr(loss_spikes, "MIN_VALUES", 24)
 
@@ -143,7 +147,7 @@ def small(sound, tiny, tmp_path, monkeypatch):
         usual = {"optimizer.max_skipped": "3", "checkpoint.every": "10", "schedule.use": "constant"}
         usual |= {"run_dir": f"{tmp_path}/{name}", "data.path": str(data)}
         usual |= {"schedule.steps": "42", "schedule.warmup": "0"}
-        both = usual | dict(one.split("=") for one in overrides)
+        both = usual | dict(override.split("=") for override in overrides)
         return tiny(*(f"{key}={value}" for key, value in both.items()))
 
     return make
@@ -163,7 +167,7 @@ def losses(cfg: sections.TrainRecipe) -> dict[int, float]:
 
 @pytest.mark.slow
 @pytest.mark.fault(13)
-def test_a_run_goes_back_and_past_bad_data_as_if_that_had_never_been_there(small, capfd):
+def test_a_rollback_skips_bad_data_as_if_it_had_not_been_there(small, capfd):
     other = small("other")
     spoil(Path(other.data.path), 33, 37)
     cut(Path(other.data.path), 33, 35)
@@ -173,20 +177,20 @@ def test_a_run_goes_back_and_past_bad_data_as_if_that_had_never_been_there(small
     bad = small("bad")
     spoil(Path(bad.data.path), 33, 37)
     assert training_run.run(bad) == 0
-    said = capfd.readouterr().out
-    assert "step 35: 3 of the updates from step 33 to 35 were skipped; rolled back to step 30" in said
-    assert "step 33: update skipped: loss " in said and "(rows 256 to 263)" in said
-    # What is left of the bad rows makes two bad steps, which are too few to go back for.
+    output = capfd.readouterr().out
+    assert "step 35: 3 of the updates from step 33 to 35 were skipped; rolled back to step 30" in output
+    assert "step 33: update skipped: loss " in output and "(rows 256 to 263)" in output
+    # The remaining bad rows make two bad steps, which are too few for a rollback.
     assert weights(bad) == weights(other) and losses(bad) == losses(other)
-    saved = Checkpoints(bad.run_dir)
-    assert saved.read_meta(42)["data"]["next_row"] == (42 + 3) * ROWS
+    checkpoints = Checkpoints(bad.run_dir)
+    assert checkpoints.read_meta(42)["data"]["next_row"] == (42 + 3) * ROWS
 
     report = (Path(bad.run_dir) / "bad-steps" / "001-step-35.txt").read_text()
     assert report.startswith("step 35: 3 of the updates")
     assert "\nstep 34: loss " in report and "gradient norm" in report
     assert re.search(r"\n  row 264 of the training data, from source test\n    \d+ tokens: .", report)
 
-    # Stopped before it had saved again, it passes over the same.
+    # A run that is killed before its next save skips the same rows.
     for number in (40, 42):
         shutil.rmtree(Path(bad.run_dir) / "checkpoints" / str(number))
     assert training_run.run(bad) == 0
@@ -195,14 +199,14 @@ def test_a_run_goes_back_and_past_bad_data_as_if_that_had_never_been_there(small
 
 
 @pytest.mark.fault(13)
-def test_a_run_that_cannot_get_past_bad_data_stops_and_can_be_tried_again(small, capfd, monkeypatch):
+def test_a_run_with_too_much_bad_data_stops_and_can_be_tried_again(small, capfd, monkeypatch):
     monkeypatch.setattr(rollback, "MAX_ROLLBACKS", 1)
     bad = small("bad", "optimizer.max_skipped=2")
     spoil(Path(bad.data.path), 29, 40)
     assert training_run.run(bad) == 1
-    said = capfd.readouterr().out
-    assert "step 30: 2 of the updates from step 29 to 30 were skipped; rolled back to step 25" in said
-    assert "error: stopped at step 30" in said and "002-step-30.txt names their documents" in said
+    output = capfd.readouterr().out
+    assert "step 30: 2 of the updates from step 29 to 30 were skipped; rolled back to step 25" in output
+    assert "error: stopped at step 30" in output and "002-step-30.txt names their documents" in output
     assert Checkpoints(bad.run_dir).find_resume_step() == 25
     again = dataclasses.replace(bad, optimizer=dataclasses.replace(bad.optimizer, spike_threshold=0.0))
     assert training_run.run(again) == 0
@@ -211,47 +215,47 @@ def test_a_run_that_cannot_get_past_bad_data_stops_and_can_be_tried_again(small,
 
 @pytest.mark.slow
 @pytest.mark.fault(12)
-def test_weights_that_are_not_numbers_take_the_run_back_before_the_step_that_made_them(small, capfd):
-    # One update at such a rate leaves weights of which no gradient is finite.
+def test_weights_that_are_not_finite_roll_the_run_back_before_the_step_that_caused_them(small, capfd):
+    # After one update at such a rate no gradient is finite.
     cfg = small("wild", "schedule.steps=12", "checkpoint.every=5")
     assert (
         training_run.run(dataclasses.replace(cfg, schedule=dataclasses.replace(cfg.schedule, steps=7))) == 0
     )
     wild = dataclasses.replace(cfg, optimizer=dataclasses.replace(cfg.optimizer, learning_rate=1e30))
     assert training_run.run(wild) == 1
-    said = capfd.readouterr().out
-    assert said.count("rolled back to step 7, and the data") == 2 and "stopped at step 11" in said
+    output = capfd.readouterr().out
+    assert output.count("rolled back to step 7, and the data") == 2 and "stopped at step 11" in output
     assert (Path(cfg.run_dir) / "bad-steps" / "003-step-11.txt").is_file()
     assert training_run.run(cfg) == 0
 
 
-def test_a_trace_ends_where_the_run_goes_back_and_is_taken_again(tiny, capfd):
-    # One update at such a rate leaves weights of which no gradient is finite.
+def test_a_trace_ends_at_a_rollback_and_starts_again(tiny, capfd):
+    # After one update at such a rate no gradient is finite.
     wild = ("optimizer.learning_rate=1e30", "optimizer.max_skipped=2", "schedule.warmup=0")
     assert training_run.run(tiny(*wild, "profile_steps=2:9")) == 1
-    said = capfd.readouterr().out
-    assert said.count("rolled back to step 0, and the data") == rollback.MAX_ROLLBACKS
-    assert len(re.findall("steps 2 to [34] are traced", said)) == rollback.MAX_ROLLBACKS + 1
+    output = capfd.readouterr().out
+    assert output.count("rolled back to step 0, and the data") == rollback.MAX_ROLLBACKS
+    assert len(re.findall("steps 2 to [34] are traced", output)) == rollback.MAX_ROLLBACKS + 1
 
 
 @pytest.mark.slow
-def test_a_checkpoint_from_the_bad_steps_is_put_aside(small, capfd):
+def test_a_checkpoint_from_the_bad_steps_is_quarantined(small, capfd):
     bad = small("bad", "checkpoint.every=34", "checkpoint.keep=2")
     spoil(Path(bad.data.path), 33, 35)
     assert training_run.run(bad) == 0
-    said = capfd.readouterr().out
+    output = capfd.readouterr().out
     assert (
-        "rolled back to step 0" not in said and "rolled back to step 34" in said
+        "rolled back to step 0" not in output and "rolled back to step 34" in output
     )  # there is none from before
     early = small("early", "checkpoint.every=17", "optimizer.max_skipped=3")
     spoil(Path(early.data.path), 33, 35)
     assert training_run.run(early) == 0
-    said = capfd.readouterr().out
-    assert "step 34: checkpoint not used: the run went back to step 17" in said
-    assert "rolled back to step 17, and the data" in said
+    output = capfd.readouterr().out
+    assert "step 34: checkpoint not used: the run went back to step 17" in output
+    assert "rolled back to step 17, and the data" in output
 
 
-def test_the_fingerprint_of_the_data_is_that_of_all_rows(sound):
+def test_the_fingerprint_of_the_data_does_not_depend_on_skipped_rows(sound):
     dataset = Dataset.open(sound)
     order = dataset.train_order(8, seed=0)
     assert order.skip([range(8, 16)]).skipped == (range(8, 16),) and not order.skipped

@@ -1,4 +1,4 @@
-"""One update: what it does to the weights, and that splitting the batch or the mesh does not change it."""
+"""The training step: its effect on the weights, which neither microbatches nor the mesh change."""
 
 import dataclasses
 import functools
@@ -28,8 +28,8 @@ ENCODER = ("objective.use=masked", "model=null", "model.use=eurobert", "model.la
 ENCODER += ("model.heads=4", "model.kv_heads=2", "model.mlp=64")
 
 
-def of_family(use: str) -> tuple[str, ...]:
-    """Overrides for a small model of any family."""
+def family_overrides(use: str) -> tuple[str, ...]:
+    """Make the overrides for a small model of any family."""
     cls = reader.part_class("models", use)
     sizes = dict(layers=2, embed=32, heads=4, kv_heads=2, mlp=64, head_dim=8, window=16, global_every=2)
     keys = [f"model.{f.name}={sizes[f.name]}" for f in dataclasses.fields(cls) if f.name in sizes]
@@ -53,9 +53,9 @@ class Bench:
         with jax.set_mesh(self.devices):
             self.update = setup.make_update(self.cfg, self.task)
             self.abstract, self.fresh = setup.make_state(self.cfg, self.task, self.update, self.devices)
-            one = step.train_step(self.task, self.update, self.axes)
-            traced = setup.lower_step(self.cfg, one, self.abstract, self.devices)
-            self.step = compiled_step.load_or_compile(traced, self.devices, None, print)
+            train_step = step.train_step(self.task, self.update, self.axes)
+            lowered = setup.lower_step(self.cfg, train_step, self.abstract, self.devices)
+            self.step = compiled_step.load_or_compile(lowered, self.devices, None, print)
 
     def state(self) -> State:
         with jax.set_mesh(self.devices):
@@ -78,24 +78,24 @@ def weights(state: State) -> dict[str, np.ndarray]:
     return {name: np.asarray(leaf) for name, leaf in module.named_leaves(state.params)}
 
 
-def assert_close(one: State, other: State, tolerance: float) -> None:
-    theirs = weights(other)
-    for name, value in weights(one).items():
-        np.testing.assert_allclose(value, theirs[name], atol=tolerance, rtol=0, err_msg=name)
+def assert_close(first: State, second: State, tolerance: float) -> None:
+    expected = weights(second)
+    for name, value in weights(first).items():
+        np.testing.assert_allclose(value, expected[name], atol=tolerance, rtol=0, err_msg=name)
 
 
 @pytest.mark.parametrize("model", [(), ENCODER], ids=["llama", "eurobert"])
-def test_accumulation_gives_the_update_of_the_whole_batch(tiny, model):
+def test_microbatches_give_the_update_of_the_undivided_batch(tiny, model):
     # SGD, because Adam turns a gradient of 1e-9 that rounds to 0 into a full step.
     sgd = ("optimizer.use=sgd", "optimizer.learning_rate=0.5", *model)
-    whole, rows = Bench(tiny(*sgd)).run(2)
-    parts, part_rows = Bench(tiny(*sgd, "batch.microbatches=4")).run(2)
-    assert_close(whole, parts, 2e-6)
-    assert rows[1]["loss"] == pytest.approx(part_rows[1]["loss"], abs=1e-5)
-    assert rows[1]["grad_norm"] == pytest.approx(part_rows[1]["grad_norm"], rel=1e-4)
+    state, rows = Bench(tiny(*sgd)).run(2)
+    split_state, split_rows = Bench(tiny(*sgd, "batch.microbatches=4")).run(2)
+    assert_close(state, split_state, 2e-6)
+    assert rows[1]["loss"] == pytest.approx(split_rows[1]["loss"], abs=1e-5)
+    assert rows[1]["grad_norm"] == pytest.approx(split_rows[1]["grad_norm"], rel=1e-4)
 
 
-def test_accumulation_weighs_parts_by_their_tokens(tiny):
+def test_microbatches_are_weighted_by_their_tokens(tiny):
     """A mean of means would differ: one row is nearly all padding."""
     bench, split = Bench(tiny("optimizer.use=sgd")), Bench(tiny("optimizer.use=sgd", "batch.microbatches=8"))
     batch = bench.batch()
@@ -103,15 +103,15 @@ def test_accumulation_weighs_parts_by_their_tokens(tiny):
     segments = batch.segments.at[0, 5:].set(0)
     lopsided = dataclasses.replace(batch, tokens=tokens, segments=segments)
     states = []
-    for one in (bench, split):
-        with jax.set_mesh(one.devices):
-            states.append(one.step(one.state(), lopsided)[0])
+    for each in (bench, split):
+        with jax.set_mesh(each.devices):
+            states.append(each.step(each.state(), lopsided)[0])
     assert_close(*states, 1e-6)
 
 
 CASTS = {
     "plain": (),
-    "growing": ("batch.ramp_from=2", "batch.ramp=2"),
+    "ramp": ("batch.ramp_from=2", "batch.ramp=2"),
     "fp8": ("compute.matmul=fp8",),
     "rounded": ("qat.bits=4",),
     "adapters": ("lora.rank=4", "init_from=elsewhere"),
@@ -119,76 +119,80 @@ CASTS = {
 
 
 @pytest.mark.parametrize("name", CASTS)
-def test_matrices_are_cast_once_however_many_parts_a_batch_has(tiny, name):
-    # Three layers, and parts of two rows: nothing else has the shape of the layers' matrices.
+def test_matrices_are_cast_once_for_all_microbatches(tiny, name):
+    # Three layers, and microbatches of two rows: nothing else has the shape of the layers' matrices.
     sizes = ("model.layers=3", "model.vocab=300", "batch.microbatches=4")
     cfg = tiny("compute.dtype=bfloat16", *sizes, *CASTS[name])
-    its = load_family(cfg.model).Model
-    of_layers = {
-        axes for axes, its in module.named_leaves(module.axes(its, cfg.model)) if its.is_hidden_matrix
+    family = load_family(cfg.model).Model
+    hidden_matrices = {
+        path for path, axes in module.named_leaves(module.axes(family, cfg.model)) if axes.is_hidden_matrix
     }
     shapes = {
-        leaf.shape for path, leaf in module.named_leaves(module.shapes(its, cfg.model)) if path in of_layers
+        leaf.shape
+        for path, leaf in module.named_leaves(module.shapes(family, cfg.model))
+        if path in hidden_matrices
     }
 
-    def cast(jaxpr) -> set[tuple[int, ...]]:
-        """The shapes of weights that are made shorter in there."""
-        every = [e for e in equations(jaxpr) if e.primitive.name == "convert_element_type"]
-        shorter = [e for e in every if e.invars[0].aval.dtype.itemsize > e.params["new_dtype"].itemsize]
+    def cast_shapes(jaxpr) -> set[tuple[int, ...]]:
+        """Shapes of the weights that the program casts to a smaller dtype."""
+        casts = [e for e in equations(jaxpr) if e.primitive.name == "convert_element_type"]
+        shorter = [e for e in casts if e.invars[0].aval.dtype.itemsize > e.params["new_dtype"].itemsize]
         return shapes & {e.outvars[0].aval.shape for e in shorter}
 
     program = traced(cfg, {axis: 1 for axis in sharding.AXES})
-    assert cast(program)  # the walk sees them
-    if name == "growing":
+    assert cast_shapes(program)
+    if name == "ramp":
         loops = [e.params["body_jaxpr"].jaxpr for e in equations(program) if e.primitive.name == "while"]
     else:
         scans = [e for e in equations(program) if e.primitive.name == "scan"]
         loops = [e.params["jaxpr"].jaxpr for e in scans if e.params["length"] == 4]
     assert any(e.primitive.name == "dot_general" for loop in loops for e in equations(loop))
-    assert not any(cast(loop) for loop in loops)
+    assert not any(cast_shapes(loop) for loop in loops)
 
 
-def test_accumulation_in_bfloat16_gives_the_bits_of_gradients_summed_by_hand(tiny):
-    """One part after the other, each with weights that are cast for it alone."""
-    # Untied: what an embedding learns in both of its places is added up in an order of the compiler's choice.
+def test_microbatches_in_bfloat16_give_the_bits_of_gradients_summed_by_hand(tiny):
+    """By hand, the weights are cast for each microbatch."""
+    # Not tied: the compiler chooses the order in which the two gradients of a tied embedding are added.
     bench = Bench(tiny("compute.dtype=bfloat16", "batch.microbatches=4", "model.tie_embeddings=false"))
     task, update, axes = bench.task, bench.update, bench.axes
     [phase] = load_objective(task.objective).phases
     trained = module.trainable_mask(axes, frozenset())
 
     @jax.jit
-    def of_one(params, part):
+    def microbatch_gradients(params, microbatch):
         def loss(params):
-            total = phase.loss(task, cast_weights(params, axes, task.exec_opts), part).loss
-            return total, {"loss": total, "count": part.weights.sum()}
+            total = phase.loss(task, cast_weights(params, axes, task.exec_opts), microbatch).loss
+            return total, {"loss": total, "count": microbatch.weights.sum()}
 
         return jax.grad(loss, has_aux=True)(params)
 
-    def by_hand(params, parts):
-        each = [of_one(params, jax.tree.map(lambda x, n=n: x[n], parts)) for n in range(4)]
-        return functools.reduce(lambda one, other: jax.tree.map(jnp.add, one, other), each)
+    def by_hand(params, microbatches):
+        results = [
+            microbatch_gradients(params, jax.tree.map(lambda x, n=n: x[n], microbatches)) for n in range(4)
+        ]
+        return functools.reduce(lambda total, result: jax.tree.map(jnp.add, total, result), results)
 
     @jax.jit
-    def applied(state, grads, sums):
+    def apply_update(state, grads, sums):
         means = jax.tree.map(lambda g: g / sums["count"], grads)
-        own, norm = step.clip_by_global_norm(means, update.config.max_grad_norm, trained)
+        clipped, norm = step.clip_by_global_norm(means, update.config.max_grad_norm, trained)
         metrics = {"loss": sums["loss"], "grad_norm": norm}
-        return step.apply_update(update, axes, state, own, metrics, model=task.model)
+        return step.apply_update(update, axes, state, clipped, metrics, model=task.model)
 
     def run(gradients) -> tuple[list[float], dict[str, np.ndarray]]:
         state, losses = bench.state(), []
         for number in range(3):
             examples = load_objective(task.objective).prepare(task, bench.batch(number), jax.random.key(0))
             grads, sums = gradients(state.params, step.to_microbatches(examples, 4))
-            state, metrics = applied(state, grads, sums)
+            state, metrics = apply_update(state, grads, sums)
             losses.append(float(metrics["loss"]))
         return losses, weights(state)
 
     with jax.set_mesh(bench.devices):
-        losses, found = run(jax.jit(functools.partial(step.accumulate_gradients, task, axes)))
-        summed, expected = run(by_hand)
-    assert losses == summed
-    for name, value in found.items():
+        losses, params = run(jax.jit(functools.partial(step.accumulate_gradients, task, axes)))
+        expected_losses, expected = run(by_hand)
+    assert losses == expected_losses
+    for name, value in params.items():
         np.testing.assert_array_equal(value, expected[name], err_msg=name)
 
 
@@ -201,30 +205,31 @@ QUICK = [(2, 1, 1, 1), (1, 4, 1, 1), (1, 1, 4, 1), (1, 1, 1, 4), (1, 1, 1, 8), (
 
 
 @pytest.fixture(scope="module")
-def alone() -> dict[str, list[float]]:
+def single_device_losses() -> dict[str, list[float]]:
+    """The losses of each model on one device, once they were computed."""
     return {}
 
 
-def check_mesh(tiny, alone, name: str, sizes: dict[str, int]) -> None:
-    model = {"llama": (), "eurobert": ENCODER}.get(name) or of_family(name)
-    if name not in alone:
-        alone[name] = [row["loss"] for row in Bench(tiny(*model)).run(3)[1]]
+def check_mesh(tiny, single_device_losses, name: str, sizes: dict[str, int]) -> None:
+    model = {"llama": (), "eurobert": ENCODER}.get(name) or family_overrides(name)
+    if name not in single_device_losses:
+        single_device_losses[name] = [row["loss"] for row in Bench(tiny(*model)).run(3)[1]]
     losses = [row["loss"] for row in Bench(tiny(*model), sizes).run(3)[1]]
-    # What the model itself rounds falls on the other side now and then, when sums are in another order.
+    # A model that rounds may round the other way if sums are in another order.
     rounds = fixed_matmul(tiny(*model).model) != "compute"
-    np.testing.assert_allclose(losses, alone[name], atol=1e-3 if rounds else 3e-5, rtol=0)
+    np.testing.assert_allclose(losses, single_device_losses[name], atol=1e-3 if rounds else 3e-5, rtol=0)
 
 
 @pytest.mark.thin(3)
 @pytest.mark.parametrize("sizes", QUICK, ids=str)
-def test_the_mesh_does_not_change_the_loss_of_a_decoder(tiny, alone, sizes):
-    check_mesh(tiny, alone, "llama", dict(zip(sharding.AXES, sizes, strict=False)))
+def test_the_mesh_does_not_change_the_loss_of_a_decoder(tiny, single_device_losses, sizes):
+    check_mesh(tiny, single_device_losses, "llama", dict(zip(sharding.AXES, sizes, strict=False)))
 
 
 @pytest.mark.thin(2)
 @pytest.mark.parametrize("sizes", [(2, 2, 1, 2), (1, 1, 4, 2)], ids=str)
-def test_the_mesh_does_not_change_the_loss_of_an_encoder(tiny, alone, sizes):
-    check_mesh(tiny, alone, "eurobert", dict(zip(sharding.AXES, sizes, strict=False)))
+def test_the_mesh_does_not_change_the_loss_of_an_encoder(tiny, single_device_losses, sizes):
+    check_mesh(tiny, single_device_losses, "eurobert", dict(zip(sharding.AXES, sizes, strict=False)))
 
 
 # The first three have a quick mesh of both elsewhere; a torch module takes twice as long as the others.
@@ -232,20 +237,20 @@ ELSEWHERE = {"llama", "deberta", "moe", "torch"}
 
 
 @pytest.mark.parametrize("name", sorted({*reader.part_names("models")} - ELSEWHERE))
-def test_splitting_weights_both_ways_does_not_change_the_loss(tiny, alone, name):
-    check_mesh(tiny, alone, name, dict(fsdp=2, tensor=2))
+def test_splitting_weights_both_ways_does_not_change_the_loss(tiny, single_device_losses, name):
+    check_mesh(tiny, single_device_losses, name, dict(fsdp=2, tensor=2))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(2, 2, 2, 1), (1, 2, 2, 2)], ids=str)
 @pytest.mark.parametrize("name", sorted({*reader.part_names("models")} - {"llama", "eurobert"}))
-def test_the_mesh_does_not_change_the_loss_of_any_family(tiny, alone, name, sizes):
-    check_mesh(tiny, alone, name, dict(zip(sharding.AXES, sizes, strict=False)))
+def test_the_mesh_does_not_change_the_loss_of_any_family(tiny, single_device_losses, name, sizes):
+    check_mesh(tiny, single_device_losses, name, dict(zip(sharding.AXES, sizes, strict=False)))
 
 
 @pytest.mark.parametrize("sizes", [(1, 2, 2, 2), (2, 2, 2, 1)], ids=str)
 def test_no_mesh_makes_the_compiler_copy_every_row_to_every_device(tiny, capfd, no_compilation_cache, sizes):
-    """It says so, across the display, when it finds no better way."""
+    """XLA prints a warning if it finds no better way."""
     Bench(tiny("model.tie_embeddings=false"), dict(zip(sharding.AXES, sizes, strict=False)))
     assert "Involuntary full rematerialization" not in capfd.readouterr().err
 
@@ -253,8 +258,8 @@ def test_no_mesh_makes_the_compiler_copy_every_row_to_every_device(tiny, capfd, 
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", all_meshes(), ids=lambda sizes: str(tuple(sizes.values())))
 @pytest.mark.parametrize("name", ["llama", "eurobert"])
-def test_no_mesh_at_all_changes_the_loss(tiny, alone, name, sizes):
-    check_mesh(tiny, alone, name, sizes)
+def test_no_mesh_at_all_changes_the_loss(tiny, single_device_losses, name, sizes):
+    check_mesh(tiny, single_device_losses, name, sizes)
 
 
 LONG = ("data.path=nowhere", "model.layers=2", "model.embed=2048", "model.heads=32", "model.kv_heads=8")
@@ -263,7 +268,7 @@ LONG += ("compute.remat=full", "attention.use=blockwise")
 
 
 def traced(cfg, sizes: dict[str, int]):
-    """The program of a step, as JAX has it."""
+    """Trace the jaxpr of a step."""
     devices = sharding.make_mesh(sizes, jax.devices()[: math.prod(sizes.values())])
     task = make_task(cfg, SpecialTokens(cfg.model.vocab, 0, 1, 2, 3))
     axes = module.axes(load_family(task.model).Model, task.model)
@@ -271,12 +276,12 @@ def traced(cfg, sizes: dict[str, int]):
         update = setup.make_update(cfg, task)
         abstract, _ = setup.make_state(cfg, task, update, devices)
         rows = jax.ShapeDtypeStruct((cfg.batch.sequences, cfg.data.sequence_length), jnp.int32)
-        found = jax.jit(step.train_step(task, update, axes)).trace(abstract, Batch(rows, rows, rows, None))
-    return found.jaxpr.jaxpr
+        program = jax.jit(step.train_step(task, update, axes)).trace(abstract, Batch(rows, rows, rows, None))
+    return program.jaxpr.jaxpr
 
 
 def equations(jaxpr) -> Iterator[Any]:
-    """All of a program's, loops and kernels included."""
+    """Yield all equations of a program, including those of loops and kernels."""
     for equation in jaxpr.eqns:
         yield equation
         for value in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "jaxpr")):
@@ -285,24 +290,24 @@ def equations(jaxpr) -> Iterator[Any]:
                 yield from equations(inner)
 
 
-def made(jaxpr) -> Iterator[tuple[int, ...]]:
-    """The shapes of all that a program computes."""
+def computed_shapes(jaxpr) -> Iterator[tuple[int, ...]]:
+    """Yield the shapes of all arrays that a program computes."""
     for equation in equations(jaxpr):
         yield from (variable.aval.shape for variable in equation.outvars if hasattr(variable.aval, "shape"))
 
 
 @pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (1, 1, 2, 4)], ids=str)
 @pytest.mark.parametrize("length", [32768, 131072])
-def test_a_step_over_long_rows_makes_nothing_of_the_length_squared(tiny, length, sizes):
-    """Nor an array of 2**31 numbers on one device. (Without remat, what all layers keep is one array that may
-    be longer: an int32 counts along one axis of it, and the compilers take the whole.)"""
+def test_a_step_over_long_rows_has_no_array_of_the_length_squared(tiny, length, sizes):
+    """Nor an array of 2**31 numbers on one device. (Without remat, the residuals of all layers are one array
+    that may be longer: an int32 indexes each of its axes, and the compilers accept it.)"""
     cfg = tiny(*LONG)
     cfg = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, sequence_length=length))
-    shapes = set(made(traced(cfg, dict(zip(sharding.AXES, sizes, strict=False)))))
-    assert (1, length, 8192) in shapes  # the walk sees what is made in a layer
+    shapes = set(computed_shapes(traced(cfg, dict(zip(sharding.AXES, sizes, strict=False)))))
+    assert (1, length, 8192) in shapes  # arrays within a layer are seen
     assert max(math.prod(shape) for shape in shapes) < 2**31
-    of_model = (2048, 8192, 128256, 128256 // 2)
-    squares = [[size for size in shape if size > 2048 and size not in of_model] for shape in shapes]
+    model_sizes = (2048, 8192, 128256, 128256 // 2)
+    squares = [[size for size in shape if size > 2048 and size not in model_sizes] for shape in shapes]
     assert max(math.prod(long) for long in squares) <= 2 * length
 
 
@@ -315,11 +320,11 @@ def test_weights_and_moments_are_split_over_the_mesh(tiny):
 
 @pytest.mark.thin(2)
 @pytest.mark.parametrize("use", reader.part_names("optim"))
-def test_no_optimizer_keeps_its_state_whole_on_every_device(tiny, use):
+def test_no_optimizer_replicates_its_state_on_every_device(tiny, use):
     state = Bench(tiny(f"optimizer.use={use}"), {"fsdp": 4, "tensor": 2}).state()
     leaves = jax.tree.leaves(state.optimizer)
-    held = sum(leaf.addressable_shards[0].data.size for leaf in leaves)
-    assert held < 0.4 * sum(leaf.size for leaf in leaves)
+    local_size = sum(leaf.addressable_shards[0].data.size for leaf in leaves)
+    assert local_size < 0.4 * sum(leaf.size for leaf in leaves)
 
 
 @pytest.mark.parametrize("use", reader.part_names("optim"))
@@ -333,7 +338,7 @@ def test_every_optimizer_trains(tiny, use):
 @pytest.mark.thin(3)
 @pytest.mark.parametrize("use", reader.part_names("models"))
 def test_every_model_trains(tiny, use):
-    _, rows = Bench(tiny(*of_family(use), "schedule.steps=20")).run(20)
+    _, rows = Bench(tiny(*family_overrides(use), "schedule.steps=20")).run(20)
     assert rows[-1]["loss"] < rows[0]["loss"] - 0.5
 
 
@@ -391,17 +396,16 @@ def test_the_average_follows_the_weights(tiny):
     bench = Bench(tiny("optimizer.ema_decay=0.75"))
     start = weights(bench.state())
     first, _ = bench.run(1)
-    one = weights(first)
     average = dict(module.named_leaves(first.ema))
-    for name, value in one.items():
+    for name, value in weights(first).items():
         np.testing.assert_allclose(average[name], 0.75 * start[name] + 0.25 * value, atol=1e-7)
 
 
 @pytest.mark.fault(14)
-def test_a_gradient_that_overflows_beside_a_finite_loss_skips_the_update(tiny):
+def test_a_gradient_that_overflows_with_a_finite_loss_skips_the_update(tiny):
     bench = Bench(tiny("model.tie_embeddings=false"))
     state, batch = bench.state(), bench.batch()
-    far = dataclasses.replace(state.params, head=state.params.head * 1e22)  # whose square float32 lacks
+    far = dataclasses.replace(state.params, head=state.params.head * 1e22)  # its square overflows float32
     state = dataclasses.replace(state, params=far)
     before = weights(state)
     with jax.set_mesh(bench.devices):
@@ -441,22 +445,22 @@ def test_the_learning_rate_follows_the_schedule_in_tokens(tiny):
     assert [row["learning_rate"] for row in rows] == pytest.approx([0.0025, 0.005, 0.0075, 0.01])
 
 
-def test_masking_meets_its_rates(tiny):
+def test_masking_has_the_configured_rates(tiny):
     rates = ("objective.mask_rate=0.3", "objective.mask_token_share=0.8", "objective.random_token_share=0.1")
     bench = Bench(tiny(*ENCODER, *rates, "batch.sequences=64"))
     batches = [bench.batch(number) for number in range(4)]
     prepare = jax.jit(lambda batch, key: load_objective(bench.task.objective).prepare(bench.task, batch, key))
     examples = [prepare(batch, jax.random.key(n)) for n, batch in enumerate(batches)]
     tokens = np.concatenate([np.asarray(batch.tokens) for batch in batches])
-    inputs = np.concatenate([np.asarray(one.inputs) for one in examples])
-    chosen = np.concatenate([np.asarray(one.weights) for one in examples]) > 0
+    inputs = np.concatenate([np.asarray(example.inputs) for example in examples])
+    selected = np.concatenate([np.asarray(example.weights) for example in examples]) > 0
     special = bench.dataset.index.special
     plain = ~np.isin(tokens, [special.bos, special.eos, special.pad])
-    assert not chosen[~plain].any()
-    assert chosen[plain].mean() == pytest.approx(0.3, abs=0.015)
-    assert (inputs[chosen] == special.mask).mean() == pytest.approx(0.8, abs=0.02)
-    assert (inputs[chosen] == tokens[chosen]).mean() == pytest.approx(0.1, abs=0.02)
-    np.testing.assert_array_equal(inputs[~chosen], tokens[~chosen])
+    assert not selected[~plain].any()
+    assert selected[plain].mean() == pytest.approx(0.3, abs=0.015)
+    assert (inputs[selected] == special.mask).mean() == pytest.approx(0.8, abs=0.02)
+    assert (inputs[selected] == tokens[selected]).mean() == pytest.approx(0.1, abs=0.02)
+    np.testing.assert_array_equal(inputs[~selected], tokens[~selected])
 
 
 def test_causal_targets_stay_within_a_document(tiny):

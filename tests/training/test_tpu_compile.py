@@ -20,6 +20,7 @@ from headrace.training import setup, compiled_step, step
 from headrace.nn import sharding, module
 from headrace.config import recipe
 from headrace.objectives import SpecialTokens
+from headrace.training.task import make_task
 
 sizes = dict(zip(sharding.AXES, map(int, sys.argv[2].split(",")), strict=False))
 cfg = recipe.load(sys.argv[1], sys.argv[3:])
@@ -29,7 +30,7 @@ task = make_task(cfg, SpecialTokens(cfg.model.vocab, 0, 1, 2, 3))
 with jax.set_mesh(devices):
     update = setup.make_update(cfg, task)
     abstract, _ = setup.make_state(cfg, task, update, devices)
-    axes = module.axes(load_family(task.model).Model, task.model)
+    axes = module.axes(task.family.Model, task.model)
     traced = setup.lower_step(cfg, step.train_step(task, update, axes), abstract, devices)
     compiled = compiled_step.load_or_compile(traced, devices, None, print)
 used = compiled.memory_analysis()
@@ -38,12 +39,12 @@ print("arguments", used.argument_size_in_bytes, "aliased", used.alias_size_in_by
 
 
 def compiled(path: Path, sizes: str, *overrides: str) -> dict[str, int]:
-    """Bytes that the step is given, and those of them that it gives back in their own place."""
+    """Bytes of the arguments of the compiled step, and how many of them its results reuse."""
     command = [sys.executable, "-c", SCRIPT, str(path), sizes, *overrides]
     env = os.environ | {"XLA_FLAGS": "", "TPU_WORKER_HOSTNAMES": "localhost"}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
-    numbers = done.stdout.splitlines()[-1].split()  # above it is what the compiler was told
+    numbers = done.stdout.splitlines()[-1].split()  # above it are messages of the compiler
     return dict(zip(numbers[::2], map(int, numbers[1::2]), strict=True))
 
 
@@ -60,7 +61,7 @@ def test_the_step_compiles_for_a_tpu_slice_with_the_state_donated(libtpu, tiny, 
     overrides = ["model.vocab=512", "compute.dtype=bfloat16"]
     overrides = encoder + overrides if name == "eurobert" else overrides
     numbers = compiled(tmp_path / "tpu.yaml", "1,2,2,2", *overrides)
-    # All of the state comes back in its own place; only the batch does not.
+    # The new state reuses the memory of the old one; only the batch is not reused.
     assert numbers["aliased"] > 0.9 * numbers["arguments"]
 
 
@@ -70,7 +71,7 @@ def test_the_step_of_every_family_compiles_for_a_tpu_slice(libtpu, path):
     if path.stem == "torch":
         pytest.importorskip("torchax", reason="needs torchax: pip install 'headrace[torch]'")
     overrides = ["data.sequence_length=512", "model.vocab=2048", "compute.dtype=bfloat16"]
-    if recipe.load(path).model.use == "deberta":  # which has so many positions
+    if recipe.load(path).model.use == "deberta":  # has as many positions
         overrides.append("model.max_relative_positions=512")
     numbers = compiled(path, "1,4,2,1", *overrides)
     assert numbers["aliased"] > 0.9 * numbers["arguments"]

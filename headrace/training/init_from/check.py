@@ -38,9 +38,9 @@ def check_source(path: str, model: ModelConfig, init_weights: str | None = None)
     stored_model = read_model_config(path, model)
     source = model_wrappers.without_wrapper(stored_model)
     if init_weights is None:
-        selected = select_all(path, source, model)
+        selected = select_all_weights(path, source, model)
     else:
-        selected = module.select_weights("init_weights", init_weights, read_axes(model))
+        selected = module.select_weights("init_weights", init_weights, axes_by_path(model))
     check_shapes(path, source, model, selected)
 
     sums_deltas = not has_same_deltas(source, model, selected)
@@ -60,19 +60,19 @@ def check_source(path: str, model: ModelConfig, init_weights: str | None = None)
     )
 
 
-def read_axes(model: ModelConfig) -> dict[str, Axes]:
+def axes_by_path(model: ModelConfig) -> dict[str, Axes]:
     """The axes of every weight of a model, by path."""
     return dict(named_leaves(module.axes(load_family(model).Model, model)))
 
 
-def select_all(path: str, source: ModelConfig, model: ModelConfig) -> frozenset[str]:
+def select_all_weights(path: str, source: ModelConfig, model: ModelConfig) -> frozenset[str]:
     """Select all weights of a source that has the same ones, except perhaps a head for labels."""
     if source.use != model.use:
         raise UserError(
             f"init_from: {path} holds a {source.use}, expected a {model.use}, or `init_weights` to select "
             "some weights"
         )
-    axes, source_axes = read_axes(model), read_axes(source)
+    axes, source_axes = axes_by_path(model), axes_by_path(source)
     unmatched = sorted(source_axes.keys() ^ axes.keys())
     if classification_head.has_labels(model):  # it needs no head of the source, and can draw its own
         unmatched = sorted(axes.keys() - source_axes.keys() - set(classification_head.HEAD_WEIGHTS))
@@ -88,7 +88,7 @@ def select_all(path: str, source: ModelConfig, model: ModelConfig) -> frozenset[
 def check_shapes(path: str, source: ModelConfig, model: ModelConfig, selected: frozenset[str]) -> None:
     """Check that the selected weights have the axes of the source's, and are not smaller along any but the
     vocabulary. Raises UserError if not."""
-    axes, source_axes = read_axes(model), read_axes(source)
+    axes, source_axes = axes_by_path(model), axes_by_path(source)
     shapes, source_shapes = (
         dict(named_leaves(module.shapes(load_family(cfg).Model, cfg))) for cfg in (model, source)
     )

@@ -24,7 +24,13 @@ from headrace.models import ModelConfig
 from headrace.nn import module, sharding
 from headrace.nn.module import Array, PyTree, named_leaves
 from headrace.training import grow
-from headrace.training.init_from.check import InitSource, changed_settings, delta_weights, is_run, read_axes
+from headrace.training.init_from.check import (
+    InitSource,
+    axes_by_path,
+    changed_settings,
+    delta_weights,
+    is_run,
+)
 from headrace.training.init_from.vocab_rows import vocab_row_map
 
 Weights = dict[str, Array]  # by path
@@ -43,12 +49,12 @@ def load_weights(
     rows, vocab_note = vocab_row_map(source.path, data_path, source.model.vocab, model.vocab)
     targets = {name: leaf for name, leaf in named_leaves(plain) if name in source.selected}
     adapter = WeightAdapter(source, plain_model, targets, rows)
-    text = summary(adapter, [name for name, _ in named_leaves(plain)], vocab_note)
+    text = describe_initialization(adapter, [name for name, _ in named_leaves(plain)], vocab_note)
     if has_frozen_base and not frozen_reference.has_reference(model):
         return load_frozen(adapter, model, fresh, mesh), text
 
     weights = adapter.adapt(
-        {name: w for name, w in read_weights(source, mesh).items() if name in source.selected}
+        {name: w for name, w in read_source_weights(source, mesh).items() if name in source.selected}
     )
     if source.sums_deltas:
         weights |= to_stored_differences(plain_model, weights, dict(named_leaves(plain)))
@@ -84,7 +90,7 @@ class WeightAdapter:
     def adapt(self, weights: Weights) -> Weights:
         """Adapt some weights. Those that need no change are not copied: this is where a run needs most memory
         beyond its state."""
-        axes = read_axes(self.source.model)
+        axes = axes_by_path(self.source.model)
         depths = self.source.model.layers, self.model.layers
 
         def grow_weights(weights: Weights) -> Weights:
@@ -105,14 +111,14 @@ class WeightAdapter:
         return weights | jax.jit(grow_weights, out_shardings=shardings)(changed)
 
 
-def summary(adapter: WeightAdapter, names: list[str], vocab_note: str) -> str:
+def describe_initialization(adapter: WeightAdapter, names: list[str], vocab_note: str) -> str:
     """Summarize which weights of `names` come from the source and which are initialized at random."""
     source = adapter.source
     text = f"init_from: {len(adapter.targets)} of {len(names)} weights from {source.path}"
     initialized = sorted(set(names) - source.selected)
     if initialized:
         text += f"; {', '.join(initialized[:3])}{' and others' * (len(initialized) > 3)} initialized"
-    axes = read_axes(source.model)
+    axes = axes_by_path(source.model)
     has_vocab_axis = any("vocab" in axes[name].names for name in source.selected)
     notes = [vocab_note] if vocab_note and has_vocab_axis else []
     notes += changed_settings(source.model, adapter.model)
@@ -137,7 +143,7 @@ def load_frozen(adapter: WeightAdapter, model: ModelConfig, fresh: PyTree, mesh:
         if not model_wrappers.is_randomly_initialized(name):
             leaf.delete()
     frozen: dict[str, PyTree] = {}
-    for name, w in iter_weights(adapter.source, mesh):
+    for name, w in iter_source_weights(adapter.source, mesh):
         freeze = jax.jit(
             partial(model_wrappers.wrap_weight, family, model, name), out_shardings=shardings[name]
         )
@@ -151,7 +157,7 @@ def load_frozen(adapter: WeightAdapter, model: ModelConfig, fresh: PyTree, mesh:
     return jax.tree_util.tree_map_with_path(keep_drawn, loaded, fresh)
 
 
-def iter_weights(source: InitSource, mesh: Mesh) -> Iterator[tuple[str, Array]]:
+def iter_source_weights(source: InitSource, mesh: Mesh) -> Iterator[tuple[str, Array]]:
     """Yield the weights of the source one by one, sharded over the devices."""
     path, family = source.path, load_family(source.model)
     target = sharding.abstract_params(family.Model, source.model, mesh)
@@ -162,19 +168,19 @@ def iter_weights(source: InitSource, mesh: Mesh) -> Iterator[tuple[str, Array]]:
         for name, w in open_hf.iter_weights(table, target, tensors, source.selected):
             yield name, jax.make_array_from_callback(w.shape, leaves[name].sharding, w.__getitem__)
     elif model_wrappers.has_frozen_base(source.stored_model) or source.sums_deltas:
-        remaining = list(read_weights(source, mesh).items())
+        remaining = list(read_source_weights(source, mesh).items())
         while remaining:
             yield remaining.pop(0)
     else:
-        with open_checkpoint(path) as (checkpoints, step):
+        with open_newest_checkpoint(path) as (checkpoints, step):
             yield from checkpoints.iter_params(step, target)
 
 
-def read_weights(source: InitSource, mesh: Mesh) -> Weights:
+def read_source_weights(source: InitSource, mesh: Mesh) -> Weights:
     """Read all weights of the source at once. With `sums_deltas` they are those that an export would have."""
     if not is_run(source.path):
-        return dict(iter_weights(source, mesh))
-    params = restore_run(source, mesh)
+        return dict(iter_source_weights(source, mesh))
+    params = restore_run_weights(source, mesh)
     weights = dict(named_leaves(params))
     if source.sums_deltas:
         # Of models that were trained as a pair, the main one is exported under the name "".
@@ -183,11 +189,11 @@ def read_weights(source: InitSource, mesh: Mesh) -> Weights:
     return weights
 
 
-def restore_run(source: InitSource, mesh: Mesh) -> PyTree:
+def restore_run_weights(source: InitSource, mesh: Mesh) -> PyTree:
     """Restore the plain weights of a run: what wraps them is merged into them."""
     family = load_family(source.model).Model
     target = sharding.abstract_params(family, source.model, mesh)
-    with open_checkpoint(source.path) as (checkpoints, step):
+    with open_newest_checkpoint(source.path) as (checkpoints, step):
         if not model_wrappers.has_frozen_base(source.stored_model):
             return checkpoints.restore_params(step, target)
         wrapped = sharding.abstract_params(load_family(source.stored_model).Model, source.stored_model, mesh)
@@ -197,7 +203,7 @@ def restore_run(source: InitSource, mesh: Mesh) -> PyTree:
 
 
 @contextlib.contextmanager
-def open_checkpoint(run_dir: str) -> Iterator[tuple[Checkpoints, int]]:
+def open_newest_checkpoint(run_dir: str) -> Iterator[tuple[Checkpoints, int]]:
     """Open the newest checkpoint of a run. Raises UserError if there is none."""
     checkpoints = Checkpoints(run_dir)
     try:
