@@ -233,7 +233,7 @@ def make_session(
 
 
 def make_meter(setup: TrainSetup) -> Meter:
-    """Make what turns step times into tokens per second, MFU and the time left."""
+    """Make the meter that turns the metrics of a step into the row that is logged."""
     recipe = setup.recipe
     return Meter(
         tokens_per_step=recipe.batch.sequences * recipe.data.sequence_length,

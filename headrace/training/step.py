@@ -241,14 +241,14 @@ def apply_update(
     learning_rate = cfg.learning_rate * update.curves.learning_rate(state.step)
     weight_decay = cfg.weight_decay * update.curves.weight_decay(state.step)
 
-    def updated(axes: Axes, w: Array, d: Array | None, g: Array | None) -> Array:
+    def update_weight(axes: Axes, w: Array, d: Array | None, g: Array | None) -> Array:
         if d is None or g is None:  # frozen
             return w
         if axes.update_rule is not None:
             return axes.update_rule.move(model, w, g)
         return w - axes.lr_scale * learning_rate * (d + weight_decay * w if axes.is_matrix else d)
 
-    params = jax.tree.map(updated, axes, state.params, direction, grads, is_leaf=_is_axes)
+    params = jax.tree.map(update_weight, axes, state.params, direction, grads, is_leaf=_is_axes)
     ema = state.ema
     if ema is not None:
         ema = jax.tree.map(lambda mean, w: cfg.ema_decay * mean + (1 - cfg.ema_decay) * w, ema, params)
