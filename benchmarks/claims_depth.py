@@ -103,7 +103,7 @@ def trained(name: str, steps: int) -> dict[str, Any]:
 
 
 def learn(task: TrainTask, update: step.OptimizerStep, axes: Any, state: Any, examples: Examples) -> Any:
-    """Like step.train_step, with given examples."""
+    """Like step.make_train_step, with given examples."""
     key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
     if recurrent_depth.is_recurrent(task.model):
         task = replace(task, exec_opts=recurrent_depth.sample_rounds(task.exec_opts, task.model, key))

@@ -68,7 +68,7 @@ def trained(use: str, rate: float, number: int, data: str) -> Curve:
     axes = module.axes(load_family(cfg.model).Model, cfg.model)
     state, curve, order = made.state, [], dataset.train_order(ROWS, seed=0)
     with jax.set_mesh(made.devices):
-        score = jax.jit(step.eval_step(made.task, axes))
+        score = jax.jit(step.make_eval_step(made.task, axes))
         for done in range(1, number + 1):
             batch = batches.device_batch(dataset, order, made.devices, done - 1)
             state, _ = made.step(state, batch)

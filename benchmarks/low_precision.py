@@ -103,7 +103,7 @@ def train(args: argparse.Namespace, format: str) -> Row:
         abstract, fresh = setup.make_state(cfg, task, update, devices)
         axes = module.axes(load_family(task.model).Model, task.model)
         begun = time.perf_counter()
-        traced = setup.lower_step(cfg, step.train_step(task, update, axes), abstract, devices)
+        traced = setup.lower_step(cfg, step.make_train_step(task, update, axes), abstract, devices)
         train_step: Any = compiled_step.load_or_compile(
             traced, devices, None, lambda line: print(line, file=sys.stderr)
         )
@@ -120,7 +120,7 @@ def train(args: argparse.Namespace, format: str) -> Row:
             state, values = train_step(state, rows)
             losses.append(float(values["loss"]))
             seconds.append(time.perf_counter() - begun)
-        score = jax.jit(step.eval_step(task, axes))
+        score = jax.jit(step.make_eval_step(task, axes))
         sums = [score(state.params, put(held_out[n : n + batch]), n) for n in range(0, 4 * batch, batch)]
         evaluated = sum(float(one["nll"]) for one in sums) / sum(float(one["count"]) for one in sums)
     program = train_step.as_text() or ""

@@ -151,7 +151,7 @@ def compile_step(cfg: Any, vocabulary: Any) -> CompiledStep:
         abstract, fresh = setup.make_state(cfg, task, update, devices)
         axes = module.axes(load_family(task.model).Model, task.model)
         begun, cpu = time.perf_counter(), time.process_time()
-        lowered = setup.lower_step(cfg, step.train_step(task, update, axes), abstract, devices)
+        lowered = setup.lower_step(cfg, step.make_train_step(task, update, axes), abstract, devices)
         traced = time.perf_counter()
         train_step = compiled_step.load_or_compile(lowered, devices, None, print)
         times = {"tracing": traced - begun, "compiling": time.perf_counter() - traced}

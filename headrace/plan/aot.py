@@ -148,7 +148,7 @@ def compile_here(recipe: TrainRecipe, slice_shape: SliceShape, folder: Path) -> 
         )
         started_at = time.process_time()
         try:
-            train_step = step.train_step(task, update, axes)
+            train_step = step.make_train_step(task, update, axes)
             lowered = setup.lower_step(recipe, train_step, abstract, mesh, **batch_fields)
             program: Any = compiled_step.load_or_compile(lowered, mesh, None, print)
             compiled_step.save(lowered, program, folder)

@@ -18,10 +18,10 @@ from headrace.html_page import render_notebook_table
 from headrace.nn import module
 from headrace.objectives import Batch, Objective, ObjectiveConfig, check_dataset_kind, load_objective
 from headrace.training.batch import device_batch, special_tokens
-from headrace.training.step import Metrics, eval_step
+from headrace.training.step import Metrics, make_eval_step
 from headrace.training.task import make_task
 
-Score = Callable[[Batch, int], Metrics]  # an eval_step with its weights
+Score = Callable[[Batch, int], Metrics]  # a function of `make_eval_step`, with the weights
 Totals = dict[str, np.ndarray]  # sums over the split, float64; arrays where an objective counts by label
 
 # The metrics that `format_result` names first.
@@ -56,7 +56,7 @@ def evaluate_run(run: LoadedRun) -> Evaluation:
     axes = module.axes(task.family.Model, task.model)
     batch_size = recipe.batch.sequences // recipe.batch.microbatches
     with jax.set_mesh(run.mesh):
-        score = functools.partial(jax.jit(eval_step(task, axes, recipe.eval.repeats)), run.params)
+        score = functools.partial(jax.jit(make_eval_step(task, axes, recipe.eval.repeats)), run.params)
         result = evaluate(score, dataset, run.mesh, recipe.objective, batch_size=batch_size)
     assert result is not None
     return result

@@ -51,7 +51,7 @@ from headrace.training.run_folder import (
 )
 from headrace.training.session import TrainSession
 from headrace.training.setup import lower_step, make_mesh, make_state, make_update
-from headrace.training.step import OptimizerStep, TrainStep, eval_step, train_step
+from headrace.training.step import OptimizerStep, TrainStep, make_eval_step, make_train_step
 from headrace.training.task import make_task, recipe_flops_per_token
 
 
@@ -184,12 +184,12 @@ def find_init_source(setup: TrainSetup, folder: RunFolder) -> InitSource | None:
 def load_or_compile_train_step(setup: TrainSetup, folder: RunFolder, program_dir: Path | None) -> TrainStep:
     """Compile the training step, or load it from `program_dir` if it is there."""
     dataset, event = setup.dataset, folder.trackers.event
-    step_function = train_step(setup.task, setup.update, setup.axes)
+    train_step = make_train_step(setup.task, setup.update, setup.axes)
     with folder.clock.category("compilation"):
         with collect_warnings() as warnings:
             lowered = lower_step(
                 setup.recipe,
-                step_function,
+                train_step,
                 setup.abstract_state,
                 setup.mesh,
                 has_loss_mask=dataset.has_loss_mask,
@@ -226,7 +226,7 @@ def make_session(
         watchdog=Watchdog(recipe.step_timeout, recipe.run_dir),
         load_state=functools.partial(load_state, setup, folder, init_source),
         train_step=compiled,
-        eval_step=jax.jit(eval_step(task, setup.axes, recipe.eval.repeats)),
+        eval_step=jax.jit(make_eval_step(task, setup.axes, recipe.eval.repeats)),
         total_steps=setup.total_steps,
         guarded_metrics=setup.update.guarded_metrics,
     )

@@ -52,7 +52,7 @@ class OptimizerStep:
     guarded_metrics: tuple[str, ...] = ("loss", "grad_norm")  # checked for spikes, ordered as in State.recent
 
 
-def train_step(task: TrainTask, update: OptimizerStep, axes: PyTree) -> TrainStep:
+def make_train_step(task: TrainTask, update: OptimizerStep, axes: PyTree) -> TrainStep:
     """Make the function (state, batch) -> (next state, metrics). Jit it with the state donated."""
     objective, phases = load_objective(task.objective), update_phases(task)
 
@@ -272,7 +272,7 @@ def apply_update(
     return next_state, metrics
 
 
-def eval_step(task: TrainTask, axes: PyTree, repeats: int = 1) -> EvalStep:
+def make_eval_step(task: TrainTask, axes: PyTree, repeats: int = 1) -> EvalStep:
     """Make the function (params, batch, number of the batch's first row) -> metric sums.
 
     Rows are masked by their own number in the split, so the result does not depend on the batch size. With

@@ -280,7 +280,7 @@ def test_the_program_of_scanned_layers_has_one_size() -> None:
         update = setup.make_update(cfg, task)
         axes = module.axes(load_family(task.model).Model, task.model)
         abstract, _ = setup.make_state(cfg, task, update, devices)
-        one = step.train_step(task, update, axes)
+        one = step.make_train_step(task, update, axes)
         return len(setup.lower_step(cfg, one, abstract, devices).as_text().splitlines())
 
     sizes: dict[str, list[int]] = {}

@@ -28,7 +28,7 @@ def fingerprints(case: Case, devices: int, mesh: Mapping[str, int]) -> dict[str,
         axes = module.axes(load_family(task.model).Model, task.model)
         train = setup.lower_step(
             cfg,
-            step.train_step(task, update, axes),
+            step.make_train_step(task, update, axes),
             abstract,
             layout,
             has_loss_mask=case.has_loss_mask,
@@ -37,7 +37,7 @@ def fingerprints(case: Case, devices: int, mesh: Mapping[str, int]) -> dict[str,
         rows = jax.ShapeDtypeStruct((cfg.batch.sequences, cfg.data.sequence_length), "int32")
         mask = jax.ShapeDtypeStruct(rows.shape, "bool") if case.has_loss_mask else None
         batch = Batch(rows, rows, rows, mask, rows if case.has_labels else None)
-        evaluate = jax.jit(step.eval_step(task, axes, cfg.eval.repeats)).lower(abstract.params, batch, 0)
+        evaluate = jax.jit(step.make_eval_step(task, axes, cfg.eval.repeats)).lower(abstract.params, batch, 0)
     return {"train": fingerprint(train.as_text()), "eval": fingerprint(evaluate.as_text())}
 
 

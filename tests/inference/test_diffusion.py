@@ -28,7 +28,7 @@ from headrace.nn.module import axes, module
 from headrace.objectives import TrainTask
 from headrace.objectives._masking import mask_by_level, maskable
 from headrace.training import run as training_run
-from headrace.training.step import eval_step, low_discrepancy
+from headrace.training.step import low_discrepancy, make_eval_step
 from tests.objectives.test_masking import LENGTH, MAY, TEXT, VOCABULARY, short, small_model, task, texts
 from tests.training.test_step import ENCODER
 
@@ -86,7 +86,7 @@ def token_nll(model: Any, masked: np.ndarray, exclude_mask: bool) -> np.ndarray:
 @pytest.mark.parametrize("exclude_mask", [False, True])
 def test_the_estimated_bound_is_the_sum_over_all_masks(exclude_mask):
     of = diffusion(exclude_mask=exclude_mask)
-    score = jax.jit(eval_step(of, axes(eurobert.Model, of.model), repeats=6))
+    score = jax.jit(make_eval_step(of, axes(eurobert.Model, of.model), repeats=6))
     for scale in (0.0, 12.0):
         model, found = small_model(scale), []
         for number in range(16):

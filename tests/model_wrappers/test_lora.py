@@ -222,7 +222,7 @@ def losses(cfg, devices):
         state = fresh()
         params, _ = load_weights(source, task.model, state.params, laid, cfg.data.path)
         state = dataclasses.replace(state, params=params)
-        take, told = jax.jit(step.train_step(task, update, axes)), []
+        take, told = jax.jit(step.make_train_step(task, update, axes)), []
         batch = device_batch(dataset, dataset.train_order(cfg.batch.sequences, seed=0), laid, 0)
         for _ in range(4):
             state, metrics = take(state, batch)

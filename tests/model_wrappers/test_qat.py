@@ -180,7 +180,7 @@ def peak(cfg):
         update = setup.make_update(cfg, task)
         abstract, _ = setup.make_state(cfg, task, update, devices)
         axes = module.axes(load_family(task.model).Model, task.model)
-        one = step.train_step(task, update, axes)
+        one = step.make_train_step(task, update, axes)
         used = setup.lower_step(cfg, one, abstract, devices).compile().memory_analysis()
     return (
         used.argument_size_in_bytes

@@ -212,7 +212,9 @@ class Trained:
             update = setup.make_update(self.cfg, task)
             abstract, fresh = setup.make_state(self.cfg, task, update, laid)
             axes = module.axes(load_family(task.model).Model, task.model)
-            one = setup.lower_step(self.cfg, step.train_step(task, update, axes), abstract, laid).compile()
+            one = setup.lower_step(
+                self.cfg, step.make_train_step(task, update, axes), abstract, laid
+            ).compile()
             state, self.losses, self.batches = fresh(), [], []
             self.first = jax.device_get(state.params)
             self.shards = {

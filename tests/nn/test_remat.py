@@ -128,7 +128,7 @@ def test_a_step_that_offloads_is_the_step_that_keeps(tiny: Any) -> None:
         with jax.set_mesh(devices):
             update = make_update(cfg, task)
             abstract, fresh = make_state(cfg, task, update, devices)
-            program = lower_step(cfg, step.train_step(task, update, axes), abstract, devices).compile()
+            program = lower_step(cfg, step.make_train_step(task, update, axes), abstract, devices).compile()
             rows = jax.random.randint(jax.random.key(1), (8, 64), 4, 300)
             ones = jnp.broadcast_to(jnp.arange(64), (8, 64))
             batch = Batch(rows, jnp.ones_like(rows), ones, None)

@@ -132,7 +132,7 @@ def trained(cfg, steps, devices):
     laid = setup.make_mesh(cfg, devices)
     with jax.set_mesh(laid):
         _, fresh = setup.make_state(cfg, task, update, laid)
-        state, take, told = fresh(), jax.jit(step.train_step(task, update, axes)), []
+        state, take, told = fresh(), jax.jit(step.make_train_step(task, update, axes)), []
         home = sharding.row_sharding(laid, (8, LENGTH))
         batch = jax.tree.map(lambda x: jax.device_put(x, home), packed(documents()))
         for _ in range(steps):

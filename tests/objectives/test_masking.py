@@ -31,7 +31,7 @@ from headrace.objectives._masking import (
     sample_positions,
     sample_spans,
 )
-from headrace.training.step import eval_step
+from headrace.training.step import make_eval_step
 from tests.training.test_step import ENCODER, Bench, assert_close
 
 VOCABULARY = SpecialTokens(size=40, pad=0, bos=7, eos=8, mask=39)
@@ -434,7 +434,7 @@ def bench(tiny, benches):
 
 @functools.cache
 def scores(bench: Bench):
-    return jax.jit(eval_step(bench.task, bench.axes))
+    return jax.jit(make_eval_step(bench.task, bench.axes))
 
 
 @pytest.mark.parametrize(

@@ -311,7 +311,9 @@ def test_whole_updates_follow_torch(pair):
     axes = module.axes(ours.family.Model, ours.cfg)
     tx = adamw.make(cfg, axes)
     flat = Curves(learning_rate=lambda step: 1.0, weight_decay=lambda step: 1.0)
-    update = jax.jit(step.train_step(task(ours.cfg, execution()), step.OptimizerStep(cfg, tx, flat), axes))
+    update = jax.jit(
+        step.make_train_step(task(ours.cfg, execution()), step.OptimizerStep(cfg, tx, flat), axes)
+    )
     current = state.init_state(ours.params, tx, seed=0, ema=False, history=loss_spikes.empty_history(2))
     for number in range(5):
         batch = text(2, 24, seed=number)

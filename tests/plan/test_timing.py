@@ -551,7 +551,7 @@ with jax.set_mesh(devices):
     update = setup.make_update(cfg, task)
     abstract, _ = setup.make_state(cfg, task, update, devices)
     axes = module.axes(load_family(task.model).Model, task.model)
-    setup.lower_step(cfg, step.train_step(task, update, axes), abstract, devices).compile()
+    setup.lower_step(cfg, step.make_train_step(task, update, axes), abstract, devices).compile()
 """
 RECIPE = """
 run_dir: nowhere

@@ -82,7 +82,7 @@ def trace_step() -> CallTrace:
         update = setup.make_update(cfg, task)
         abstract, _ = setup.make_state(cfg, task, update, mesh)
         batch = setup.abstract_batch(cfg, mesh, has_loss_mask=False, has_labels=False)
-        train_step = step.train_step(task, update, module.axes(task.family.Model, task.model))
+        train_step = step.make_train_step(task, update, module.axes(task.family.Model, task.model))
         with CallTrace() as trace:
             jax.eval_shape(train_step, abstract, batch)
     return trace

@@ -22,7 +22,7 @@ def program_dir(tiny: Any, tmp_path: Path) -> Path:
     bench = Bench(tiny(), dict(data=8))
     (tmp_path / "programs").mkdir()
     with jax.set_mesh(bench.devices):
-        train_step = step.train_step(bench.task, bench.update, bench.axes)
+        train_step = step.make_train_step(bench.task, bench.update, bench.axes)
         lowered = setup.lower_step(bench.cfg, train_step, bench.abstract, bench.devices)
         compiled_step.save(lowered, bench.step, tmp_path / "programs")
     (tmp_path / "train.yaml").write_text(reader.to_yaml(bench.cfg))

@@ -53,7 +53,7 @@ class Bench:
         with jax.set_mesh(self.devices):
             self.update = setup.make_update(self.cfg, self.task)
             self.abstract, self.fresh = setup.make_state(self.cfg, self.task, self.update, self.devices)
-            train_step = step.train_step(self.task, self.update, self.axes)
+            train_step = step.make_train_step(self.task, self.update, self.axes)
             lowered = setup.lower_step(self.cfg, train_step, self.abstract, self.devices)
             self.step = compiled_step.load_or_compile(lowered, self.devices, None, print)
 
@@ -276,7 +276,9 @@ def traced(cfg, sizes: dict[str, int]):
         update = setup.make_update(cfg, task)
         abstract, _ = setup.make_state(cfg, task, update, devices)
         rows = jax.ShapeDtypeStruct((cfg.batch.sequences, cfg.data.sequence_length), jnp.int32)
-        program = jax.jit(step.train_step(task, update, axes)).trace(abstract, Batch(rows, rows, rows, None))
+        program = jax.jit(step.make_train_step(task, update, axes)).trace(
+            abstract, Batch(rows, rows, rows, None)
+        )
     return program.jaxpr.jaxpr
 
 

@@ -31,7 +31,7 @@ with jax.set_mesh(devices):
     update = setup.make_update(cfg, task)
     abstract, _ = setup.make_state(cfg, task, update, devices)
     axes = module.axes(task.family.Model, task.model)
-    traced = setup.lower_step(cfg, step.train_step(task, update, axes), abstract, devices)
+    traced = setup.lower_step(cfg, step.make_train_step(task, update, axes), abstract, devices)
     compiled = compiled_step.load_or_compile(traced, devices, None, print)
 used = compiled.memory_analysis()
 print("arguments", used.argument_size_in_bytes, "aliased", used.alias_size_in_bytes)
