@@ -1,5 +1,5 @@
-"""DeBERTa's attention in kernels for TPUs: that they compute what plain JAX does, on every mesh, what they do
-not support, that they are lowered for a TPU and, with its compiler, that they fit the chips."""
+"""DeBERTa's attention in kernels for TPUs: they compute the same as plain JAX, also on a mesh, give reasons
+for what they do not support, are lowered for a TPU and, with its compiler, fit the chips."""
 
 import math
 import re
@@ -26,7 +26,7 @@ REACH = 100
 
 
 def arrays(length: int, *, heads: int = 2, width: int = 64, dtype: Any = jnp.float32) -> list[Any]:
-    """q, k, v and the two tables."""
+    """Make q, k, v and the two tables."""
     draw = np.random.default_rng(length).normal
     rows, table = (2, length, heads, width), (128, heads, width)
     return [jnp.asarray(draw(size=shape), dtype) for shape in (rows, rows, rows, table, table)]
@@ -37,17 +37,17 @@ def documents(length: int) -> Any:
     return jnp.asarray((np.arange(length) >= ends[..., None]).sum(1) + 1)
 
 
-def with_gradients(function: Any, given: list[Any]) -> list[Any]:
-    weight = jnp.asarray(np.random.default_rng(0).normal(size=given[0].shape), given[0].dtype)
+def with_gradients(function: Any, inputs: list[Any]) -> list[Any]:
+    d_out = jnp.asarray(np.random.default_rng(0).normal(size=inputs[0].shape), inputs[0].dtype)
 
-    def both() -> Any:
-        out, pull = jax.vjp(function, *given)
-        return [out, *pull(weight)]
+    def run() -> Any:
+        out, pull = jax.vjp(function, *inputs)
+        return [out, *pull(d_out)]
 
-    return [np.asarray(x, np.float32) for x in jax.jit(both)()]
+    return [np.asarray(x, np.float32) for x in jax.jit(run)()]
 
 
-def ours(segments: Any, q: Any, k: Any, v: Any, k_table: Any, q_table: Any) -> Any:
+def attend(segments: Any, q: Any, k: Any, v: Any, k_table: Any, q_table: Any) -> Any:
     tables = dict(k_table=k_table, q_table=q_table)
     return _disentangled.attend(AUTO, q, k, v, max_distance=REACH, segments=segments, **tables)
 
@@ -61,64 +61,67 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("heads, width", [(2, 64), (1, 128), (4, 32)])
 def test_kernels_and_their_gradients_are_those_of_the_definition(kernels, heads, width):
-    given, segments = arrays(256, heads=heads, width=width), documents(256)
-    wanted = with_gradients(partial(plainly, REACH, segments), given)
-    for found, value in zip(with_gradients(partial(ours, segments), given), wanted, strict=True):
-        np.testing.assert_allclose(found, value, rtol=0, atol=1e-5 * np.abs(value).max())
+    inputs, segments = arrays(256, heads=heads, width=width), documents(256)
+    expected = with_gradients(partial(plainly, REACH, segments), inputs)
+    for result, value in zip(with_gradients(partial(attend, segments), inputs), expected, strict=True):
+        np.testing.assert_allclose(result, value, rtol=0, atol=1e-5 * np.abs(value).max())
 
 
-def test_in_16_bits_they_are_as_near_to_the_truth_as_plain_sums(monkeypatch):
-    """But for the tables, whose gradient XLA's CPU cannot make in 16 bits with the flags of tests."""
-    given, segments = arrays(128, dtype=jnp.bfloat16), jnp.ones((2, 128), jnp.int32)
-    rows, tables = given[:3], given[3:]
-    exact = [x.astype(jnp.float32) for x in given]
-    truth = with_gradients(lambda *rows: plainly(REACH, segments, *rows, *exact[3:]), exact[:3])
-    plain = with_gradients(lambda *rows: ours(None, *rows, *tables), rows)
+def test_in_bf16_their_error_is_that_of_plain_sums(monkeypatch):
+    """The tables are excluded: XLA's CPU compiler does not support their gradient in bf16 with the flags of
+    tests."""
+    inputs, segments = arrays(128, dtype=jnp.bfloat16), jnp.ones((2, 128), jnp.int32)
+    rows, tables = inputs[:3], inputs[3:]
+    in_float32 = [x.astype(jnp.float32) for x in inputs]
+    exact = with_gradients(lambda *rows: plainly(REACH, segments, *rows, *in_float32[3:]), in_float32[:3])
+    plain = with_gradients(lambda *rows: attend(None, *rows, *tables), rows)
     monkeypatch.setattr(disentangled_tpu, "unsupported_reason", lambda *_: None)
-    found = with_gradients(lambda *rows: ours(None, *rows, *tables), rows)
-    for one, other, value in zip(found, plain, truth, strict=True):
-        apart = [np.linalg.norm(x - value) / np.linalg.norm(value) for x in (one, other)]
-        assert apart[0] < 1.05 * apart[1] and apart[0] < 4e-3
+    results = with_gradients(lambda *rows: attend(None, *rows, *tables), rows)
+    for result, plain_result, value in zip(results, plain, exact, strict=True):
+        error, plain_error = (
+            np.linalg.norm(x - value) / np.linalg.norm(value) for x in (result, plain_result)
+        )
+        assert error < 1.05 * plain_error and error < 4e-3
 
 
 def test_queries_of_a_part_of_the_row_have_the_right_distances(kernels):
-    """As on a device that has a chunk of the row."""
-    (q, *rest), segments, part = arrays(384), documents(384), slice(128, 256)
-    whole = with_gradients(partial(plainly, REACH, segments), [q, *rest])[0]
+    """A device may have a chunk of the row's queries."""
+    (q, *other_inputs), segments, part = arrays(384), documents(384), slice(128, 256)
+    expected = with_gradients(partial(plainly, REACH, segments), [q, *other_inputs])[0]
     out = jax.jit(
-        lambda q, *rest: _disentangled._attend_by_kernel(
-            REACH, q, *rest, (segments[:, part], segments), jnp.int32(128)
+        lambda q, *other_inputs: _disentangled._attend_by_kernel(
+            REACH, q, *other_inputs, (segments[:, part], segments), jnp.int32(128)
         )
-    )(q[:, part], *rest)
-    np.testing.assert_allclose(out, whole[:, part], rtol=0, atol=1e-5)
+    )(q[:, part], *other_inputs)
+    np.testing.assert_allclose(out, expected[:, part], rtol=0, atol=1e-5)
 
 
 @pytest.mark.slow
-def test_on_a_mesh_they_give_what_plain_sums_give_on_one_device(monkeypatch):
-    """Heads, rows of the batch and the sequence are split, the latter into two chunks of 128 a device."""
-    given, segments = arrays(512, heads=4), documents(512)
-    wanted = with_gradients(partial(ours, segments), given)
+def test_on_a_mesh_they_compute_the_same_as_plain_sums_on_one_device(monkeypatch):
+    """Heads, rows of the batch and the sequence are split, the latter into two chunks of 128 per device."""
+    inputs, segments = arrays(512, heads=4), documents(512)
+    expected = with_gradients(partial(attend, segments), inputs)
 
-    def split(*given: Any) -> Any:
-        rows = [sharding.to_balanced_order(x) for x in (*given[:3], segments)]
-        return sharding.from_balanced_order(ours(rows[3], *rows[:3], *given[3:]))
+    def attend_sharded(*inputs: Any) -> Any:
+        rows = [sharding.to_balanced_order(x) for x in (*inputs[:3], segments)]
+        return sharding.from_balanced_order(attend(rows[3], *rows[:3], *inputs[3:]))
 
     monkeypatch.setattr(disentangled_tpu, "unsupported_reason", lambda *_: None)
     with jax.set_mesh(sharding.make_mesh(dict(data=2, fsdp=1, tensor=2, context=2))):
-        found = with_gradients(split, given)
-    for one, other in zip(found, wanted, strict=True):
-        np.testing.assert_allclose(one, other, rtol=0, atol=1e-5 * np.abs(other).max())
+        results = with_gradients(attend_sharded, inputs)
+    for result, value in zip(results, expected, strict=True):
+        np.testing.assert_allclose(result, value, rtol=0, atol=1e-5 * np.abs(value).max())
 
 
 def test_a_chip_without_a_strided_roll_rolls_each_row_by_a_different_distance():
     x = jnp.asarray(np.random.default_rng(0).normal(size=(128, 256)), jnp.float32)
-    wanted = np.stack([np.roll(row, 1 + i) for i, row in enumerate(np.asarray(x))])
+    expected = np.stack([np.roll(row, 1 + i) for i, row in enumerate(np.asarray(x))])
     for strided in (True, False):
 
         def body(x: Any, out: Any, strided: bool = strided) -> None:
             out[...] = roll_rows(x[...], 1, strided)
 
-        np.testing.assert_array_equal(pl.pallas_call(body, x, interpret=True)(x), wanted)
+        np.testing.assert_array_equal(pl.pallas_call(body, x, interpret=True)(x), expected)
 
 
 def test_the_reason_why_kernels_cannot_run_is_given(monkeypatch):
@@ -142,11 +145,11 @@ def test_the_reason_why_kernels_cannot_run_is_given(monkeypatch):
 
 @pytest.mark.parametrize("device", [V4, V6E], ids=["v4", "v6e"])
 def test_on_a_tpu_no_scores_are_in_memory(monkeypatch, device):
-    """No array of all heads' scores, nor of their products by distance: 2 rows x 2 heads x 512 x 512."""
+    """No array is as large as the scores or the products by distance: 2 rows x 2 heads x 512 x 512."""
     monkeypatch.setattr(disentangled_tpu, "device", lambda: device)
-    given = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays(512, dtype=jnp.bfloat16)]
-    grad = jax.jit(jax.value_and_grad(lambda *given: ours(None, *given).sum(), argnums=(0, 1, 2, 3, 4)))
-    text = grad.trace(*given).lower(lowering_platforms=("tpu",)).as_text()
+    inputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays(512, dtype=jnp.bfloat16)]
+    grad = jax.jit(jax.value_and_grad(lambda *inputs: attend(None, *inputs).sum(), argnums=(0, 1, 2, 3, 4)))
+    text = grad.trace(*inputs).lower(lowering_platforms=("tpu",)).as_text()
     assert {"disentangled_forward", "disentangled_backward"} <= set(re.findall(r"disentangled_\w+ward", text))
     shapes = [map(int, found.split("x")) for found in re.findall(r"tensor<([\dx]+)x\w+>", text)]
     assert max(map(math.prod, shapes)) < 2 * 2 * 512 * 512
@@ -179,8 +182,8 @@ with jax.set_mesh(sharding.make_mesh(dict(data=1, fsdp=1, tensor=1, context=1), 
     for length in map(int, lengths):
         row, table = array(4, length, 4, 64), array(512, 4, 64)
         step = jax.jit(jax.grad(loss, argnums=(1, 2, 3, 4, 5)))
-        made = step.lower(array(4, length, dtype=jnp.int32), row, row, row, table, table).compile()
-        assert "disentangled_backward" in made.as_text()
+        program = step.lower(array(4, length, dtype=jnp.int32), row, row, row, table, table).compile()
+        assert "disentangled_backward" in program.as_text()
         print("fits", length)
 """
 

@@ -49,13 +49,14 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return request.param
 
 
-def cut(*arguments: Any, **options: Any) -> LossTotals:
+def fused_loss(*arguments: Any, **options: Any) -> LossTotals:
     return fused_cross_entropy(*arguments, **{"backend": BACKEND} | options)
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Logits of standard deviation 6, so that a soft-cap of 20 bends them; a fifth of the tokens ignored."""
+    """Inputs of a head. Logits have a standard deviation of 6, so that a soft cap of 20 changes them; a fifth
+    of the tokens is ignored."""
 
     hidden: jax.Array
     unembed: jax.Array
@@ -67,7 +68,7 @@ class Problem:
         return self.hidden, self.unembed, self.targets, self.weights
 
 
-def problem(
+def make_problem(
     tokens: int = 252, vocab: int = 507, embed: int = 123, *, dtype: Any = jnp.float32, rows: int = 4
 ) -> Problem:
     rng = np.random.default_rng(0)
@@ -108,8 +109,8 @@ def loss_and_gradients(loss: Any, p: Problem) -> tuple[Any, Any, Any]:
     return value, *gradients
 
 
-def with_cut(per_token: PerTokenLoss, p: Problem, **options: Any) -> tuple[Any, Any, Any]:
-    return loss_and_gradients(lambda *arrays: cut(per_token, *arrays, **options).loss, p)
+def with_fused_loss(per_token: PerTokenLoss, p: Problem, **options: Any) -> tuple[Any, Any, Any]:
+    return loss_and_gradients(lambda *arrays: fused_loss(per_token, *arrays, **options).loss, p)
 
 
 def with_full_logits(per_token: PerTokenLoss, p: Problem, **options: Any) -> tuple[Any, Any, Any]:
@@ -119,7 +120,7 @@ def with_full_logits(per_token: PerTokenLoss, p: Problem, **options: Any) -> tup
 def in_float64(
     p: Problem, *, soft_cap: float | None = None, z_loss: float = 0.0, label_smoothing: float = 0.0
 ) -> tuple[np.ndarray, ...]:
-    """The truth, by torch's own cross entropy and autograd."""
+    """Compute exact loss and gradients, with the cross entropy and autograd of torch."""
     hidden, unembed = (
         torch.tensor(np.asarray(x, np.float64), requires_grad=True) for x in (p.hidden, p.unembed)
     )
@@ -135,11 +136,11 @@ def in_float64(
     return tuple(x.detach().numpy() for x in (loss, *gradients))
 
 
-def assert_same(ours: Any, theirs: Any, *, tolerance: float = 1e-5) -> None:
-    """Equal to `tolerance` of the largest entry."""
-    for one, other in zip(ours, theirs, strict=True):
-        one, other = np.asarray(one, np.float64), np.asarray(other, np.float64)
-        np.testing.assert_allclose(one, other, rtol=0, atol=tolerance * np.abs(other).max())
+def assert_close(results: Any, expected: Any, *, tolerance: float = 1e-5) -> None:
+    """Assert that arrays are equal up to `tolerance` of the largest entry."""
+    for result, value in zip(results, expected, strict=True):
+        result, value = np.asarray(result, np.float64), np.asarray(value, np.float64)
+        np.testing.assert_allclose(result, value, rtol=0, atol=tolerance * np.abs(value).max())
 
 
 @pytest.mark.thin(7)
@@ -149,35 +150,35 @@ def assert_same(ours: Any, theirs: Any, *, tolerance: float = 1e-5) -> None:
 @pytest.mark.parametrize(
     "dtype, tolerance", [(jnp.float32, 5e-4), (jnp.bfloat16, 1e-2)], ids=["float32", "bfloat16"]
 )
-def test_cut_is_no_further_from_the_truth_than_full_logits(
+def test_the_error_is_no_larger_than_with_full_logits(
     dtype: Any, tolerance: float, soft_cap: float | None, z_loss: float, shape: tuple[int, int, int]
 ) -> None:
-    p = problem(*shape, dtype=dtype)
+    p = make_problem(*shape, dtype=dtype)
     per_token = add_z_loss(partial(cross_entropy.per_token, SimpleNamespace(label_smoothing=0.0)), z_loss)
-    truth = in_float64(p, soft_cap=soft_cap, z_loss=z_loss)
-    naive = with_full_logits(per_token, p, soft_cap=soft_cap)
-    ours = with_cut(per_token, p, soft_cap=soft_cap, chunk_size=100)
-    for right, plain, got in zip(truth, naive, ours, strict=True):
-        allowed = np.abs(np.asarray(plain, np.float64) - right) + tolerance
-        error = np.abs(np.asarray(got, np.float64) - right)
-        assert (error <= allowed).all(), (error - allowed).max()
-        assert np.linalg.norm(error) <= (2e-6 if dtype == jnp.float32 else 4e-3) * np.linalg.norm(right)
+    exact = in_float64(p, soft_cap=soft_cap, z_loss=z_loss)
+    full_logits = with_full_logits(per_token, p, soft_cap=soft_cap)
+    results = with_fused_loss(per_token, p, soft_cap=soft_cap, chunk_size=100)
+    for value, full, result in zip(exact, full_logits, results, strict=True):
+        limit = np.abs(np.asarray(full, np.float64) - value) + tolerance
+        error = np.abs(np.asarray(result, np.float64) - value)
+        assert (error <= limit).all(), (error - limit).max()
+        assert np.linalg.norm(error) <= (2e-6 if dtype == jnp.float32 else 4e-3) * np.linalg.norm(value)
 
 
 def one_sided(sign: float) -> Problem:
     """All logits around 40, or around -40."""
-    p = problem()
+    p = make_problem()
     return replace(p, hidden=sign * jnp.abs(p.hidden), unembed=jnp.abs(p.unembed))
 
 
 @pytest.mark.parametrize("soft_cap", [SMALL_SOFT_CAP, SMALL_SOFT_CAP + 0.5, 1e3, 1e6])
 @pytest.mark.parametrize("sign", [1.0, -1.0])
-def test_capped_logits_are_exact_wherever_they_lie(soft_cap: float, sign: float) -> None:
-    """All of them near the cap, or all near its other end, where float32 has hardly an exponential for them;
-    or far below it, where it hardly bends them."""
+def test_capped_logits_are_exact_wherever_they_are(soft_cap: float, sign: float) -> None:
+    """All may be near the cap, or all near its negative, where their exponentials are hardly in the range of
+    float32; or far below it, where it hardly changes them."""
     p = one_sided(sign)
-    truth = in_float64(p, soft_cap=soft_cap, z_loss=1e-3, label_smoothing=0.1)
-    assert_same(with_cut(SMOOTHED, p, soft_cap=soft_cap, chunk_size=100), truth)
+    exact = in_float64(p, soft_cap=soft_cap, z_loss=1e-3, label_smoothing=0.1)
+    assert_close(with_fused_loss(SMOOTHED, p, soft_cap=soft_cap, chunk_size=100), exact)
 
 
 @pytest.mark.parametrize("soft_cap", [SMALL_SOFT_CAP, SMALL_SOFT_CAP + 0.5])
@@ -185,75 +186,75 @@ def test_capped_logits_are_exact_wherever_they_lie(soft_cap: float, sign: float)
 def test_logits_at_the_cap_have_no_gradient(soft_cap: float, sign: float) -> None:
     p = one_sided(sign)
     at = replace(p, hidden=100 * p.hidden)
-    loss, *gradients = with_cut(SMOOTHED, at, soft_cap=soft_cap, chunk_size=100)
-    assert_same([loss], in_float64(at, soft_cap=soft_cap, z_loss=1e-3, label_smoothing=0.1)[:1])
+    loss, *gradients = with_fused_loss(SMOOTHED, at, soft_cap=soft_cap, chunk_size=100)
+    assert_close([loss], in_float64(at, soft_cap=soft_cap, z_loss=1e-3, label_smoothing=0.1)[:1])
     assert not any(jnp.abs(gradient).max() > 1e-6 for gradient in gradients)
 
 
 @functools.cache
-def in_one_piece(tokens: int, vocab: int, embed: int, rows: int) -> tuple[Any, Any, Any]:
-    return with_cut(SMOOTHED, problem(tokens, vocab, embed, rows=rows), soft_cap=20.0, backend="tokens")
+def in_one_chunk(tokens: int, vocab: int, embed: int, rows: int) -> tuple[Any, Any, Any]:
+    return with_fused_loss(
+        SMOOTHED, make_problem(tokens, vocab, embed, rows=rows), soft_cap=20.0, backend="tokens"
+    )
 
 
 # 252 tokens make 23 chunks and 1 token of padding, 5 and 3, 4 and none, and 1 chunk; the 507 rows of the
 # vocabulary 47 and 10, 13 and none, 9 and 6, and 1 chunk.
 @pytest.mark.parametrize("chunk", [11, 53, 63, 1000])
 def test_chunk_size_does_not_change_the_result(backend: str, chunk: int) -> None:
-    chunked = with_cut(SMOOTHED, problem(252, 507, 123), soft_cap=20.0, chunk_size=chunk)
+    chunked = with_fused_loss(SMOOTHED, make_problem(252, 507, 123), soft_cap=20.0, chunk_size=chunk)
     # The kernels sum the width in three parts.
     tolerance = 2e-6 if backend == "tpu" else 1e-6
-    assert_same(chunked, in_one_piece(252, 507, 123, 4), tolerance=tolerance)
+    assert_close(chunked, in_one_chunk(252, 507, 123, 4), tolerance=tolerance)
 
 
 @pytest.mark.parametrize("chunk", [64, "auto"])
-def test_evaluation_gives_the_totals_that_training_does(chunk: int | str) -> None:
-    p = problem()
-    totals = jax.jit(lambda *arrays: cut(SMOOTHED, *arrays, chunk_size=chunk))(*p.arrays)
-    assert_same([totals.loss], with_cut(SMOOTHED, p, chunk_size=chunk)[:1], tolerance=1e-6)
-    assert_same([totals.nll], in_float64(p)[:1])
+def test_evaluation_computes_the_same_totals_as_training(chunk: int | str) -> None:
+    p = make_problem()
+    totals = jax.jit(lambda *arrays: fused_loss(SMOOTHED, *arrays, chunk_size=chunk))(*p.arrays)
+    assert_close([totals.loss], with_fused_loss(SMOOTHED, p, chunk_size=chunk)[:1], tolerance=1e-6)
+    assert_close([totals.nll], in_float64(p)[:1])
 
 
-def test_logits_are_computed_once_a_pass_and_gradients_only_when_asked_for(
+def test_logits_are_computed_once_per_pass_and_gradients_only_if_needed(
     monkeypatch: pytest.MonkeyPatch, backend: str
 ) -> None:
-    p = problem()
-    loss = lambda *arrays: cut(SMOOTHED, *arrays, chunk_size=64).loss
-    # Each kernel is there twice: for a TPU, and for the interpreter.
-    once, products = {"tokens": (1, 3), "vocabulary": (1, 4), "tpu": (2, 2 * 2 + 2)}[backend]
+    p = make_problem()
+    loss = lambda *arrays: fused_loss(SMOOTHED, *arrays, chunk_size=64).loss
+    # The program has each kernel twice: for a TPU, and for the interpreter.
+    forward, with_gradients = {"tokens": (1, 3), "vocabulary": (1, 4), "tpu": (2, 2 * 2 + 2)}[backend]
     monkeypatch.setattr(tpu, "TOKENS_PER_MATMUL", 64)  # one matmul per block
-    assert str(jax.make_jaxpr(loss)(*p.arrays)).count("dot_general[") == once
-    assert (
-        str(jax.make_jaxpr(jax.value_and_grad(loss, argnums=(0, 1)))(*p.arrays)).count("dot_general[")
-        == products
-    )
+    for function, matmuls in ((loss, forward), (jax.value_and_grad(loss, argnums=(0, 1)), with_gradients)):
+        assert str(jax.make_jaxpr(function)(*p.arrays)).count("dot_general[") == matmuls
 
 
 def test_label_smoothing_is_that_of_torch() -> None:
-    p = problem()
+    p = make_problem()
     per_token = add_z_loss(partial(cross_entropy.per_token, SimpleNamespace(label_smoothing=0.1)), 0.0)
-    assert_same(with_cut(per_token, p, chunk_size=64), in_float64(p, label_smoothing=0.1))
+    assert_close(with_fused_loss(per_token, p, chunk_size=64), in_float64(p, label_smoothing=0.1))
 
 
 @pytest.mark.parametrize("gamma", [0.0, 0.5, 2.0])
 def test_focal_loss_matches_its_definition(gamma: float) -> None:
-    p = problem()
+    p = make_problem()
     hidden, unembed, targets, weights = (np.asarray(x, np.float64) for x in p.arrays)
     logits = hidden @ unembed.T
     probability = np.exp(logits - logits.max(-1, keepdims=True))
     probability /= probability.sum(-1, keepdims=True)
     target = np.maximum(targets, 0).astype(int)[..., None]
-    own = np.take_along_axis(probability, target, axis=-1)[..., 0]
-    expected = (weights * (1 - own) ** gamma * -np.log(own)).sum()
+    target_probability = np.take_along_axis(probability, target, axis=-1)[..., 0]
+    expected = (weights * (1 - target_probability) ** gamma * -np.log(target_probability)).sum()
     per_token = add_z_loss(partial(focal.per_token, SimpleNamespace(gamma=gamma)), 0.0)
-    assert float(cut(per_token, *p.arrays).loss) == pytest.approx(expected, rel=1e-5)
+    assert float(fused_loss(per_token, *p.arrays).loss) == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_every_loss_has_the_gradient_of_its_full_logits_version(name: str) -> None:
     module = importlib.import_module(f"headrace.losses.{name}")
-    per_token, p = add_z_loss(partial(module.per_token, module.Config()), 1e-3), problem()
-    assert_same(
-        with_cut(per_token, p, soft_cap=20.0, chunk_size=64), with_full_logits(per_token, p, soft_cap=20.0)
+    per_token, p = add_z_loss(partial(module.per_token, module.Config()), 1e-3), make_problem()
+    assert_close(
+        with_fused_loss(per_token, p, soft_cap=20.0, chunk_size=64),
+        with_full_logits(per_token, p, soft_cap=20.0),
     )
 
 
@@ -271,27 +272,27 @@ def test_every_loss_falls_when_the_target_logit_rises(name: str) -> None:
     "per_token", [SMOOTHED, add_z_loss(partial(focal.per_token, SimpleNamespace(gamma=0.5)), 0)]
 )
 def test_a_batch_without_targets_gives_zero_and_zero_gradients(per_token: PerTokenLoss) -> None:
-    p = problem()
+    p = make_problem()
     empty = Problem(p.hidden, p.unembed, jnp.full_like(p.targets, -100), jnp.zeros_like(p.weights))
-    for value in with_cut(per_token, empty, chunk_size=64):
+    for value in with_fused_loss(per_token, empty, chunk_size=64):
         assert not np.asarray(value).any()
 
 
 def test_ignored_tokens_have_no_influence() -> None:
-    p = problem()
+    p = make_problem()
     ignored = p.weights == 0
     other = jnp.where(ignored, jnp.where(p.hidden[..., 0] > 0, 2**30, 3), p.targets)
-    first = with_cut(SMOOTHED, p, chunk_size=64)
-    second = with_cut(SMOOTHED, Problem(p.hidden, p.unembed, other, p.weights), chunk_size=64)
+    first = with_fused_loss(SMOOTHED, p, chunk_size=64)
+    second = with_fused_loss(SMOOTHED, Problem(p.hidden, p.unembed, other, p.weights), chunk_size=64)
     jax.tree.map(np.testing.assert_array_equal, first, second)
     assert ignored.any() and not np.asarray(first[1][ignored]).any()
 
 
 def test_an_ignored_token_may_have_a_loss_that_needs_a_target() -> None:
-    p = problem()
+    p = make_problem()
     # Every logit is about -123, so a token without a target would seem to have one above their logsumexp.
     negative = Problem(-jnp.ones_like(p.hidden), jnp.ones_like(p.unembed), p.targets, p.weights)
-    for value in with_cut(lambda stats: jnp.sqrt(stats.lse - stats.target), negative, chunk_size=64):
+    for value in with_fused_loss(lambda stats: jnp.sqrt(stats.lse - stats.target), negative, chunk_size=64):
         assert np.isfinite(value).all()
 
 
@@ -300,31 +301,32 @@ def test_extreme_logits_stay_finite(gamma: float | None) -> None:
     per_token = (
         add_z_loss(partial(focal.per_token, SimpleNamespace(gamma=gamma)), 1e-4) if gamma else SMOOTHED
     )
-    p = problem()
+    p = make_problem()
     # Every second token is certain of its target and the others are certain of something else.
     certain = p.unembed[jnp.maximum(p.targets, 0)] * jnp.where(jnp.arange(63) % 2, 1, -1)[:, None]
     extreme = Problem(1e3 * certain, p.unembed, p.targets, p.weights)
-    for value in with_cut(per_token, extreme, chunk_size=64):
+    for value in with_fused_loss(per_token, extreme, chunk_size=64):
         assert np.isfinite(value).all()
 
 
 def test_only_the_loss_is_differentiated_and_its_cotangent_scales_the_gradients() -> None:
-    p = problem()
-    once = with_cut(SMOOTHED, p)
-    thrice = loss_and_gradients(lambda *arrays: 3 * cut(SMOOTHED, *arrays).loss, p)
-    assert_same(thrice, [3 * x for x in once], tolerance=1e-6)
-    for gradient in loss_and_gradients(lambda *arrays: cut(SMOOTHED, *arrays).nll, p)[1:]:
+    p = make_problem()
+    scaled = loss_and_gradients(lambda *arrays: 3 * fused_loss(SMOOTHED, *arrays).loss, p)
+    assert_close(scaled, [3 * x for x in with_fused_loss(SMOOTHED, p)], tolerance=1e-6)
+    for gradient in loss_and_gradients(lambda *arrays: fused_loss(SMOOTHED, *arrays).nll, p)[1:]:
         assert not np.asarray(gradient).any()
 
 
 def test_gradients_have_the_dtypes_of_the_weights_and_activations() -> None:
-    p = problem(dtype=jnp.bfloat16)
+    p = make_problem(dtype=jnp.bfloat16)
     mixed = Problem(p.hidden, p.unembed.astype(jnp.float32), p.targets, p.weights)
-    loss, d_hidden, d_unembed = with_cut(SMOOTHED, mixed, chunk_size=64)
+    loss, d_hidden, d_unembed = with_fused_loss(SMOOTHED, mixed, chunk_size=64)
     assert (loss.dtype, d_hidden.dtype, d_unembed.dtype) == (jnp.float32, jnp.bfloat16, jnp.float32)
-    # The products are the same as with bf16 weights; only the last rounding of d unembed is spared.
-    assert_same(
-        [d_hidden, d_unembed.astype(jnp.bfloat16)], with_cut(SMOOTHED, p, chunk_size=64)[1:], tolerance=0
+    # The matmuls are the same as with bf16 weights; only the last rounding of d_unembed is omitted.
+    assert_close(
+        [d_hidden, d_unembed.astype(jnp.bfloat16)],
+        with_fused_loss(SMOOTHED, p, chunk_size=64)[1:],
+        tolerance=0,
     )
 
 
@@ -342,20 +344,22 @@ MESHES = {
 @pytest.mark.parametrize("name", MESHES)
 def test_a_mesh_does_not_change_loss_or_gradients(name: str) -> None:
     sizes, (rows, vocab, embed) = MESHES[name]
-    p = problem(64 * rows, vocab, embed, rows=rows)
-    alone = in_one_piece(64 * rows, vocab, embed, rows)
+    p = make_problem(64 * rows, vocab, embed, rows=rows)
+    single_device = in_one_chunk(64 * rows, vocab, embed, rows)
     devices = jax.devices()[: math.prod(sizes.values())]
     with jax.set_mesh(sharding.make_mesh(sizes, devices)):
-        assert_same(with_cut(SMOOTHED, p, soft_cap=20.0, chunk_size=20), alone, tolerance=2e-6)
-        totals = jax.jit(lambda *arrays: cut(SMOOTHED, *arrays, soft_cap=20.0))(*p.arrays)
-    assert_same([totals.loss], alone[:1], tolerance=2e-6)
-    assert_same([totals.nll], in_float64(p, soft_cap=20.0)[:1])
+        assert_close(
+            with_fused_loss(SMOOTHED, p, soft_cap=20.0, chunk_size=20), single_device, tolerance=2e-6
+        )
+        totals = jax.jit(lambda *arrays: fused_loss(SMOOTHED, *arrays, soft_cap=20.0))(*p.arrays)
+    assert_close([totals.loss], single_device[:1], tolerance=2e-6)
+    assert_close([totals.nll], in_float64(p, soft_cap=20.0)[:1])
 
 
-def test_the_gradient_of_the_head_is_left_split_as_the_head_is_stored() -> None:
-    p = problem(256, 512, 128)
+def test_the_gradient_of_the_head_is_sharded_like_the_head() -> None:
+    p = make_problem(256, 512, 128)
     with jax.set_mesh(sharding.make_mesh(dict(data=2, fsdp=2, tensor=2, context=1))):
-        d_unembed = with_cut(SMOOTHED, p)[2]
+        d_unembed = with_fused_loss(SMOOTHED, p)[2]
     assert {shard.data.shape for shard in d_unembed.addressable_shards} == {(256, 64)}
 
 
@@ -374,7 +378,7 @@ def test_chunks_need_a_fraction_of_the_memory_of_full_logits() -> None:
         return memory.temp_size_in_bytes
 
     full = temporary_bytes(lambda *arrays: reference(PLAIN_CE, *arrays))
-    chunked = temporary_bytes(lambda *arrays: cut(PLAIN_CE, *arrays, chunk_size=256).loss)
+    chunked = temporary_bytes(lambda *arrays: fused_loss(PLAIN_CE, *arrays, chunk_size=256).loss)
     assert full >= tokens * vocab * 4
     assert chunked < full / 4
 
@@ -384,7 +388,7 @@ def test_chunks_need_a_fraction_of_the_memory_of_full_logits() -> None:
     [("auto", 1024, 1024), (4096, 4096, 3200), (2**20, 8192, 128_000)],
     ids=str,
 )
-def test_chunks_are_as_automatic_or_as_asked_but_never_of_2_to_the_31_logits(
+def test_chunks_have_the_automatic_or_the_configured_size_but_fewer_than_2_to_the_31_logits(
     backend: str, chunk: int | str, by_tokens: int, by_vocabulary: int
 ) -> None:
     arguments = (
@@ -393,9 +397,11 @@ def test_chunks_are_as_automatic_or_as_asked_but_never_of_2_to_the_31_logits(
         jax.ShapeDtypeStruct((2, 8192), jnp.int32),
         jax.ShapeDtypeStruct((2, 8192), jnp.float32),
     )
-    step = jax.value_and_grad(lambda *arrays: cut(PLAIN_CE, *arrays, chunk_size=chunk).loss, argnums=(0, 1))
+    step = jax.value_and_grad(
+        lambda *arrays: fused_loss(PLAIN_CE, *arrays, chunk_size=chunk).loss, argnums=(0, 1)
+    )
     shapes = re.findall(r"f32\[([\d,]+)\]", str(jax.make_jaxpr(step)(*arguments)))
-    # Kernels leave no logits: the largest is the gradient of the matrix, times the loss' own.
+    # Kernels store no logits: the largest array is the gradient of the matrix.
     largest = {
         "tokens": by_tokens * 256_000,
         "vocabulary": by_vocabulary * 2 * 8192,
@@ -412,6 +418,6 @@ def test_chunks_are_as_automatic_or_as_asked_but_never_of_2_to_the_31_logits(
         (lambda: focal.Config(gamma=-1.0), "gamma"),
     ],
 )
-def test_a_setting_out_of_range_is_refused_by_its_name(make: Any, key: str) -> None:
+def test_an_error_names_the_setting_that_is_out_of_range(make: Any, key: str) -> None:
     with pytest.raises(ValueError, match=f"^{key}: "):
         make()
