@@ -51,12 +51,6 @@ def pytest_configure(config: pytest.Config) -> None:
         use_compilation_cache(config.cache, is_worker=hasattr(config, "workerinput"))
 
 
-def quarantined() -> set[str]:
-    """Files of tests that may fail for now (tests/quarantine.txt)."""
-    lines = (Path(__file__).parent / "quarantine.txt").read_text().splitlines()
-    return {line for line in lines if line and not line.startswith("#")}
-
-
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
     """One more than there are cores, since many tests wait for processes."""
@@ -74,10 +68,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 variants[name] += 1
             if "slow" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="slow: run with --slow (make test-all)"))
-    files = quarantined()
-    for item in items:
-        if item.nodeid.partition("::")[0] in files:
-            item.add_marker(pytest.mark.xfail(reason="tests/quarantine.txt", strict=False))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -85,9 +75,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Print failures in quarantine; with `-m fault`, also the table of injected faults and their outcomes."""
-    for report in terminalreporter.stats.get("xfailed", []):
-        terminalreporter.write_line(f"failed in quarantine: {report.nodeid}")
+    """With `-m fault`, print the table of injected faults and their outcomes."""
     if config.getoption("markexpr") != "fault":
         return
     reports_by_fault: dict[int, list[Any]] = {number: [] for number in FAULTS}

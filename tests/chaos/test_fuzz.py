@@ -4,6 +4,7 @@ exit code 2; none ends in a traceback, and none never ends."""
 import dataclasses
 import json
 import shutil
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ import yaml
 from etils import epath
 
 from headrace.checkpoint import inventory, manifest
+from headrace.cli import checkpoint as checkpoint_commands
 from headrace.cli import main as cli_main
 from headrace.config import reader, recipe, sections
 from headrace.convert import from_huggingface, to_huggingface
@@ -276,7 +278,7 @@ def checkpoints(run: Path) -> Case:
         return f"{manifest.HEADER} {google_crc32c.value(body):08x}\n".encode() + body
 
     def look() -> None:
-        inventory.ls(str(run), lambda line: None)
+        checkpoint_commands.ls(Namespace(run=str(run)))
         inventory.find_resume_point(str(run))
 
     def spent() -> None:

@@ -340,7 +340,7 @@ def test_other_data_is_refused_with_all_differences(tiny, tmp_path, packed):
     (tmp_path / "data" / "index.json").write_text(json.dumps(index))
     changes = (f"data.path={tmp_path}/data", "model.mlp=128", "seed=3", "log.every=2")
     said = (
-        r"model\.mlp: found 128, expected 64.*seed: found 3, expected 0.*data.path: found fingerprint \w+ .*"
+        r"seed: found 3, expected 0.*model\.mlp: found 128, expected 64.*data.path: found fingerprint \w+ .*"
         r"which is allowed: .*log\.every 1 -> 2"
     )
     with pytest.raises(UserError, match=said):

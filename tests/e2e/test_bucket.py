@@ -455,7 +455,7 @@ def test_checkpoint_commands_on_a_run_in_a_bucket(
         (["train", "RECIPE", "data.path=gs://bucket/secret"], "index.json may not be read"),
         (
             ["train", "RECIPE", "init_from=gs://bucket/nothing"],
-            "expected a run folder, or one of Hugging Face",
+            "expected a run folder, or a Hugging Face folder on this machine",
         ),
     ],
 )

@@ -351,7 +351,7 @@ def test_an_impossible_plan_shows_by_how_much_it_misses(capsys: pytest.CaptureFi
         (["--slice", "v5p-32", "model.vocab=0"], "model.vocab: expected the size of the vocabulary"),
         (
             ["--slice", "v5p-32", "batch.sequences=24", "batch.microbatches=1"],
-            "24 rows at a time cannot be shared",
+            "24 rows at a time cannot be split",
         ),
         (["--slice", "v5p-64", "batch.sequences=64", "batch.microbatches=4"], "set batch.microbatches=2"),
         (["--slice", "v5p-64", "batch.sequences=24", "batch.microbatches=1"], "to a multiple of 32"),
@@ -495,7 +495,7 @@ def test_a_mistake_with_any_slice_is_reported_before_the_first_is_planned(
     code, output = plan(
         capsys, "recipes/llama3.2-1b.yaml", "--slice", "v5p-8", "--slice", "v5p-32", "--fast", "--json", out
     )
-    assert code == 2 and "cannot be shared by the 16 devices" in output and "fits" not in output
+    assert code == 2 and "cannot be split over the 16 devices" in output and "fits" not in output
 
 
 def test_a_plan_shows_when_it_takes_longer_than_the_available_days(
@@ -571,7 +571,7 @@ def test_the_compiler_decides_what_fits(libtpu: None, tmp_path: Path) -> None:
     uneven = recipe.load(
         "recipes/llama3.2-1b.yaml", [*small[:2], "batch.sequences=12", "batch.microbatches=1"]
     )
-    with pytest.raises(UserError, match="12 rows at a time cannot be shared"):  # not the earlier result
+    with pytest.raises(UserError, match="12 rows at a time cannot be split"):  # not the earlier result
         aot.compile_step(uneven, where, tmp_path / "fits")
     with pytest.raises(UserError, match="cuts paths at spaces"):
         aot.compile_step(uneven, where, tmp_path / "a b")

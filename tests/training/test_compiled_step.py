@@ -17,8 +17,9 @@ from tests.training.test_step import Bench
 
 
 @pytest.fixture
-def program_dir(tiny: Any, tmp_path: Path) -> Path:
-    """A folder with the compiled step of train.yaml next to it, for 8 devices."""
+def program_dir(tiny: Any, tmp_path: Path, no_compilation_cache: None) -> Path:
+    """A folder with the compiled step of train.yaml next to it, for 8 devices. On a CPU, a step from JAX's cache
+    lacks functions when it is stored again."""
     bench = Bench(tiny(), dict(data=8))
     (tmp_path / "programs").mkdir()
     with jax.set_mesh(bench.devices):

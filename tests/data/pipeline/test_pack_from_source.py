@@ -112,8 +112,8 @@ def test_dropped_documents_and_unread_files_are_reported(load_direct: Any, tmp_p
     (tmp_path / "files" / "picture.png").write_bytes(b"png")
     lines: list[str] = []
     prepare(load_direct("normalize.min_chars=60"), lines.append)
-    (line,) = [line for line in lines if "dropped" in line]
-    assert line.startswith("pack: ") and "too short" in line
+    (line,) = [line for line in lines if "too short" in line]
+    assert line.startswith("pack: ") and "dropped" in line
     assert any("1 file is not read, of no known format" in line for line in lines)
     number = re.search(r"too short ([0-9]+)", line)
     report = html.unescape((tmp_path / "data" / "report.html").read_text())
