@@ -18,8 +18,8 @@ from tests.training.test_step import Bench
 
 @pytest.fixture
 def program_dir(tiny: Any, tmp_path: Path, no_compilation_cache: None) -> Path:
-    """A folder with the compiled step of train.yaml next to it, for 8 devices. On a CPU, a step from JAX's cache
-    lacks functions when it is stored again."""
+    """A folder with the compiled step of train.yaml next to it, for 8 devices. Steps from JAX's cache lack
+    functions when they are stored again, on a CPU."""
     bench = Bench(tiny(), dict(data=8))
     (tmp_path / "programs").mkdir()
     with jax.set_mesh(bench.devices):
