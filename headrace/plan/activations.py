@@ -3,11 +3,13 @@ memory.
 
 tests/nn/test_activations.py compares the counts with the arrays that `jax.vjp` saves."""
 
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol, TypeGuard
 
 from headrace.config.sections import TrainRecipe
 from headrace.model_wrappers import load_family
+from headrace.models import ModelConfig
 from headrace.nn import module
 from headrace.training import setup
 from headrace.training.task import matmul_format
@@ -56,11 +58,17 @@ class ActivationUnits:
     attention_out: float = 0.0
 
     def __add__(self, other: "ActivationUnits") -> "ActivationUnits":
-        pairs = zip(astuple(self), astuple(other), strict=True)
-        return ActivationUnits(*(left + right for left, right in pairs))
+        return ActivationUnits(
+            self.width + other.width,
+            self.hidden + other.hidden,
+            self.qkv + other.qkv,
+            self.attention_out + other.attention_out,
+        )
 
     def __mul__(self, factor: float) -> "ActivationUnits":
-        return ActivationUnits(*(unit * factor for unit in astuple(self)))
+        return ActivationUnits(
+            self.width * factor, self.hidden * factor, self.qkv * factor, self.attention_out * factor
+        )
 
     def count(self, model: ModelSizes, tensor: int, lanes: int = 1) -> float:
         """Count the numbers on one of `tensor` devices that share a layer.
@@ -71,6 +79,29 @@ class ActivationUnits:
         attention = self.qkv * (model.heads + 2 * model.kv_heads) * model.head_dim
         attention += self.attention_out * model.heads * padded_head
         return self.width * model.embed + (self.hidden * count_hidden_units(model) + attention) / tensor
+
+
+@dataclass(frozen=True)
+class WeightNames:
+    """Properties of a model that follow from the names of its weights."""
+
+    frozen: frozenset[str]  # weights that are never updated
+    has_gate: bool  # two matrices lead to the hidden units
+    is_down_frozen: bool  # w_down is not trained
+
+    @classmethod
+    @lru_cache(64)
+    def of_model(cls, model: ModelConfig, freeze: str | None) -> "WeightNames":
+        """Read them from the axes of a model of which the recipe freezes some weights. A search does this for
+        thousands of settings of the same model."""
+        axes = module.axes(load_family(model).Model, model)
+        frozen = setup.frozen_names(freeze, axes)
+        fields_of = {name: name.split(".") for name, _ in module.named_leaves(axes)}
+        return cls(
+            frozen=frozen,
+            has_gate=any("w_gate" in fields for fields in fields_of.values()),
+            is_down_frozen=all(name in frozen for name, fields in fields_of.items() if "w_down" in fields),
+        )
 
 
 @dataclass(frozen=True)
@@ -86,15 +117,13 @@ class LayerSpec:
     @classmethod
     def from_recipe(cls, recipe: TrainRecipe) -> "LayerSpec":
         """Read the properties from a recipe and from the axes of its model's weights."""
-        axes = module.axes(load_family(recipe.model).Model, recipe.model)
-        fields_of = {name: name.split(".") for name, _ in module.named_leaves(axes)}
-        frozen = setup.frozen_names(recipe, axes)
+        weights = WeightNames.of_model(recipe.model, recipe.freeze)
         return cls(
             itemsize=2 if recipe.compute.dtype == "bfloat16" else 4,
             matmul=matmul_format(recipe),
             activation=recipe.model.activation if hasattr(recipe.model, "activation") else "",
-            up_matrices=2 if any("w_gate" in fields for fields in fields_of.values()) else 1,
-            is_down_frozen=all(name in frozen for name, fields in fields_of.items() if "w_down" in fields),
+            up_matrices=2 if weights.has_gate else 1,
+            is_down_frozen=weights.is_down_frozen,
         )
 
     def saved_units(self, remat: str, *, looped: bool) -> ActivationUnits:

@@ -135,7 +135,7 @@ def compile_here(recipe: TrainRecipe, slice_shape: SliceShape, folder: Path) -> 
         update = setup.make_update(recipe, task)
         abstract, _ = setup.make_state(recipe, task, update, mesh)
         axes = module.axes(family.Model, task.model)
-        frozen = setup.frozen_names(recipe, axes)
+        frozen = setup.frozen_names(recipe.freeze, axes)
         frozen_leaves = [leaf for name, leaf in module.named_leaves(abstract.params) if name in frozen]
         fields: dict[str, Any] = dict(
             slice_name=slice_shape.name,

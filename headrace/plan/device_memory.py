@@ -22,6 +22,7 @@ from headrace.plan.activations import (
     ActivationUnits,
     LayerSpec,
     ModelSizes,
+    WeightNames,
     count_hidden_units,
     has_experts,
 )
@@ -57,8 +58,7 @@ class StateBytes:
 
 def count_state_bytes(recipe: TrainRecipe, sizes: dict[str, int]) -> StateBytes:
     """Count the bytes of the train state on each device of a mesh of these sizes."""
-    axes = module.axes(load_family(recipe.model).Model, recipe.model)
-    frozen = setup.frozen_names(recipe, axes)
+    frozen = WeightNames.of_model(recipe.model, recipe.freeze).frozen
     return _count_state_bytes(
         recipe.model, recipe.optimizer, tuple(sizes[axis] for axis in sharding.AXES), frozen
     )

@@ -111,7 +111,7 @@ def estimate_step(recipe: TrainRecipe, slice_shape: SliceShape) -> Estimate:
     share = DeviceShare.from_recipe(recipe, slice_shape, sizes)
     matmul = estimate_matmul(recipe, slice_shape, is_vocab_split=share.fsdp * share.expert > 1)
     attention = estimate_attention(recipe, slice_shape)
-    traffic = estimate_traffic(recipe, slice_shape, sizes, state_bytes.parameters)
+    traffic = estimate_traffic(recipe, slice_shape, sizes, share, state_bytes.parameters)
     per_microbatch = 2 * state_bytes.weights + share.traffic_bytes(recipe, efficiency.elementwise)
     scores = 0.0
     if stores_scores(recipe, slice_shape):
@@ -176,7 +176,7 @@ def estimate_matmul(recipe: TrainRecipe, slice_shape: SliceShape, *, is_vocab_sp
 
 
 def estimate_traffic(
-    recipe: TrainRecipe, slice_shape: SliceShape, sizes: dict[str, int], parameters: int
+    recipe: TrainRecipe, slice_shape: SliceShape, sizes: dict[str, int], share: DeviceShare, parameters: int
 ) -> float:
     """Estimate the seconds of traffic between chips, hidden or not, for a mesh of these sizes.
 
@@ -185,7 +185,6 @@ def estimate_traffic(
     context-parallel."""
     model, chip = recipe.model, slice_shape.chip
     itemsize, microbatches = (2 if recipe.compute.dtype == "bfloat16" else 4), recipe.batch.microbatches
-    share = DeviceShare.from_recipe(recipe, slice_shape, sizes)
     weights, shards = parameters / sizes["tensor"], sizes["fsdp"] * sizes["expert"]
     experts = count_expert_weights(model) / sizes["tensor"]
     # Tokens go to the experts and back in both passes, and once more to the experts in the backward pass.

@@ -73,7 +73,7 @@ def make_update(recipe: TrainRecipe, task: TrainTask) -> OptimizerStep:
     """Make the optimizer, its schedule and its batch-size ramp."""
     axes = module.axes(task.family.Model, task.model)
     schedule = dataclasses.replace(recipe.schedule, **run_length.durations(recipe))
-    frozen = frozen_names(recipe, axes)
+    frozen = frozen_names(recipe.freeze, axes)
     return OptimizerStep(
         config=recipe.optimizer,
         tx=make_optimizer(recipe.optimizer, axes, frozen),
@@ -85,15 +85,15 @@ def make_update(recipe: TrainRecipe, task: TrainTask) -> OptimizerStep:
     )
 
 
-def frozen_names(recipe: TrainRecipe, axes: PyTree) -> frozenset[str]:
-    """The paths of the weights that are never updated: by the model's design, or by the key `freeze`."""
+def frozen_names(freeze: str | None, axes: PyTree) -> frozenset[str]:
+    """The paths of the weights that are never updated: by the model's design, or by the recipe's `freeze`."""
     axes_by_name = dict(module.named_leaves(axes))
     frozen = frozenset(name for name, weight_axes in axes_by_name.items() if weight_axes.frozen)
-    if recipe.freeze is None:
+    if freeze is None:
         return frozen
-    frozen |= module.select_weights("freeze", recipe.freeze, axes_by_name)
+    frozen |= module.select_weights("freeze", freeze, axes_by_name)
     if not any(jax.tree.leaves(module.trainable_mask(axes, frozen))):
-        raise UserError(f"freeze: found {recipe.freeze}, expected some weight to be left to train")
+        raise UserError(f"freeze: found {freeze}, expected some weight to be left to train")
     return frozen
 
 

@@ -12,6 +12,7 @@ from headrace.config import recipe, sections
 from headrace.errors import UserError
 from headrace.hardware import chips, slices
 from headrace.plan import aot, attention_cost, buffers, estimate, recommend, search
+from headrace.plan.device_memory import DeviceShare
 
 ONE_A_CHIP = ["batch.sequences=16", "batch.microbatches=1"]
 REPORT = """Memory Space: default (color=0)
@@ -258,11 +259,10 @@ def test_traffic_between_chips_follows_from_its_bytes_and_links() -> None:
     two = recipe.load(
         "recipes/llama3-8b.yaml", ["mesh.data=2", "batch.sequences=512", "batch.microbatches=1"]
     )
+    sizes = dict(data=2, fsdp=256, tensor=1, context=1, expert=1)
     alone, joined = (
-        estimate.estimate_traffic(
-            two, slices.parse_slice(name), dict(data=2, fsdp=256, tensor=1, context=1, expert=1), 2**33
-        )
-        for name in ("v5p-1024", "2xv5p-512")
+        estimate.estimate_traffic(two, where, sizes, DeviceShare.from_recipe(two, where, sizes), 2**33)
+        for where in map(slices.parse_slice, ("v5p-1024", "2xv5p-512"))
     )
     assert joined - alone == pytest.approx(2 * 4 * 2**33 / 256 / 6.25e9)
 
