@@ -37,6 +37,7 @@ class GPTQMatrix:
         return integers.astype(jnp.float32) * self.scales.astype(jnp.float32)[self.g_idx].T
 
 
+@partial(jax.jit, static_argnames=("bits", "group_size"))
 def pack_matrix(integers: Array, scales: Array, bits: int, group_size: int) -> GPTQMatrix:
     """Pack integers of the grid [inputs outputs] and their scales [groups outputs].
 
