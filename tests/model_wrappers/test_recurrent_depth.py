@@ -209,7 +209,7 @@ SGD = ("optimizer.use=sgd", "optimizer.learning_rate=0.5", *LOOPED)
     [{}, pytest.param({"fsdp": 2, "tensor": 2, "context": 2}, marks=pytest.mark.slow)],
     ids=["parts", "mesh"],
 )
-def test_neither_parts_of_the_batch_nor_the_mesh_change_the_update(tiny, sizes, capfd):
+def test_neither_parts_of_the_batch_nor_the_mesh_change_the_update(tiny, sizes, capfd, no_compilation_cache):
     whole, rows = Bench(tiny(*SGD)).run(2)
     parts, part_rows = Bench(tiny(*SGD, "batch.microbatches=2"), sizes).run(2)
     assert_close(whole, parts, 2e-5)

@@ -400,7 +400,7 @@ def test_with_one_token_hidden_diffusion_tells_it_like_a_masked_model():
     [(("masked", BERT), (2, 2, 1, 2)), (("masked", BERT), (1, 1, 1, 8)), (("diffusion", {}), (2, 2, 1, 2))],
     ids=["spans", "spans over positions", "diffusion"],
 )
-def test_eight_devices_hide_what_one_hides(kind, sizes, capfd):
+def test_eight_devices_hide_what_one_hides(kind, sizes, capfd, no_compilation_cache):
     of, batch = task(kind[0], **kind[1]), texts(8)
     devices = sharding.make_mesh(dict(zip(sharding.AXES, sizes, strict=False)), jax.devices())
     home = row_sharding(devices, (8, LENGTH))
@@ -440,7 +440,9 @@ def scores(bench: Bench):
 @pytest.mark.parametrize(
     "sizes", [{}, pytest.param({"data": 2, "fsdp": 2, "context": 2}, marks=pytest.mark.slow)], ids=str
 )
-def test_neither_parts_of_the_batch_nor_the_mesh_change_the_update_of_diffusion(tiny, bench, sizes, capfd):
+def test_neither_parts_of_the_batch_nor_the_mesh_change_the_update_of_diffusion(
+    tiny, bench, sizes, capfd, no_compilation_cache
+):
     whole, rows = bench("diffusion").run(2)
     parts, part_rows = Bench(tiny(*SGD, *KINDS["diffusion"], "batch.microbatches=2"), sizes).run(2)
     assert_close(whole, parts, 5e-6)

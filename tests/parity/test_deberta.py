@@ -374,7 +374,7 @@ def test_accumulation_gives_the_pair_the_update_of_the_whole_batch(tiny):
 
 
 @pytest.mark.parametrize("sizes", [(1, 2, 2, 2), pytest.param((2, 2, 2, 1), marks=pytest.mark.slow)], ids=str)
-def test_the_mesh_does_not_change_the_losses_of_the_pair(tiny, sizes, capfd):
+def test_the_mesh_does_not_change_the_losses_of_the_pair(tiny, sizes, capfd, no_compilation_cache):
     cfg = tiny(*pair(SGD))
     alone = Bench(cfg).run(3)[1]
     split = Bench(cfg, dict(zip(sharding.AXES, sizes, strict=False))).run(3)[1]

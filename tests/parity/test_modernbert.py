@@ -75,7 +75,7 @@ def overrides(**sizes: int) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(1, 4, 2, 1), (1, 2, 2, 2)], ids=str)
-def test_the_mesh_does_not_change_the_loss(tiny, sizes, capfd):
+def test_the_mesh_does_not_change_the_loss(tiny, sizes, capfd, no_compilation_cache):
     cfg = tiny(*overrides())
     losses = [row["loss"] for row in Bench(cfg, dict(zip(sharding.AXES, sizes, strict=False))).run(2)[1]]
     np.testing.assert_allclose(losses, [row["loss"] for row in Bench(cfg).run(2)[1]], atol=3e-5, rtol=0)
