@@ -17,6 +17,7 @@ from tests.golden.cases import VOCAB, Case
 
 def fingerprints(case: Case, devices: int, mesh: Mapping[str, int]) -> dict[str, str]:
     """Hashes of the train and the eval step, compiled for this many simulated devices."""
+    jax.clear_caches()  # a function that was traced before, by another test, may be shared in the program
     sizes = [f"mesh.{axis}={size}" for axis, size in mesh.items()]
     overrides = ["data.path=nowhere", f"model.vocab={VOCAB}", *case.overrides, *sizes]
     cfg = recipe.load(case.recipe, overrides)
